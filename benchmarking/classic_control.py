@@ -1,13 +1,15 @@
 """Classic control: GRPO of evogrpo and PPO of Stable-Baselines3, at equal environment steps and at equal time.
 
-    python benchmarking/classic_control.py               # all missing runs, then the table; restartable
-    python benchmarking/classic_control.py --table-only  # the table of the recorded runs
-    python benchmarking/classic_control.py --tasks CartPole-v1 --methods grpo --seeds 0 --scale 0.05   # a short trial
+    python benchmarking/classic_control.py               # all missing runs, then the table;
+    restartable python benchmarking/classic_control.py --table-only  # the table of the recorded
+    runs python benchmarking/classic_control.py --tasks CartPole-v1 --methods grpo --seeds 0 --scale
+    0.05   # a short trial
 
-The methods are GRPO as one agent with fixed hyperparameters, GRPO as an evolving population of 8, and PPO with the
-hyperparameters of rl-baselines3-zoo. PPO runs in an environment of its own, which is installed in
-`benchmarking/.peers/` on first use. Each run is a process with one thread. All methods are evaluated greedily on the
-same new episodes, and this is not timed. For a population, the steps of all members and of their validation count.
+The methods are GRPO as one agent with fixed hyperparameters, GRPO as an evolving population of 8,
+and PPO with the hyperparameters of rl-baselines3-zoo. PPO runs in an environment of its own, which
+is installed in `benchmarking/.peers/` on first use. Each run is a process with one thread. All
+methods are evaluated greedily on the same new episodes, and this is not timed. For a population,
+the steps of all members and of their validation count.
 """
 
 from __future__ import annotations
@@ -27,7 +29,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarking.classic.intervals import Interval, first_reached, stratified_bootstrap, value_at  # the path is set
+from benchmarking.classic.intervals import (
+    Interval,
+    first_reached,
+    stratified_bootstrap,
+    value_at,
+)  # the path is set
 from benchmarking.classic.tasks import TASKS, Task
 from benchmarking.peers import environments
 from benchmarking.records import write_record
@@ -38,7 +45,9 @@ METHODS: dict[str, tuple[str, str | None]] = {
     "grpo": ("run_evogrpo.py", None),
     "sb3-ppo": ("run_sb3.py", "sb3"),
 }
-"""Runner in `classic/`, and key of `environments.REQUIREMENTS` (None = the Python that runs this script)."""
+"""Runner in `classic/`, and key of `environments.REQUIREMENTS` (None = the Python that runs this
+script).
+"""
 BUDGETS = ("steps", "seconds")
 
 
@@ -65,10 +74,15 @@ class Run:
         steps, wall, processor, scores = zip(*content["curve"], strict=True)
         seconds = processor if content["clock"] == "processor" else wall
         task = replace(TASKS[content["task"]], **content["budgets"])
-        return cls(task=task, method=method, spent={"steps": steps, "seconds": seconds}, scores=scores)
+        return cls(
+            task=task, method=method, spent={"steps": steps, "seconds": seconds}, scores=scores
+        )
 
     def score(self, budget: str) -> float:
-        """Return the score when the budget was spent; that of the untrained policy before the first evaluation."""
+        """Return the score when the budget was spent.
+
+        That of the untrained policy before the first evaluation.
+        """
         return value_at((0.0, *self.spent[budget][1:]), self.scores, getattr(self.task, budget))
 
 
@@ -87,8 +101,14 @@ def run_missing(given: argparse.Namespace) -> None:
         command = [str(pythons[name]), str(HERE / "classic" / METHODS[name][0]), *words]
         with out.with_suffix(".log").open("w", encoding="utf-8") as log:
             environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-            done = subprocess.run(command, env=environment, stdout=log, stderr=subprocess.STDOUT, check=False)
-        print(f"{task} {name} seed {seed}: {'done' if done.returncode == 0 else f'FAILED, see {log.name}'}", flush=True)
+            done = subprocess.run(
+                command, env=environment, stdout=log, stderr=subprocess.STDOUT, check=False
+            )
+        print(
+            f"{task} {name} seed {seed}:"
+            f" {'done' if done.returncode == 0 else f'FAILED, see {log.name}'}",
+            flush=True,
+        )
 
     tasks = [task for task in given.tasks if playable(task)]
     jobs = [(seed, task, name) for seed in given.seeds for task in tasks for name in given.methods]
@@ -111,7 +131,9 @@ def playable(task: str) -> bool:
     needs = TASKS[task].needs
     if needs is None or importlib.util.find_spec(needs) is not None:
         return True
-    print(f"{task} is left out because it needs {needs}: pip install 'gymnasium[box2d]'", flush=True)
+    print(
+        f"{task} is left out because it needs {needs}: pip install 'gymnasium[box2d]'", flush=True
+    )
     return False
 
 
@@ -130,12 +152,16 @@ def summary(runs: Sequence[Run]) -> dict[str, Any]:
         row: dict[str, Any] = {"task": task, "method": method}
         for budget in BUDGETS:
             values = [run.score(budget) for run in group]
-            reached = [first_reached(run.spent[budget], run.scores, run.task.solved) for run in group]
+            reached = [
+                first_reached(run.spent[budget], run.scores, run.task.solved) for run in group
+            ]
             row[budget] = {
                 "scores": values,
                 "interval": vars(stratified_bootstrap({task: values})),
                 "solved": sum(score >= TASKS[task].solved for score in values),
-                "solved_after": None if (middle := statistics.median(reached)) == float("inf") else middle,
+                "solved_after": (
+                    None if (middle := statistics.median(reached)) == float("inf") else middle
+                ),
             }
         rows.append(row)
     # Normalised scores over the tasks that all methods have runs of.
@@ -144,7 +170,10 @@ def summary(runs: Sequence[Run]) -> dict[str, Any]:
     overall: dict[str, dict[str, Any]] = {method: {} for method in methods if common}
     for method, entry in overall.items():
         for budget in BUDGETS:
-            scores = {task: [run.task.normalised(run.score(budget)) for run in groups[task, method]] for task in common}
+            scores = {
+                task: [run.task.normalised(run.score(budget)) for run in groups[task, method]]
+                for task in common
+            }
             entry[budget] = vars(stratified_bootstrap(scores))
     return {"rows": rows, "tasks": common, "overall": overall}
 
@@ -152,7 +181,10 @@ def summary(runs: Sequence[Run]) -> dict[str, Any]:
 def table(content: Mapping[str, Any]) -> str:
     """Return a summary as Markdown; the best score of each task is bold."""
     lines = [
-        "| task | method | seeds | at equal steps | solved | at equal time | solved | steps to solve | s to solve |",
+        (
+            "| task | method | seeds | at equal steps | solved | at equal time | solved | steps to"
+            " solve | s to solve |"
+        ),
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in content["rows"]:
@@ -163,7 +195,9 @@ def table(content: Mapping[str, Any]) -> str:
             part = row[budget]
             best = max(other[budget]["interval"]["value"] for other in same)
             text = str(Interval(**part["interval"]))
-            cells.append(f"**{text}**" if part["interval"]["value"] == best and len(same) > 1 else text)
+            cells.append(
+                f"**{text}**" if part["interval"]["value"] == best and len(same) > 1 else text
+            )
             cells.append(f"{part['solved']}/{count}")
         for budget, digits in (("steps", 0), ("seconds", 1)):
             after = row[budget]["solved_after"]
@@ -173,20 +207,39 @@ def table(content: Mapping[str, Any]) -> str:
         lines += ["", f"Over {', '.join(content['tasks'])}; random = 0, solved = 1:", ""]
         lines += ["| method | at equal steps | at equal time |", "|---|---|---|"]
         for method, entry in content["overall"].items():
-            lines.append(f"| {method} | {Interval(**entry['steps'])} | {Interval(**entry['seconds'])} |")
+            lines.append(
+                f"| {method} | {Interval(**entry['steps'])} | {Interval(**entry['seconds'])} |"
+            )
     return "\n".join(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=Path("runs/classic"), help="folder of the results")
-    parser.add_argument("--cache", type=Path, default=HERE / ".peers", help="folder of PPO's environment")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--folder", type=Path, default=Path("runs/classic"), help="folder of the results"
+    )
+    parser.add_argument(
+        "--cache", type=Path, default=HERE / ".peers", help="folder of PPO's environment"
+    )
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS), metavar="TASK")
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="NAME")
+    parser.add_argument(
+        "--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="NAME"
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=list(range(10)))
-    parser.add_argument("--parallel", type=int, default=1, help="runs at a time, with one thread each")
-    parser.add_argument("--clock", choices=("processor", "wall"), default="processor", help="clock of the time budget")
-    parser.add_argument("--scale", type=float, default=1.0, help="factor on all budgets, for short trials")
+    parser.add_argument(
+        "--parallel", type=int, default=1, help="runs at a time, with one thread each"
+    )
+    parser.add_argument(
+        "--clock",
+        choices=("processor", "wall"),
+        default="processor",
+        help="clock of the time budget",
+    )
+    parser.add_argument(
+        "--scale", type=float, default=1.0, help="factor on all budgets, for short trials"
+    )
     parser.add_argument("--table-only", action="store_true", help="run nothing")
     given = parser.parse_args()
     if not given.table_only:

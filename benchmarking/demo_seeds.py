@@ -1,9 +1,11 @@
 """The demo and its control run over several seeds: the effect of evolution at equal seeds and cost.
 
-    python benchmarking/demo_seeds.py [--seeds 0 1 2] [--parallel 2] [--runs runs/demo-seeds] [-- KEY=VALUE ...]
+    python benchmarking/demo_seeds.py [--seeds 0 1 2] [--parallel 2] [--runs runs/demo-seeds] [--
+    KEY=VALUE ...]
 
-Runs `evogrpo demo` and `evogrpo demo --fixed` for every seed, each in its own process and run directory, which holds
-all results. Prints one row per run from the journals. Complete runs are not repeated. Settings may follow `--`.
+Runs `evogrpo demo` and `evogrpo demo --fixed` for every seed, each in its own process and run
+directory, which holds all results. Prints one row per run from the journals. Complete runs are not
+repeated. Settings may follow `--`.
 """
 
 import argparse
@@ -22,7 +24,15 @@ def run(seed: int, fixed: bool, folder: Path, overrides: list[str]) -> None:
     if (folder / "journal.jsonl").exists():
         words = ["resume", str(folder)]
     else:
-        words = ["demo", "--seed", str(seed), "--run-dir", str(folder), *["--fixed"] * fixed, *overrides]
+        words = [
+            "demo",
+            "--seed",
+            str(seed),
+            "--run-dir",
+            str(folder),
+            *["--fixed"] * fixed,
+            *overrides,
+        ]
     with (folder.with_suffix(".log")).open("a") as log:
         command = [sys.executable, "-m", "evogrpo", *words]
         subprocess.run(command, check=True, stdout=log, stderr=subprocess.STDOUT)
@@ -34,7 +44,12 @@ def row(seed: int, fixed: bool, folder: Path) -> str:
     summary = summarise(events)
     test = [event for event in events if event["event"] == "test"][-1]
     last = [event for event in events if event["event"] == "generation"][-1]
-    births = {m["index"]: m for event in events if event["event"] == "generation" for m in event["members"]}
+    births = {
+        m["index"]: m
+        for event in events
+        if event["event"] == "generation"
+        for m in event["members"]
+    }
     replaced = sum(1 for member in births.values() if member["parent"] is not None)
     line = [ancestor.index for ancestor in ancestors(summary, best_member(summary.generations))]
     mutations = sum(len(births[index]["changes"]) for index in line if index in births)
@@ -42,20 +57,27 @@ def row(seed: int, fixed: bool, folder: Path) -> str:
     after = test["after"]
     gain = after["fitness"] - before["fitness"]
     return (
-        f"| {seed} | {'fixed' if fixed else 'evolved'} | {before['fitness']:.3f} ± {before['standard_error']:.3f} "
-        f"| {after['fitness']:.3f} ± {after['standard_error']:.3f} | {gain:+.3f} | {replaced} | {mutations} "
-        f"| {last['tokens'] / 1e3:.0f} k | {last['seconds'] / 60:.1f} |"
+        f"| {seed} | {'fixed' if fixed else 'evolved'} | {before['fitness']:.3f} ±"
+        f" {before['standard_error']:.3f} | {after['fitness']:.3f} ± {after['standard_error']:.3f}"
+        f" | {gain:+.3f} | {replaced} | {mutations} | {last['tokens'] / 1e3:.0f} k |"
+        f" {last['seconds'] / 60:.1f} |"
     )
 
 
 def main() -> None:
     """Do the missing runs, then print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--runs", type=Path, default=Path("runs/demo-seeds"))
-    parser.add_argument("--parallel", type=int, default=1, help="runs at a time; set OMP_NUM_THREADS accordingly")
+    parser.add_argument(
+        "--parallel", type=int, default=1, help="runs at a time; set OMP_NUM_THREADS accordingly"
+    )
     parser.add_argument("--table-only", action="store_true", help="run nothing")
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings of the demo, for short trials")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="KEY=VALUE", help="settings of the demo, for short trials"
+    )
     arguments = parser.parse_args()
     arguments.runs.mkdir(parents=True, exist_ok=True)
     jobs = [
@@ -66,7 +88,10 @@ def main() -> None:
     if not arguments.table_only:
         with ThreadPoolExecutor(arguments.parallel) as pool:
             list(pool.map(lambda job: run(*job, arguments.overrides), jobs))
-    print("| seed | arm | untrained base | best member | gain | births | winner's mutations | tokens | minutes |")
+    print(
+        "| seed | arm | untrained base | best member | gain | births | winner's mutations | tokens"
+        " | minutes |"
+    )
     print("|---|---|---|---|---|---|---|---|---|")
     for job in jobs:
         journal = job[2] / "journal.jsonl"

@@ -3,7 +3,8 @@
     python benchmarking/long_run.py                     # 400 generations of two members on CartPole
     python benchmarking/long_run.py --generations 1000 --out runs/long_run.json
 
-Episodes have at most 12 steps, so that generations have equal work. The first ten generations are left out.
+Episodes have at most 12 steps, so that generations have equal work. The first ten generations are
+left out.
 """
 
 import argparse
@@ -25,7 +26,9 @@ def generation_seconds(generations: int, folder: str) -> list[float]:
     """Return the processor seconds of every generation of a small run, checkpoints included."""
     env = GymnasiumGroups("CartPole-v1", max_episode_steps=12, validation_size=8, test_size=8)
     space = HyperparameterConfig(lr=RLParameter(min=1e-4, max=1e-2, scale="log"))
-    population = GRPO.population(2, env.observation_space, env.action_space, group_size=4, hp_config=space)
+    population = GRPO.population(
+        2, env.observation_space, env.action_space, group_size=4, hp_config=space
+    )
     run = evolve(
         population, env, strategy=Tournament(z=0.0), run_dir=folder, progress=False, generations=generations,
         steps_per_generation=1, samples_per_step=8, test_questions=0,
@@ -36,7 +39,9 @@ def generation_seconds(generations: int, folder: str) -> list[float]:
 
 def main() -> None:
     """Print the mean processor time of a generation in each quarter of the run."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--generations", type=int, default=400)
     parser.add_argument("--out", type=Path, default=Path("runs/long_run.json"))
     chosen = parser.parse_args()
@@ -45,7 +50,10 @@ def main() -> None:
         seconds = generation_seconds(chosen.generations, folder)
     write_record(chosen.out, {"seconds": seconds})
     for number, quarter in enumerate(np.array_split(seconds, 4), start=1):
-        print(f"quarter {number}: {1e3 * quarter.mean():.1f} ms (median {1e3 * np.median(quarter):.1f})")
+        print(
+            f"quarter {number}: {1e3 * quarter.mean():.1f} ms (median"
+            f" {1e3 * np.median(quarter):.1f})"
+        )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,12 @@
-"""Peak memory of a population and of one agent at the same micro-batch; each size in its own process.
+"""Peak memory of a population and of one agent at the same micro-batch.
 
-    python benchmarking/memory.py [--sizes 1 8 16] [--micro-batch-tokens 512] [--steps 1] [--out runs/memory.json]
+Each size in its own process.
 
-Every member samples 2 prompts x 8 completions x 24 tokens per step and learns with a KL term. The peak is the largest
-resident set of the process, with evaluation and checkpoints.
+    python benchmarking/memory.py [--sizes 1 8 16] [--micro-batch-tokens 512] [--steps 1] [--out
+    runs/memory.json]
+
+Every member samples 2 prompts x 8 completions x 24 tokens per step and learns with a KL term. The
+peak is the largest resident set of the process, with evaluation and checkpoints.
 """
 
 import argparse
@@ -51,13 +54,17 @@ def measure(size: int, micro_batch_tokens: int, steps: int) -> dict[str, float]:
             run_dir=Path(folder) / "run",
         ):
             pass
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
     return {"size": size, "peak_bytes": peak}
 
 
 def main() -> None:
     """Measure each size in a fresh process and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--micro-batch-tokens", type=int, default=512)
     parser.add_argument("--steps", type=int, default=3, help="learning steps before the evaluation")

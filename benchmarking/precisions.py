@@ -1,11 +1,15 @@
-"""Learning curves with a base in float32 and in bfloat16: same agent, questions and steps; several seeds and two tasks.
+"""Learning curves with a base in float32 and in bfloat16: same agent, questions and steps.
 
-    python benchmarking/precisions.py [--seeds 0 1 2] [--tasks two_digit_sums number_sequences] [--table-only]
+Several seeds and two tasks.
 
-One agent on SmolLM2-135M-Instruct takes 30 learning steps of 64 completions with each precision; adapters, moments and
-losses are in float32. Every five steps it answers the same validation questions greedily, at the end the same test
-questions. Prints both curves, and the paired difference on the test with its 95 % bootstrap interval over seeds and
-questions. Recorded runs are not repeated.
+    python benchmarking/precisions.py [--seeds 0 1 2] [--tasks two_digit_sums number_sequences]
+    [--table-only]
+
+One agent on SmolLM2-135M-Instruct takes 30 learning steps of 64 completions with each precision;
+adapters, moments and losses are in float32. Every five steps it answers the same validation
+questions greedily, at the end the same test questions. Prints both curves, and the paired
+difference on the test with its 95 % bootstrap interval over seeds and questions. Recorded runs are
+not repeated.
 """
 
 import argparse
@@ -61,7 +65,11 @@ def run(task: str, seed: int, precision: str, generations: int, steps: int) -> d
     )
     curve = [generation.best.fitness for generation in training]
     seconds = time.process_time() - began
-    return {"curve": curve, "test": evaluate(population.members, [0], env, "test")[0].tolist(), "seconds": seconds}
+    return {
+        "curve": curve,
+        "test": evaluate(population.members, [0], env, "test")[0].tolist(),
+        "seconds": seconds,
+    }
 
 
 def interval(scores: NDArray[np.float64], resamples: int = 10_000) -> tuple[float, float]:
@@ -70,7 +78,9 @@ def interval(scores: NDArray[np.float64], resamples: int = 10_000) -> tuple[floa
     means = np.empty(resamples)
     for number in range(resamples):
         columns = rng.integers(questions, size=(seeds, questions))
-        means[number] = np.take_along_axis(scores[rng.integers(seeds, size=seeds)], columns, axis=1).mean()
+        means[number] = np.take_along_axis(
+            scores[rng.integers(seeds, size=seeds)], columns, axis=1
+        ).mean()
     low, high = np.quantile(means, [0.025, 0.975])
     return float(low), float(high)
 
@@ -79,14 +89,22 @@ def table(results: dict[tuple[str, int, str], dict[str, Any]]) -> str:
     """Return curves, averaged over seeds, and the test of each seed as a Markdown table."""
     count = len(next(iter(results.values()))["curve"])
     steps = " | ".join(f"generation {number}" for number in range(1, count + 1))
-    head = f"| task | base in | {steps} | test | each seed | bfloat16 - float32 | 95 % interval | processor seconds |"
+    head = (
+        f"| task | base in | {steps} | test | each seed | bfloat16 - float32 | 95 % interval |"
+        " processor seconds |"
+    )
     lines = [head, "|" + "---|" * (head.count("|") - 1)]
     for task in dict.fromkeys(task for task, _, _ in results):
         seeds = sorted({seed for name, seed, _ in results if name == task})
-        tests = {each: np.array([results[task, seed, each]["test"] for seed in seeds]) for each in PRECISIONS}
+        tests = {
+            each: np.array([results[task, seed, each]["test"] for seed in seeds])
+            for each in PRECISIONS
+        }
         for precision, scores in tests.items():
             found = [results[task, seed, precision] for seed in seeds]
-            curve = " | ".join(f"{value:.2f}" for value in np.mean([each["curve"] for each in found], axis=0))
+            curve = " | ".join(
+                f"{value:.2f}" for value in np.mean([each["curve"] for each in found], axis=0)
+            )
             compared = "– | –"
             if precision == "bfloat16":
                 difference = scores - tests["float32"]
@@ -95,14 +113,17 @@ def table(results: dict[tuple[str, int, str], dict[str, Any]]) -> str:
             each_seed = ", ".join(f"{value:.3f}" for value in scores.mean(axis=1))
             seconds = np.mean([each["seconds"] for each in found])
             lines.append(
-                f"| {task} | {precision} | {curve} | {scores.mean():.3f} | {each_seed} | {compared} | {seconds:.0f} |"
+                f"| {task} | {precision} | {curve} | {scores.mean():.3f} | {each_seed} | {compared}"
+                f" | {seconds:.0f} |"
             )
     return "\n".join(lines)
 
 
 def main() -> None:
     """Do the missing runs, then print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--tasks", nargs="+", default=["two_digit_sums", "number_sequences"])
     parser.add_argument("--generations", type=int, default=6)
@@ -117,10 +138,14 @@ def main() -> None:
             for precision in PRECISIONS:
                 file = arguments.runs / f"{task}-{seed}-{precision}.json"
                 if not file.exists() and not arguments.table_only:
-                    write_record(file, run(task, seed, precision, arguments.generations, arguments.steps))
+                    write_record(
+                        file, run(task, seed, precision, arguments.generations, arguments.steps)
+                    )
                 if file.exists():
                     results[task, seed, precision] = json.loads(file.read_text(encoding="utf-8"))
-    print(table({key: value for key, value in results.items() if (*key[:2], "bfloat16") in results}))
+    print(
+        table({key: value for key, value in results.items() if (*key[:2], "bfloat16") in results})
+    )
 
 
 if __name__ == "__main__":

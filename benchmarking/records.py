@@ -33,7 +33,10 @@ def provenance() -> dict[str, Any]:
             continue
     return {
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
-        "commit": _git("rev-parse", "HEAD") + ("+" if _git("status", "--porcelain", "--untracked-files=no") else ""),
+        "commit": (
+            _git("rev-parse", "HEAD")
+            + ("+" if _git("status", "--porcelain", "--untracked-files=no") else "")
+        ),
         "machine": {"platform": platform.platform(), "cores": os.cpu_count()},
         "versions": versions,
     }

@@ -1,16 +1,19 @@
 """MPE2 simple_spread: a random policy, GRPO with several agents and independent PPO, at equal environment steps.
 
-    python benchmarking/simple_spread.py [--seeds 0 1 2] [--joint-steps 100000] [--methods random grpo ppo]
+    python benchmarking/simple_spread.py [--seeds 0 1 2] [--joint-steps 100000] [--methods random
+    grpo ppo]
 
 Three agents cover three landmarks and avoid collisions. All methods act in the same environment
-(`mpe2.simple_spread_v3.parallel_env(**ENV_KWARGS)`), with one policy for all agents. The policy gets the agent's
-identity as input and has two tanh layers of 64. Each method is trained for the same number of joint environment steps
-(one step of all three agents) on its own training seeds, and then plays the same held-out starts greedily and by
-sampling. Prints the sum of all agents' rewards over an episode of 25 steps: the mean over seeds with its 95 % bootstrap
-interval. Recorded runs are not repeated.
+(`mpe2.simple_spread_v3.parallel_env(**ENV_KWARGS)`), with one policy for all agents. The policy
+gets the agent's identity as input and has two tanh layers of 64. Each method is trained for the
+same number of joint environment steps (one step of all three agents) on its own training seeds, and
+then plays the same held-out starts greedily and by sampling. Prints the sum of all agents' rewards
+over an episode of 25 steps: the mean over seeds with its 95 % bootstrap interval. Recorded runs are
+not repeated.
 
-PPO follows CleanRL's single file (Huang et al. 2022): generalised advantage estimation with a critic, annealed step
-size; every agent learns from its own reward, or with `--ppo-credit team` from the mean of all.
+PPO follows CleanRL's single file (Huang et al. 2022): generalised advantage estimation with a
+critic, annealed step size; every agent learns from its own reward, or with `--ppo-credit team` from
+the mean of all.
 """
 
 import argparse
@@ -38,10 +41,24 @@ from evogrpo.envs.control.policy_mapping import PolicyMapping, map_policies
 from evogrpo.randomness import generator
 from evogrpo.records import SampledActions
 
-ENV_KWARGS = {"N": 3, "local_ratio": 0.5, "max_cycles": 25, "continuous_actions": False, "dynamic_rescaling": True}
+ENV_KWARGS = {
+    "N": 3,
+    "local_ratio": 0.5,
+    "max_cycles": 25,
+    "continuous_actions": False,
+    "dynamic_rescaling": True,
+}
 GRPO_SETTINGS = {"lr": 3e-3, "group_size": 8, "update_epochs": 4, "batch_size": 1024, "gamma": 0.95}
 GRPO_EPISODES = 64  # joint episodes per learning step
-PPO_SETTINGS = {"lr": 5e-3, "gamma": 0.95, "lam": 0.95, "clip": 0.2, "epochs": 4, "minibatches": 4, "entropy": 0.01}
+PPO_SETTINGS = {
+    "lr": 5e-3,
+    "gamma": 0.95,
+    "lam": 0.95,
+    "clip": 0.2,
+    "epochs": 4,
+    "minibatches": 4,
+    "entropy": 0.01,
+}
 # joint environments side by side, and steps of each per update
 PPO_ENVS = 32
 PPO_STEPS = 50
@@ -51,12 +68,16 @@ TEST_STARTS = 128
 class Random:
     """Acts uniformly at random."""
 
-    def act(self, observations: NDArray[np.float32], member_ids: object, **options: Any) -> SampledActions:
+    def act(
+        self, observations: NDArray[np.float32], member_ids: object, **options: Any
+    ) -> SampledActions:
         """Choose an action for each observation; see `evogrpo.records.Actor`."""
         uniforms = options["uniforms"]
         draws = np.zeros(len(observations)) if uniforms is None else uniforms[:, 0]
         actions = (draws * 5).astype(np.int64)
-        return SampledActions(actions=actions, log_probs=np.full(len(draws), -np.log(5), np.float32))
+        return SampledActions(
+            actions=actions, log_probs=np.full(len(draws), -np.log(5), np.float32)
+        )
 
 
 class ActorCritic(nn.Module):
@@ -81,7 +102,9 @@ class ActorCritic(nn.Module):
         self.critic = network(1, 1.0)
 
     @torch.no_grad()
-    def act(self, observations: NDArray[np.float32], member_ids: object, **options: Any) -> SampledActions:
+    def act(
+        self, observations: NDArray[np.float32], member_ids: object, **options: Any
+    ) -> SampledActions:
         """Choose an action for each observation; see `evogrpo.records.Actor`."""
         log_probs = torch.log_softmax(self.policy(torch.from_numpy(observations)), 1)
         uniforms = options["uniforms"]
@@ -89,12 +112,19 @@ class ActorCritic(nn.Module):
             chosen = log_probs.argmax(1)
         else:
             chosen = (log_probs.exp().cumsum(1)[:, :-1] <= torch.from_numpy(uniforms[:, :1])).sum(1)
-        return SampledActions(actions=chosen.numpy(), log_probs=log_probs.gather(1, chosen[:, None])[:, 0].numpy())
+        return SampledActions(
+            actions=chosen.numpy(), log_probs=log_probs.gather(1, chosen[:, None])[:, 0].numpy()
+        )
 
 
 def make_env(seed: int) -> PettingZooGroups:
-    """Return the environment with the training starts of this seed; held-out starts are the same for all methods."""
-    return PettingZooGroups(simple_spread_v3.parallel_env, env_kwargs=ENV_KWARGS, test_size=TEST_STARTS, seed=seed)
+    """Return the environment with the training starts of this seed.
+
+    Held-out starts are the same for all methods.
+    """
+    return PettingZooGroups(
+        simple_spread_v3.parallel_env, env_kwargs=ENV_KWARGS, test_size=TEST_STARTS, seed=seed
+    )
 
 
 def mapping_of(env: PettingZooGroups) -> PolicyMapping:
@@ -105,7 +135,9 @@ def measure(actor: Any, env: PettingZooGroups, seed: int) -> dict[str, float]:
     """Return the mean sum of rewards on the held-out starts, greedily and by sampling."""
     found = {}
     for mode in ("greedy", "sampled"):
-        draws = ActionNoise(seed, "test", streams=[(0,)], rows=[TEST_STARTS], width_of=lambda agent: 1)
+        draws = ActionNoise(
+            seed, "test", streams=[(0,)], rows=[TEST_STARTS], width_of=lambda agent: 1
+        )
         played = env.open("test", range(TEST_STARTS)).play(
             {"shared": actor},
             mapping_of(env),
@@ -123,11 +155,19 @@ def train_grpo(seed: int, joint_steps: int) -> tuple[Any, PettingZooGroups, int]
     spent = 0
     step = 0
     population = MultiAgentGRPO.population(
-        1, env.observation_spaces, env.action_spaces, policies="shared", agent_ids=True, seed=seed, **GRPO_SETTINGS
+        1,
+        env.observation_spaces,
+        env.action_spaces,
+        policies="shared",
+        agent_ids=True,
+        seed=seed,
+        **GRPO_SETTINGS,
     )
     per_step = GRPO_EPISODES * ENV_KWARGS["max_cycles"]
     while spent + per_step <= joint_steps:
-        collected = population.collect(env, step=step, samples_per_step=GRPO_EPISODES, block=GRPO_EPISODES // 8)
+        collected = population.collect(
+            env, step=step, samples_per_step=GRPO_EPISODES, block=GRPO_EPISODES // 8
+        )
         population.learn(collected.experience, step=step)
         spent = spent + per_step
         step = step + 1
@@ -144,31 +184,44 @@ class PPORollouts:
 
     def __init__(self, env: PettingZooGroups, credit: str) -> None:
         self._envs = [simple_spread_v3.parallel_env(**ENV_KWARGS) for _ in range(PPO_ENVS)]
-        self._seeds: Iterator[int] = (env.reset_seed("train", start) for start in range(env.size("train")))
+        self._seeds: Iterator[int] = (
+            env.reset_seed("train", start) for start in range(env.size("train"))
+        )
         self._agents = env.agents
         self._team = credit == "team"
         self._flags = np.eye(len(env.agents), dtype=np.float32)
-        self.seen = np.concatenate([self._shown(each.reset(seed=next(self._seeds))[0]) for each in self._envs])
+        self.seen = np.concatenate(
+            [self._shown(each.reset(seed=next(self._seeds))[0]) for each in self._envs]
+        )
 
     def _shown(self, observations: Mapping[str, NDArray[np.float32]]) -> NDArray[np.float32]:
-        return np.concatenate([np.stack([observations[agent] for agent in self._agents]), self._flags], axis=1)
+        return np.concatenate(
+            [np.stack([observations[agent] for agent in self._agents]), self._flags], axis=1
+        )
 
     def step(self, actions: NDArray[np.int64]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Step all environments; return rewards and episode ends (1 or 0), per agent of every environment."""
+        """Step all environments.
+
+        Return rewards and episode ends (1 or 0), per agent of every environment.
+        """
         rewards = []
         over = []
         shown = []
         for env, chosen in zip(self._envs, actions.reshape(PPO_ENVS, -1), strict=True):
             seen, earned, *_ = env.step(dict(zip(self._agents, chosen.tolist(), strict=True)))
             agent_rewards = np.array([earned[agent] for agent in self._agents], dtype=np.float32)
-            rewards.append(np.full_like(agent_rewards, agent_rewards.mean()) if self._team else agent_rewards)
+            rewards.append(
+                np.full_like(agent_rewards, agent_rewards.mean()) if self._team else agent_rewards
+            )
             over.append(np.full_like(agent_rewards, float(not env.agents)))
             shown.append(self._shown(seen if env.agents else env.reset(seed=next(self._seeds))[0]))
         self.seen = np.concatenate(shown)
         return np.concatenate(rewards), np.concatenate(over)
 
 
-def train_ppo(seed: int, joint_steps: int, credit: str) -> tuple[ActorCritic, PettingZooGroups, int]:
+def train_ppo(
+    seed: int, joint_steps: int, credit: str
+) -> tuple[ActorCritic, PettingZooGroups, int]:
     """Train independent PPO with common weights, as CleanRL's ppo.py does."""
     env = make_env(seed)
     p = PPO_SETTINGS
@@ -184,10 +237,16 @@ def train_ppo(seed: int, joint_steps: int, credit: str) -> tuple[ActorCritic, Pe
             name: [] for name in ("seen", "action", "log_prob", "value", "reward", "over")
         }
         for _ in range(PPO_STEPS):
-            acted = model.act(rollouts.seen, None, uniforms=rng.random((agents, 1), dtype=np.float32))
+            acted = model.act(
+                rollouts.seen, None, uniforms=rng.random((agents, 1), dtype=np.float32)
+            )
             with torch.no_grad():
                 columns["value"].append(model.critic(torch.from_numpy(rollouts.seen))[:, 0])
-            for name, value in (("seen", rollouts.seen), ("action", acted.actions), ("log_prob", acted.log_probs)):
+            for name, value in (
+                ("seen", rollouts.seen),
+                ("action", acted.actions),
+                ("log_prob", acted.log_probs),
+            ):
                 columns[name].append(torch.from_numpy(value))
             for name, value in zip(("reward", "over"), rollouts.step(acted.actions), strict=True):
                 columns[name].append(torch.from_numpy(value))
@@ -197,7 +256,9 @@ def train_ppo(seed: int, joint_steps: int, credit: str) -> tuple[ActorCritic, Pe
         table["return"] = table["advantage"] + table["value"]
         flat = {name: values.flatten(0, 1) for name, values in table.items()}
         for _ in range(p["epochs"]):
-            for rows in torch.from_numpy(rng.permutation(agents * PPO_STEPS)).chunk(p["minibatches"]):
+            for rows in torch.from_numpy(rng.permutation(agents * PPO_STEPS)).chunk(
+                p["minibatches"]
+            ):
                 optimizer.zero_grad()
                 ppo_loss(model, {name: values[rows] for name, values in flat.items()}).backward()
                 nn.utils.clip_grad_norm_(model.parameters(), 0.5)
@@ -254,7 +315,10 @@ def interval(values: NDArray[np.float64]) -> tuple[float, float]:
 
 def table(results: Mapping[str, Mapping[str, Any]]) -> str:
     """Return a Markdown table of the returns of each method."""
-    lines = ["| method | seeds | joint steps | greedy | sampled | seconds a seed |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| method | seeds | joint steps | greedy | sampled | seconds a seed |",
+        "|---|---|---|---|---|---|",
+    ]
     for method, seeds in results.items():
         rows = list(seeds.values())
         cells = []
@@ -264,16 +328,21 @@ def table(results: Mapping[str, Mapping[str, Any]]) -> str:
             cells.append(f"{values.mean():.1f} [{low:.1f}, {high:.1f}]")
         seconds = np.mean([row["seconds"] for row in rows])
         lines.append(
-            f"| {method} | {len(rows)} | {rows[0]['joint_steps']:,} | {cells[0]} | {cells[1]} | {seconds:.0f} |"
+            f"| {method} | {len(rows)} | {rows[0]['joint_steps']:,} | {cells[0]} | {cells[1]} |"
+            f" {seconds:.0f} |"
         )
     return "\n".join(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--joint-steps", type=int, default=100_000)
-    parser.add_argument("--methods", nargs="+", default=["random", "grpo", "ppo"], choices=["random", "grpo", "ppo"])
+    parser.add_argument(
+        "--methods", nargs="+", default=["random", "grpo", "ppo"], choices=["random", "grpo", "ppo"]
+    )
     parser.add_argument("--ppo-credit", default="agent", choices=["agent", "team"])
     parser.add_argument("--runs", type=Path, default=Path("runs/simple_spread"))
     args = parser.parse_args()

@@ -3,10 +3,11 @@
     python benchmarking/soak.py [--minutes 30] [--seed 0] [--only kill] [--out runs/soak.json]
     python benchmarking/soak.py --trials 1 --only journal   # a short trial
 
-Runs of small networks on CartPole are killed, stopped by signals, limited in the size of files, started twice in one
-folder, damaged, and forged. The exit code is 1 after any of these failures: a run that cannot be resumed, a run whose
-end differs in any bit from that of an undisturbed run, a signal that takes ten seconds, or a forged record that raises
-an error other than CheckpointError. The same seed gives the same trials, but the times of kills depend on the machine.
+Runs of small networks on CartPole are killed, stopped by signals, limited in the size of files,
+started twice in one folder, damaged, and forged. The exit code is 1 after any of these failures: a
+run that cannot be resumed, a run whose end differs in any bit from that of an undisturbed run, a
+signal that takes ten seconds, or a forged record that raises an error other than CheckpointError.
+The same seed gives the same trials, but the times of kills depend on the machine.
 """
 
 import argparse
@@ -38,7 +39,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="evogrpo-soak-") as folder:
         soak = Soak(Path(folder))
         kinds = [chosen.only] if chosen.only else list(TRIALS)
-        while number < chosen.trials if chosen.trials else time.monotonic() - began < 60 * chosen.minutes:
+        while (
+            number < chosen.trials
+            if chosen.trials
+            else time.monotonic() - began < 60 * chosen.minutes
+        ):
             rng = generator(chosen.seed, "soak", number)
             soak.try_once(kinds[int(rng.integers(len(kinds)))], number, rng)
             number += 1

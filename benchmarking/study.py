@@ -1,10 +1,10 @@
 """Study: what finds good hyperparameters for the same samples, if the learning rate or everything is unknown?
 
-    pip install "gymnasium[box2d,mujoco]" optuna reasoning-gym
-    python benchmarking/study.py run                                   # all missing runs; a stopped study continues
-    python benchmarking/study.py run --tasks CartPole-v1 --arms calibrated halving --seeds 0 1
-    python benchmarking/study.py table                                 # tables of the recorded runs
-    python benchmarking/study.py run --budget 0.02 --results /tmp/try  # a short trial
+    pip install "gymnasium[box2d,mujoco]" optuna reasoning-gym python benchmarking/study.py run
+    # all missing runs; a stopped study continues python benchmarking/study.py run --tasks
+    CartPole-v1 --arms calibrated halving --seeds 0 1 python benchmarking/study.py table
+    # tables of the recorded runs python benchmarking/study.py run --budget 0.02 --results /tmp/try
+    # a short trial
 
 `study_protocol.md` describes the comparison. Each run is one line of `study_results/TASK.jsonl`.
 """
@@ -116,8 +116,13 @@ TASKS: dict[str, Task] = {
     "chain_sum": _language_task(0.05, 0.6),
 }  # fmt: skip
 
-LR = {False: RLParameter(min=1e-4, max=1e-1, scale="log"), True: RLParameter(min=1e-6, max=1e-3, scale="log")}
-"""Three decades around the usual learning rates of small networks (False) and of LoRA adapters (True)."""
+LR = {
+    False: RLParameter(min=1e-4, max=1e-1, scale="log"),
+    True: RLParameter(min=1e-6, max=1e-3, scale="log"),
+}
+"""Three decades around the usual learning rates of small networks (False) and of LoRA adapters
+(True).
+"""
 TARGET_KL = RLParameter(min=0.0005, max=0.02, scale="log")
 OTHERS = {
     "clip_coef": RLParameter(min=0.1, max=0.4, scale="log"),
@@ -125,12 +130,20 @@ OTHERS = {
     "update_epochs": RLParameter(min=1, max=8, scale="log"),
     "entropy_coef": RLParameter(min=0.0, max=0.03),
 }
-"""Ranges of the other unknown hyperparameters. Language models take at most 4 epochs and have no entropy bonus."""
-FIXED = {False: {"group_size": 8, "batch_size": 256}, True: {"group_size": 8, "batch_size": 32, "max_grad_norm": 1.0}}
+"""Ranges of the other unknown hyperparameters. Language models take at most 4 epochs and have no
+entropy bonus.
+"""
+FIXED = {
+    False: {"group_size": 8, "batch_size": 256},
+    True: {"group_size": 8, "batch_size": 32, "max_grad_norm": 1.0},
+}
 
 
 def space_of(task: Task, unknown: str) -> HyperparameterConfig:
-    """Return what is searched: "lr" = the learning rate alone; "all" = everything, the step by its KL."""
+    """Return what is searched: "lr" = the learning rate alone.
+
+    "all" = everything, the step by its KL.
+    """
     if unknown == "lr":
         return HyperparameterConfig(lr=LR[task.language])
     others = dict(OTHERS)
@@ -191,15 +204,28 @@ def questions(name: str, task: Task, tokenizer: Any, seed: int) -> Any:
     from evogrpo.envs.text.tasks import accuracy
 
     if name in BUILT_IN:
-        return BUILT_IN[name].build(tokenizer, seed=seed, validation_size=task.validation, test_size=task.test)
+        return BUILT_IN[name].build(
+            tokenizer, seed=seed, validation_size=task.validation, test_size=task.test
+        )
     import reasoning_gym
 
     sums = reasoning_gym.create_dataset(
-        name, seed=seed, size=1000 + task.validation + task.test, min_terms=3, max_terms=3, min_digits=1, max_digits=1
+        name,
+        seed=seed,
+        size=1000 + task.validation + task.test,
+        min_terms=3,
+        max_terms=3,
+        min_digits=1,
+        max_digits=1,
     )
     rows = [{"question": entry["question"], "answer": entry["answer"]} for entry in sums]
     return HuggingFaceGym(
-        rows, tokenizer=tokenizer, reward_fn=accuracy, seed=seed, validation_size=task.validation, test_size=task.test
+        rows,
+        tokenizer=tokenizer,
+        reward_fn=accuracy,
+        seed=seed,
+        validation_size=task.validation,
+        test_size=task.test,
     )
 
 
@@ -220,7 +246,8 @@ def make_run(
         **FIXED[task.language],
         **first,
     }
-    # The learning rate is fixed if it is searched or known. Otherwise it is the first guess of the calibration.
+    # The learning rate is fixed if it is searched or known. Otherwise it is the first guess of the
+    # calibration.
     fixed_lr = ("lr" in space and size > 1) or arm.first in KNOWN
     options["target_kl"] = None if fixed_lr else options.get("target_kl", DEFAULT_TARGET_KL)
     env: Any
@@ -240,8 +267,12 @@ def make_run(
             **options,
         )
     else:
-        env = GymnasiumGroups(name, seed=starts, validation_size=task.validation, test_size=task.test)
-        population = GRPO.population(observation_space=env.observation_space, action_space=env.action_space, **options)
+        env = GymnasiumGroups(
+            name, seed=starts, validation_size=task.validation, test_size=task.test
+        )
+        population = GRPO.population(
+            observation_space=env.observation_space, action_space=env.action_space, **options
+        )
     return env, evolve(
         population,
         env,
@@ -266,7 +297,9 @@ def test_scores(run: Any, env: Any, best: Any) -> list[float]:
 
 def spent(run: Any, task: Task) -> int:
     """Return the environment steps or tokens of everything so far."""
-    return int(run.trainer.run_state.spent(evaluations=True)["tokens" if task.language else "timesteps"])
+    return int(
+        run.trainer.run_state.spent(evaluations=True)["tokens" if task.language else "timesteps"]
+    )
 
 
 def run_one(name: str, unknown: str, arm_name: str, seed: int, share: float) -> dict[str, Any]:
@@ -299,18 +332,26 @@ def run_one(name: str, unknown: str, arm_name: str, seed: int, share: float) -> 
         scores = test_scores(run, env, state.best)
         found = {
             "score": float(np.mean(scores)),
-            "early": float(np.mean(scores if early is state.best else test_scores(run, env, early))),
+            "early": float(
+                np.mean(scores if early is state.best else test_scores(run, env, early))
+            ),
             "cost": spent(run, task),
             "evaluations": state.evaluation_tokens,
             "seconds": round(seconds, 2),
             "steps": state.step,
-            "best": {key: getattr(run.best.hyperparameters, key) for key in space} if state.best else None,
+            "best": (
+                {key: getattr(run.best.hyperparameters, key) for key in space}
+                if state.best
+                else None
+            ),
         }
     return {"task": name, "unknown": unknown, "arm": arm_name, "seed": seed, **found}
 
 
 def with_optuna(name: str, task: Task, space: HyperparameterConfig, seed: int) -> dict[str, Any]:
-    """Let Optuna's TPE propose and Hyperband stop single agents until the budget is spent; the best trial counts.
+    """Let Optuna's TPE propose and Hyperband stop single agents until the budget is spent.
+
+    The best trial counts.
 
     The longest trial takes a quarter of the budget.
 
@@ -325,7 +366,9 @@ def with_optuna(name: str, task: Task, space: HyperparameterConfig, seed: int) -
         low, high = parameter.bounds
         log = parameter.scale == "log"
         if parameter.choices is not None:
-            distributions[key] = optuna.distributions.CategoricalDistribution([int(each) for each in parameter.numbers])
+            distributions[key] = optuna.distributions.CategoricalDistribution(
+                [int(each) for each in parameter.numbers]
+            )
         elif is_integer(key):
             distributions[key] = optuna.distributions.IntDistribution(int(low), int(high), log=log)
         else:
@@ -333,8 +376,12 @@ def with_optuna(name: str, task: Task, space: HyperparameterConfig, seed: int) -
     pruner = optuna.pruners.HyperbandPruner(
         min_resource=max(1, longest // 27), max_resource=longest, reduction_factor=3
     )
-    study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=seed), pruner=pruner)
-    arm = replace(ARMS["calibrated"], first="default" if "lr" in space else "drawn")  # a proposed lr is not adapted
+    study = optuna.create_study(
+        direction="maximize", sampler=optuna.samplers.TPESampler(seed=seed), pruner=pruner
+    )
+    arm = replace(
+        ARMS["calibrated"], first="default" if "lr" in space else "drawn"
+    )  # a proposed lr is not adapted
     began = time.process_time()
     used = 0
     evaluations = 0
@@ -344,7 +391,14 @@ def with_optuna(name: str, task: Task, space: HyperparameterConfig, seed: int) -
     while used < task.budget:
         trial = study.ask(distributions)
         env, run = make_run(
-            name, task, arm, space, trial.params, seed * 1000 + trials, min(longest, task.budget - used), seed
+            name,
+            task,
+            arm,
+            space,
+            trial.params,
+            seed * 1000 + trials,
+            min(longest, task.budget - used),
+            seed,
         )
         trials += 1
         pruned = False
@@ -360,13 +414,19 @@ def with_optuna(name: str, task: Task, space: HyperparameterConfig, seed: int) -
         value = -np.inf if state.best is None else state.best.fitness.mean
         if state.best is not None and (best is None or value > best[0]):
             best = value, run, env, dict(trial.params)
-        study.tell(trial, None if pruned else value, state=optuna.trial.TrialState.PRUNED if pruned else None)
+        study.tell(
+            trial,
+            None if pruned else value,
+            state=optuna.trial.TrialState.PRUNED if pruned else None,
+        )
         if time.process_time() - began <= task.seconds:
             early = best
     assert best is not None
     score = float(np.mean(test_scores(best[1], best[2], best[1].trainer.run_state.best)))
     at_time = (
-        task.random if early is None else float(np.mean(test_scores(*early[1:3], early[1].trainer.run_state.best)))
+        task.random
+        if early is None
+        else float(np.mean(test_scores(*early[1:3], early[1].trainer.run_state.best)))
     )
     return {
         "score": score,
@@ -402,8 +462,15 @@ def wanted(chosen: argparse.Namespace) -> Iterator[Key]:
 
 def recorded(results: Path) -> dict[Key, dict[str, Any]]:
     """Return the recorded runs."""
-    lines = [line for file in sorted(results.glob("*.jsonl")) for line in file.read_text("utf-8").splitlines()]
-    return {(run["task"], run["unknown"], run["arm"], run["seed"]): run for run in map(json.loads, lines)}
+    lines = [
+        line
+        for file in sorted(results.glob("*.jsonl"))
+        for line in file.read_text("utf-8").splitlines()
+    ]
+    return {
+        (run["task"], run["unknown"], run["arm"], run["seed"]): run
+        for run in map(json.loads, lines)
+    }
 
 
 def run_missing(chosen: argparse.Namespace) -> None:
@@ -412,10 +479,16 @@ def run_missing(chosen: argparse.Namespace) -> None:
     done = recorded(chosen.results)
     missing = iter([key for key in wanted(chosen) if key not in done])
     until = time.monotonic() + chosen.minutes * 60
-    with ProcessPoolExecutor(chosen.workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(
+        chosen.workers, mp_context=multiprocessing.get_context("spawn")
+    ) as pool:
         running: dict[Any, Key] = {}
         while True:
-            while len(running) < chosen.workers and time.monotonic() < until and (key := next(missing, None)):
+            while (
+                len(running) < chosen.workers
+                and time.monotonic() < until
+                and (key := next(missing, None))
+            ):
                 running[pool.submit(run_one, *key, chosen.budget)] = key
             if not running:
                 return
@@ -437,7 +510,10 @@ def run_missing(chosen: argparse.Namespace) -> None:
 def tables(runs: Sequence[Mapping[str, Any]]) -> str:
     """Return the tables as Markdown: unknown lr and unknown everything, at equal samples and at equal time."""
     parts = []
-    for unknown, title in (("lr", "The learning rate is unknown"), ("all", "Everything is unknown")):
+    for unknown, title in (
+        ("lr", "The learning rate is unknown"),
+        ("all", "Everything is unknown"),
+    ):
         for key, measure in (("score", "equal samples"), ("early", "equal processor time")):
             parts.append(f"**{title}, {measure}**\n\n{_table(runs, unknown, key)}")
     return "\n\n".join(parts)
@@ -447,18 +523,38 @@ def _table(runs: Sequence[Mapping[str, Any]], unknown: str, key: str) -> str:
     chosen = [run for run in runs if run["unknown"] in (unknown, "nothing")]
     tasks = [task for task in TASKS if any(run["task"] == task for run in chosen)]
     groups = {"all environments": False, "all language tasks": True}
-    groups = {title: kind for title, kind in groups.items() if any(TASKS[task].language == kind for task in tasks)}
+    groups = {
+        title: kind
+        for title, kind in groups.items()
+        if any(TASKS[task].language == kind for task in tasks)
+    }
     rows = [["arm", *tasks, *groups, "processor time"], ["---"] * (len(tasks) + len(groups) + 2)]
-    for arm in dict.fromkeys([*ARMS, *(run["arm"] for run in chosen)]):  # some strategies were deleted after the study
-        runs_by_task = {task: [run for run in chosen if (run["arm"], run["task"]) == (arm, task)] for task in tasks}
+    for arm in dict.fromkeys(
+        [*ARMS, *(run["arm"] for run in chosen)]
+    ):  # some strategies were deleted after the study
+        runs_by_task = {
+            task: [run for run in chosen if (run["arm"], run["task"]) == (arm, task)]
+            for task in tasks
+        }
         if not any(runs_by_task.values()):
             continue
-        scores = {task: [TASKS[task].normalised(run[key]) for run in group] for task, group in runs_by_task.items()}
+        scores = {
+            task: [TASKS[task].normalised(run[key]) for run in group]
+            for task, group in runs_by_task.items()
+        }
         cells = [_cell(scores[task]) for task in tasks]
         for kind in groups.values():
-            pooled = {task: scores[task] for task in tasks if TASKS[task].language == kind and TASKS[task].tuned}
-            cells.append(str(stratified_bootstrap(pooled)) if pooled and all(pooled.values()) else "")
-        seconds = [np.mean([run["seconds"] for run in group]) for group in runs_by_task.values() if group]
+            pooled = {
+                task: scores[task]
+                for task in tasks
+                if TASKS[task].language == kind and TASKS[task].tuned
+            }
+            cells.append(
+                str(stratified_bootstrap(pooled)) if pooled and all(pooled.values()) else ""
+            )
+        seconds = [
+            np.mean([run["seconds"] for run in group]) for group in runs_by_task.values() if group
+        ]
         rows.append([arm, *cells, f"{np.mean(seconds):.0f} s" if seconds else ""])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
@@ -473,22 +569,34 @@ def _cell(scores: Sequence[float]) -> str:
 
 def main(words: Sequence[str] | None = None) -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("command", choices=("run", "table"))
     parser.add_argument("--tasks", nargs="*", default=list(TASKS), choices=TASKS)
     parser.add_argument("--unknown", nargs="*", default=["lr", "all"], choices=("lr", "all"))
     parser.add_argument("--arms", nargs="*", default=list(ARMS), choices=ARMS)
-    parser.add_argument("--seeds", nargs="*", type=int, default=range(5), help="those from 1000 on are not counted")
-    parser.add_argument("--budget", type=float, default=1.0, help="share of the budget, for short trials")
+    parser.add_argument(
+        "--seeds", nargs="*", type=int, default=range(5), help="those from 1000 on are not counted"
+    )
+    parser.add_argument(
+        "--budget", type=float, default=1.0, help="share of the budget, for short trials"
+    )
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no further run after so many")
+    parser.add_argument(
+        "--minutes", type=float, default=float("inf"), help="begin no further run after so many"
+    )
     parser.add_argument("--results", type=Path, default=RESULTS)
     chosen = parser.parse_args(words)
     if chosen.command == "run":
         run_missing(chosen)
     else:
         runs = recorded(chosen.results).values()
-        print(tables([run for run in runs if run["task"] in chosen.tasks and run["seed"] in chosen.seeds]))
+        print(
+            tables(
+                [run for run in runs if run["task"] in chosen.tasks and run["seed"] in chosen.seeds]
+            )
+        )
 
 
 if __name__ == "__main__":

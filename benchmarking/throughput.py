@@ -1,10 +1,12 @@
 """Environment steps per second of a population on CartPole, and of the same agents trained separately.
 
-    python benchmarking/throughput.py [--learning-steps 150] [--rounds 3] [--cores 2] [--out runs/throughput.json]
+    python benchmarking/throughput.py [--learning-steps 150] [--rounds 3] [--cores 2] [--out
+    runs/throughput.json]
 
-Each of 8 agents takes the same number of learning steps: together in one population, one after the other, as many at a
-time as there are cores, or all at once. The ways take turns, round after round. Only rollout and learning are timed.
-Processes are forks of one that has imported everything: each warms up, waits for the others, then works.
+Each of 8 agents takes the same number of learning steps: together in one population, one after the
+other, as many at a time as there are cores, or all at once. The ways take turns, round after round.
+Only rollout and learning are timed. Processes are forks of one that has imported everything: each
+warms up, waits for the others, then works.
 """
 
 from __future__ import annotations
@@ -32,7 +34,13 @@ from evogrpo import GRPO, GymnasiumGroups, NetworkConfig
 MEMBERS = 8
 SAMPLES = 16
 """Episodes per agent and learning step."""
-HYPERPARAMETERS = {"lr": 5e-3, "gamma": 1.0, "group_size": 8, "batch_size": 1024, "update_epochs": 1}
+HYPERPARAMETERS = {
+    "lr": 5e-3,
+    "gamma": 1.0,
+    "group_size": 8,
+    "batch_size": 1024,
+    "update_epochs": 1,
+}
 _SHARED: list[Any] = []
 """Values that forked processes inherit: a way, the number of learning steps, a barrier."""
 
@@ -61,8 +69,16 @@ def ways(cores: int) -> list[Way]:
     return [
         Way(label=f"population of {MEMBERS}, 1 thread", members=MEMBERS),
         Way(label=f"population of {MEMBERS}, {cores} threads", members=MEMBERS, threads=cores),
-        Way(label=f"{MEMBERS} runs, one after the other, {cores} threads", runs=MEMBERS, threads=cores),
-        Way(label=f"{MEMBERS} runs, {cores} at a time, 1 thread each", runs=MEMBERS // cores, processes=cores),
+        Way(
+            label=f"{MEMBERS} runs, one after the other, {cores} threads",
+            runs=MEMBERS,
+            threads=cores,
+        ),
+        Way(
+            label=f"{MEMBERS} runs, {cores} at a time, 1 thread each",
+            runs=MEMBERS // cores,
+            processes=cores,
+        ),
         Way(label=f"{MEMBERS} runs, all at once, 1 thread each", processes=MEMBERS),
     ]
 
@@ -94,7 +110,9 @@ def work(number: int) -> tuple[int, float]:
         raise
     barrier.wait()
     began = time.process_time()
-    steps = sum(train(way.members, learning_steps, number * way.runs + run) for run in range(way.runs))
+    steps = sum(
+        train(way.members, learning_steps, number * way.runs + run) for run in range(way.runs)
+    )
     return steps, time.process_time() - began
 
 
@@ -110,12 +128,19 @@ def measure(way: Way, learning_steps: int) -> dict[str, float]:
         began = time.perf_counter()
         found = [each.result() for each in running]
         wall = time.perf_counter() - began
-    return {"steps": sum(each[0] for each in found), "processor": sum(each[1] for each in found), "wall": wall}
+    return {
+        "steps": sum(each[0] for each in found),
+        "processor": sum(each[1] for each in found),
+        "wall": wall,
+    }
 
 
 def table(labels: Sequence[str], rounds: Sequence[Sequence[dict[str, float]]]) -> str:
     """Return medians over rounds; ratios are within rounds and to the faster population."""
-    lines = ["| way | steps / s | population against it | steps / processor second | population against it |"]
+    lines = [
+        "| way | steps / s | population against it | steps / processor second | population against"
+        " it |"
+    ]
     lines.append("|---|---|---|---|---|")
     for index, label in enumerate(labels):
         cells = [label]
@@ -123,14 +148,20 @@ def table(labels: Sequence[str], rounds: Sequence[Sequence[dict[str, float]]]) -
             speeds = [[each["steps"] / each[clock] for each in measured] for measured in rounds]
             ratios = [max(each[:2]) / each[index] for each in speeds]
             cells.append(f"{statistics.median(each[index] for each in speeds):,.0f}")
-            cells.append(f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+            cells.append(
+                f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+            )
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--learning-steps", type=int, default=40, help="learning steps of each agent")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--learning-steps", type=int, default=40, help="learning steps of each agent"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--cores", type=int, default=2, help="cores to use; divides 8")
     parser.add_argument("--out", type=Path, default=Path("runs/throughput.json"))
@@ -138,7 +169,9 @@ def main() -> None:
     chosen = ways(given.cores)
     rounds = [[measure(way, given.learning_steps) for way in chosen] for _ in range(given.rounds)]
     labels = [way.label for way in chosen]
-    write_record(given.out, {"learning_steps": given.learning_steps, "ways": labels, "rounds": rounds})
+    write_record(
+        given.out, {"learning_steps": given.learning_steps, "ways": labels, "rounds": rounds}
+    )
     print(table(labels, rounds))
 
 

@@ -1,12 +1,13 @@
 """The sampler for vLLM on a CPU: differences of log-probabilities, time to load an adapter, and speed.
 
-    make .venv-vllm/.installed   # 3.4 GB
-    python benchmarking/vllm_sampler.py [--python .venv-vllm/bin/python] [--precisions float32] [--fake]
+    make .venv-vllm/.installed   # 3.4 GB python benchmarking/vllm_sampler.py [--python
+    .venv-vllm/bin/python] [--precisions float32] [--fake]
 
-Four members of SmolLM2-135M-Instruct with random adapters of rank 16 sample 8 completions each, in float32 and in
-bfloat16, which is very slow on CPUs without instructions for it. Prints the differences between the server's and the
-trainer's log-probabilities, the time in which a changed adapter is written and loaded, and tokens per processor second
-of the server and of the own sampler. With --fake, a tiny model and the server of the tests take the place of vLLM.
+Four members of SmolLM2-135M-Instruct with random adapters of rank 16 sample 8 completions each, in
+float32 and in bfloat16, which is very slow on CPUs without instructions for it. Prints the
+differences between the server's and the trainer's log-probabilities, the time in which a changed
+adapter is written and loaded, and tokens per processor second of the server and of the own sampler.
+With --fake, a tiny model and the server of the tests take the place of vLLM.
 """
 
 import argparse
@@ -51,12 +52,16 @@ def measure(precision: str, *, fake: bool, folder: Path) -> dict[str, Any]:
     dtype: torch.dtype = getattr(torch, precision)
     model = tiny_llama().to(dtype) if fake else load_base("smollm2-135m", dtype=dtype).model
     bank = different_members(model, MEMBERS, std=0.03, lora_config=LORA)
-    command = vllm_command(loadable_name(model) or "", members=MEMBERS, rank=16, dtype=precision, url=URL)
+    command = vllm_command(
+        loadable_name(model) or "", members=MEMBERS, rank=16, dtype=precision, url=URL
+    )
     server = VLLMServer(tiny_llama().to(dtype), lora_config=LORA) if fake else RealServer(command)
     try:
         sampler = VLLMSampler(server.url, folder, timeout=900)
         sampler.connect(bank)
-        rows = make_rows([2] * MEMBERS, prompts=(tuple(range(8, 40)), tuple(range(9, 41))), tokens=16)
+        rows = make_rows(
+            [2] * MEMBERS, prompts=(tuple(range(8, 40)), tuple(range(9, 41))), tokens=16
+        )
         rows = replace(rows, uniforms=None, max_new_tokens=16, temperature=torch.ones(len(rows)))
         sampler.sample(rows)  # the first batch is slower
         began = processor_seconds(server)
@@ -64,7 +69,9 @@ def measure(precision: str, *, fake: bool, folder: Path) -> dict[str, Any]:
         speed = float(rollout.present.sum()) / (processor_seconds(server) - began)
         began = time.process_time()
         bank_speed = float(bank.sample(rows).present.sum()) / (time.process_time() - began)
-        differences = (rollout.log_probs - bank.log_probs(as_batch(rows, rollout))).abs()[rollout.present]
+        differences = (rollout.log_probs - bank.log_probs(as_batch(rows, rollout))).abs()[
+            rollout.present
+        ]
         bank.inherit([1, 2, 3, 0])
         seconds = []
         for slot in range(MEMBERS):
@@ -81,21 +88,30 @@ def measure(precision: str, *, fake: bool, folder: Path) -> dict[str, Any]:
 
 def main() -> None:
     """Print the figures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--python", default=".venv-vllm/bin/python", help="interpreter with vLLM")
     parser.add_argument("--precisions", nargs="+", default=["float32", "bfloat16"])
-    parser.add_argument("--fake", action="store_true", help="use the server of the tests and a tiny model")
+    parser.add_argument(
+        "--fake", action="store_true", help="use the server of the tests and a tiny model"
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/vllm_sampler.json"))
     chosen = parser.parse_args()
     os.environ["VLLM_PYTHON"] = str(Path(chosen.python).absolute())
     results = {}
-    print("| base in | mean difference | largest | seconds to load | vLLM: tokens / processor second | own sampler |")
+    print(
+        "| base in | mean difference | largest | seconds to load | vLLM: tokens / processor second"
+        " | own sampler |"
+    )
     print("|---|---|---|---|---|---|")
     for precision in chosen.precisions:
         with tempfile.TemporaryDirectory() as folder:
             found = measure(precision, fake=chosen.fake, folder=Path(folder))
         accuracy = f"{found['mean']:.2g} | {found['largest']:.2g} | {found['load']:.2f}"
-        print(f"| {precision} | {accuracy} | {found['vllm']:.0f} | {found['own']:.0f} |", flush=True)
+        print(
+            f"| {precision} | {accuracy} | {found['vllm']:.0f} | {found['own']:.0f} |", flush=True
+        )
         results[precision] = found
     write_record(chosen.out, results)
 

@@ -1,4 +1,7 @@
-"""Train and evolve populations of GRPO agents that share one base model. Public names are imported on first use."""
+"""Train and evolve populations of GRPO agents that share one base model.
+
+Public names are imported on first use.
+"""
 
 import ast
 import os
@@ -10,15 +13,19 @@ from types import FrameType
 
 __version__ = "0.1.0"
 
-# Waiting OpenMP threads spin 300,000 times before they sleep, which blocks cores that other threads need on a busy
-# machine. Beside 4 busy processes, a step took 3.6 s, with this limit 1.4 s. libgomp reads it when torch is loaded.
+# Waiting OpenMP threads spin 300,000 times before they sleep, which blocks cores that other threads
+# need on a busy machine. Beside 4 busy processes, a step took 3.6 s, with this limit 1.4 s. libgomp
+# reads it when torch is loaded.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 # The stub beside this file lists the public names and their modules, for type checkers too.
 _STUB = ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
 _MODULE_OF = {
-    alias.name: str(node.module) for node in _STUB.body if isinstance(node, ast.ImportFrom) for alias in node.names
+    alias.name: str(node.module)
+    for node in _STUB.body
+    if isinstance(node, ast.ImportFrom)
+    for alias in node.names
 }
 __all__ = sorted(_MODULE_OF)  # noqa: PLE0605  (a list)
 
@@ -41,7 +48,8 @@ def __getattr__(name: str) -> object:
 def _is_imported(frame: FrameType) -> bool:
     """Return True if a frame executes `from evogrpo import NAME`.
 
-    That statement would replace the message of an AttributeError by "cannot import name", without an answer.
+    That statement would replace the message of an AttributeError by "cannot import name", without
+    an answer.
     """
     return frame.f_code.co_code[frame.f_lasti] == opmap["IMPORT_FROM"]
 

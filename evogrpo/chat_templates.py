@@ -8,7 +8,9 @@ from types import FrameType
 from typing import Any
 
 RENDER_SECONDS = 5.0
-"""Time limit for rendering one conversation. Templates come with a model and may contain endless loops."""
+"""Time limit for rendering one conversation. Templates come with a model and may contain endless
+loops.
+"""
 MAX_CHARACTERS = 10_000_000
 """Maximum length of a rendered conversation; beyond any model's context."""
 QUESTION: dict[str, Any] = {"role": "user", "content": "What is asked?"}
@@ -34,19 +36,22 @@ def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options
     deadline: float | None = None
 
     def on_line(frame: FrameType, event: str, value: Any) -> Any:
-        # Processor time from the first line of the template: on a busy machine, compiling alone may take seconds.
+        # Processor time from the first line of the template: on a busy machine, compiling alone may
+        # take seconds.
         nonlocal deadline
         now = time.thread_time()
         if deadline is None:
             deadline = now + RENDER_SECONDS
         if now > deadline:
             raise RenderError(
-                f"chat_template must end within {RENDER_SECONDS:g} seconds. Does it have an endless loop?"
+                f"chat_template must end within {RENDER_SECONDS:g} seconds. Does it have an endless"
+                " loop?"
             )
         return on_line
 
     def on_call(frame: FrameType, event: str, value: Any) -> Any:
-        # Jinja compiles a template to Python code of this file name; lines of other functions need no check.
+        # Jinja compiles a template to Python code of this file name; lines of other functions need
+        # no check.
         if frame.f_code.co_filename == "<template>":
             return on_line(frame, event, value)
         return None
@@ -59,7 +64,9 @@ def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options
     finally:
         sys.settrace(before)
     if len(text) > MAX_CHARACTERS:
-        raise RenderError(f"chat_template must render at most {MAX_CHARACTERS} characters, got {len(text)}.")
+        raise RenderError(
+            f"chat_template must render at most {MAX_CHARACTERS} characters, got {len(text)}."
+        )
     return text
 
 
@@ -91,7 +98,9 @@ def closing_token(tokenizer: Any, options: Mapping[str, Any]) -> str | None:
     endings = []
     for opened in (False, True):
         try:
-            text = render_chat(tokenizer, [QUESTION, ANSWER], **options, add_generation_prompt=opened)
+            text = render_chat(
+                tokenizer, [QUESTION, ANSWER], **options, add_generation_prompt=opened
+            )
         except RenderError:
             raise
         except Exception:  # noqa: BLE001 (templates may raise anything; some open no turn after an answer)
@@ -100,8 +109,8 @@ def closing_token(tokenizer: Any, options: Mapping[str, Any]) -> str | None:
     tokens = sorted(tokenizer.get_added_vocab(), key=len, reverse=True)
     if not endings or not tokens or not all(answer for _, answer, _ in endings):
         return None
-    # 2. Split what follows the answer at special tokens. What both have in common closes the turn; some templates end
-    #    the whole conversation with EOS.
+    # 2. Split what follows the answer at special tokens. What both have in common closes the turn;
+    #    some templates end the whole conversation with EOS.
     pattern = "|".join(map(re.escape, tokens))
     parts = [re.split(f"({pattern})", ending) for *_, ending in endings]
     last = ""

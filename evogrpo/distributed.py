@@ -1,7 +1,8 @@
 """Ranks of a distributed program: sections of work, and collectives.
 
-Every rank holds all members, and equal bits lead to equal decisions. Only forward and backward passes are divided.
-Local work that may fail or be interrupted on one rank runs in a *section*, after which ranks exchange their outcomes.
+Every rank holds all members, and equal bits lead to equal decisions. Only forward and backward
+passes are divided. Local work that may fail or be interrupted on one rank runs in a *section*,
+after which ranks exchange their outcomes.
 """
 
 import atexit
@@ -25,8 +26,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 TIMEOUT_MINUTES = 60
-"""Timeout of collectives: a rank may take at most this long for its share of a step. The environment variable
-EVOGRPO_TIMEOUT_MINUTES replaces it."""
+"""Timeout of collectives: a rank may take at most this long for its share of a step. The
+environment variable EVOGRPO_TIMEOUT_MINUTES replaces it.
+"""
 
 
 def timeout_minutes() -> float:
@@ -42,7 +44,8 @@ def timeout_minutes() -> float:
         minutes = 0.0
     if not 0 < minutes < 1e6:
         raise ValueError(
-            f"EVOGRPO_TIMEOUT_MINUTES must be a number of minutes above 0 and below 1e6, got {shown(given, 40)}."
+            "EVOGRPO_TIMEOUT_MINUTES must be a number of minutes above 0 and below 1e6, got"
+            f" {shown(given, 40)}."
         )
     return minutes
 
@@ -62,11 +65,12 @@ class Processes:
     Attributes:
         rank: As given.
         size: As given.
-        interruptible: True while this rank may abandon its work alone, because a `section` informs the others.
+        interruptible: True while this rank may abandon its work alone, because a `section` informs
+            the others.
         waiting_seconds: Time spent in exchanges, mostly waiting for other ranks.
         in_section: True inside a `section`.
-        lockstep_error: Error inside a pass of a sharded base, after which ranks cannot exchange outcomes; None = no
-            error.
+        lockstep_error: Error inside a pass of a sharded base, after which ranks cannot exchange
+            outcomes; None = no error.
     """
 
     def __init__(self, rank: int = 0, size: int = 1, group: Any = None) -> None:
@@ -89,7 +93,8 @@ class Processes:
     def section(self) -> Iterator[None]:
         """Run a block on every rank, then exchange its outcomes, so that all ranks raise if one fails.
 
-        Sections may be nested. A failure between inner sections is raised on other ranks in their next section or sum.
+        Sections may be nested. A failure between inner sections is raised on other ranks in their
+        next section or sum.
 
         Raises:
             Interrupted: If any rank was interrupted.
@@ -99,7 +104,8 @@ class Processes:
         if self.size == 1:
             yield
             return
-        # 1. Local work. An error is kept until the exchange, unless all ranks have it already or none can exchange.
+        # 1. Local work. An error is kept until the exchange, unless all ranks have it already or
+        #    none can exchange.
         outer = self.in_section
         failure = None
         try:
@@ -122,7 +128,10 @@ class Processes:
         return self.all_gather(result)
 
     def check_stop(self, stop: Stop) -> None:
-        """Raise stop requests and failures of all ranks; passes of a sharded base cannot be interrupted themselves."""
+        """Raise stop requests and failures of all ranks.
+
+        Passes of a sharded base cannot be interrupted themselves.
+        """
         if self.size == 1:
             return
         before = self.interruptible
@@ -160,13 +169,16 @@ class Processes:
             if failure is None or isinstance(failure, Interrupted):
                 raise
             raise failure from error
-        # 2. Raise the error of this rank unchanged, unless another rank's kind of failure is the cause.
+        # 2. Raise the error of this rank unchanged, unless another rank's kind of failure is the
+        #    cause.
         text = f"Process {rank} of {self.size} failed: {text}"
         if failure is not None and kind == _kind_of(failure):
             raise _on_all_ranks(failure)
         if kind == INTERRUPTED:
             raise _on_all_ranks(Interrupted())
-        raise _on_all_ranks((torch.OutOfMemoryError if kind == OUT_OF_MEMORY else ProcessError)(text)) from failure
+        raise _on_all_ranks(
+            (torch.OutOfMemoryError if kind == OUT_OF_MEMORY else ProcessError)(text)
+        ) from failure
 
     # ---- collectives of plain values
 
@@ -193,7 +205,8 @@ class Processes:
     def all_reduce(self, values: "Tensor") -> "Tensor":
         """Return the sum `[k]` over all ranks, added in rank order, so that all ranks get equal bits.
 
-        Each rank sums one part and sends it to the others. Traffic is twice the tensor for any world size.
+        Each rank sums one part and sends it to the others. Traffic is twice the tensor for any
+        world size.
         """
         if self.size == 1:
             return values
@@ -204,14 +217,20 @@ class Processes:
         padded = torch.zeros(self.size * part, dtype=values.dtype)
         padded[: len(values)] = values.detach()
         received = torch.empty_like(padded)
-        self._exchange(None)  # raises an error if a rank failed since the last section and cannot take part
+        self._exchange(
+            None
+        )  # raises an error if a rank failed since the last section and cannot take part
         # 1. Get the part of this rank from all ranks, and sum it in rank order.
         self.wait(lambda: dist.all_to_all_single(received, padded, group=self._group))
         total, *others = received.view(self.size, part).unbind()
         for other in others:
             total += other
         # 2. Get the sums of all parts.
-        self.wait(lambda: dist.all_gather(list(padded.view(self.size, part).unbind()), total, group=self._group))
+        self.wait(
+            lambda: dist.all_gather(
+                list(padded.view(self.size, part).unbind()), total, group=self._group
+            )
+        )
         return padded[: len(values)].to(values.device)
 
     def wait(self, exchange: Callable[[], object]) -> None:
@@ -222,9 +241,10 @@ class Processes:
             self.waiting_seconds += time.monotonic() - began
         except RuntimeError as error:  # of gloo: a connection was closed or timed out
             raise ProcessError(
-                f"Process {self.rank} of {self.size} lost the connection: another process ended (see its output), or "
-                f"did not answer for {timeout_minutes():g} minutes (EVOGRPO_TIMEOUT_MINUTES): {error}. Start all "
-                "processes again to resume from the last checkpoint."
+                f"Process {self.rank} of {self.size} lost the connection: another process ended"
+                f" (see its output), or did not answer for {timeout_minutes():g} minutes"
+                f" (EVOGRPO_TIMEOUT_MINUTES): {error}. Start all processes again to resume from the"
+                " last checkpoint."
             ) from error
 
 
@@ -242,7 +262,9 @@ class RunStop(Stop):
     def agree(self) -> bool:
         """Return True if a stop was requested on any rank, and take over its reason. A collective."""
         if self._processes.size > 1:
-            requests = self._processes.all_gather(None if self.reason is None else (self.reason, self.signal))
+            requests = self._processes.all_gather(
+                None if self.reason is None else (self.reason, self.signal)
+            )
             first = next((each for each in requests if each is not None), None)
             if first is None:  # a request during the exchange is seen by the next one
                 return False
@@ -272,8 +294,8 @@ _ON_ALL_RANKS = "_evogrpo_on_all_ranks"
 def _on_all_ranks(error: BaseException) -> BaseException:
     """Mark an error as raised on all ranks.
 
-    The error itself is stored nowhere: its traceback refers to the tensors of the failed pass, which must be freed
-    before the pass is repeated.
+    The error itself is stored nowhere: its traceback refers to the tensors of the failed pass,
+    which must be freed before the pass is repeated.
     """
     vars(error)[_ON_ALL_RANKS] = True
     return error
@@ -305,9 +327,11 @@ def processes() -> Processes:
     """Return the ranks of this program; the first call connects them.
 
     Raises:
-        ValueError: If WORLD_SIZE names several processes but the rest of torchrun's environment is missing.
+        ValueError: If WORLD_SIZE names several processes but the rest of torchrun's environment is
+            missing.
     """
-    # 1. Without a launcher, this process is alone. `begun` = the program has connected the ranks itself.
+    # 1. Without a launcher, this process is alone. `begun` = the program has connected the ranks
+    #    itself.
     launched = os.environ.get("WORLD_SIZE") or "1"
     loaded = sys.modules.get("torch.distributed")
     begun = loaded is not None and loaded.is_available() and loaded.is_initialized()
@@ -318,18 +342,24 @@ def processes() -> Processes:
     # 2. Connect the ranks.
     timeout = timedelta(minutes=timeout_minutes())
     if not begun:
-        missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        missing = [
+            name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ
+        ]
         if missing or not launched.isdigit():
             raise ValueError(
-                f"WORLD_SIZE={launched:.20} is set, but {', '.join(missing) or 'it'} is not"
-                f"{'' if missing else ' a number'}. Use torchrun or accelerate launch, or unset WORLD_SIZE."
+                f"WORLD_SIZE={launched:.20} is set, but {', '.join(missing) or 'it'} is"
+                f" not{'' if missing else ' a number'}. Use torchrun or accelerate launch, or unset"
+                " WORLD_SIZE."
             )
         _connect(timeout)
         atexit.register(_disconnect)
     if dist.get_world_size() == 1:
         return Processes()
-    # A group of its own, as records and train states are exchanged on the CPU and the default group may use NCCL.
-    return Processes(dist.get_rank(), dist.get_world_size(), dist.new_group(backend="gloo", timeout=timeout))
+    # A group of its own, as records and train states are exchanged on the CPU and the default group
+    # may use NCCL.
+    return Processes(
+        dist.get_rank(), dist.get_world_size(), dist.new_group(backend="gloo", timeout=timeout)
+    )
 
 
 def is_rank_zero() -> bool:
@@ -356,14 +386,17 @@ def _connect(timeout: timedelta) -> None:
         return
     store, rank, size = next(rendezvous("env://", timeout=timeout))
     prefix = agree_on_prefix(store, rank, size, until=time.monotonic() + timeout.total_seconds())
-    dist.init_process_group("gloo", store=PrefixStore(prefix, store), rank=rank, world_size=size, timeout=timeout)
+    dist.init_process_group(
+        "gloo", store=PrefixStore(prefix, store), rank=rank, world_size=size, timeout=timeout
+    )
 
 
 def agree_on_prefix(store: Any, rank: int, size: int, until: float) -> str:
     """Return a prefix of the launcher's store that is new for this start.
 
-    torchrun keeps one store over restarts, which then has addresses of killed processes. A rank that reads one of them
-    waits forever. Rank 0 therefore chooses a new prefix, and sends it to each rank under a random key of that rank.
+    torchrun keeps one store over restarts, which then has addresses of killed processes. A rank
+    that reads one of them waits forever. Rank 0 therefore chooses a new prefix, and sends it to
+    each rank under a random key of that rank.
 
     Args:
         store: The launcher's store.
@@ -381,7 +414,8 @@ def agree_on_prefix(store: Any, rank: int, size: int, until: float) -> str:
             raise ProcessError(f"Rank 0 did not connect. See its output ({error}).") from error
         store.set(f"{prefix}: {rank} joined", "")
         return prefix
-    # 2. Rank 0: answer until all have joined. A key may be of a killed process until the new one replaces it.
+    # 2. Rank 0: answer until all have joined. A key may be of a killed process until the new one
+    #    replaces it.
     missing = list(range(1, size))
     while missing := [other for other in missing if not store.check([f"{own}: {other} joined"])]:
         for other in missing:
@@ -399,6 +433,6 @@ def _disconnect() -> None:
 
     if dist.is_initialized():
         dist.destroy_process_group()
-    # torch's threads release Python objects shortly after the last exchange. If the interpreter ends first, such a
-    # thread aborts the process.
+    # torch's threads release Python objects shortly after the last exchange. If the interpreter
+    # ends first, such a thread aborts the process.
     time.sleep(SETTLING_SECONDS)

@@ -40,20 +40,31 @@ def require(purpose: str, *modules: str) -> None:
 
 
 def install_hint(purpose: str, *modules: str) -> str | None:
-    """Return how to install the first of these modules that is missing, as one line; None if all are installed."""
+    """Return how to install the first of these modules that is missing, as one line.
+
+    None if all are installed.
+    """
     for module in modules:
         try:
-            importlib.metadata.distribution(module)  # raises ImportError for a mere folder of that name
+            importlib.metadata.distribution(
+                module
+            )  # raises ImportError for a mere folder of that name
             found = importlib.util.find_spec(module) is not None
         except (ImportError, ValueError):
             found = False
         if not found:
-            return f"{purpose} requires {module}, which is not installed. Run: {extra_command(EXTRA_OF[module])}"
+            return (
+                f"{purpose} requires {module}, which is not installed. Run:"
+                f" {extra_command(EXTRA_OF[module])}"
+            )
     return None
 
 
 def extra_command(extra: str) -> str:
-    """Return the command that installs an optional extra of evogrpo; pip keeps the installed evogrpo."""
+    """Return the command that installs an optional extra of evogrpo.
+
+    Pip keeps the installed evogrpo.
+    """
     root = Path(__file__).absolute().parents[1]
     if (root / "pyproject.toml").is_file():  # a checkout
         return package_command("-e", f"{root}[{extra}]")

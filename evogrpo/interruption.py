@@ -36,18 +36,18 @@ class Interrupted(BaseException):
 class Stop:
     """Stop request of a run, passed as an argument to everything that takes long.
 
-    Long work calls `check` at least once a second, and reports its progress with `progress`. A request may come from a
-    signal handler or another thread.
+    Long work calls `check` at least once a second, and reports its progress with `progress`. A
+    request may come from a signal handler or another thread.
 
     Args:
-        may_interrupt: Returns True while this process may abandon its work, by default always; with several ranks only
-            inside `Processes.section`.
+        may_interrupt: Returns True while this process may abandon its work, by default always; with
+            several ranks only inside `Processes.section`.
 
     Attributes:
         reason: Reason of the stop; None without a request.
         signal: Number of the signal that requested it; None if none did.
-        listener: Called with the progress of the work, in the thread of the work; must be fast and not raise. None = no
-            listener.
+        listener: Called with the progress of the work, in the thread of the work; must be fast and
+            not raise. None = no listener.
     """
 
     def __init__(self, may_interrupt: Callable[[], bool] = lambda: True) -> None:
@@ -55,7 +55,8 @@ class Stop:
         self.signal: int | None = None
         self.listener: Callable[[ProgressUpdate], None] | None = None
         self._may_interrupt = may_interrupt
-        # While another thread holds the lock, the main thread cannot leave an `interruptible` block.
+        # While another thread holds the lock, the main thread cannot leave an `interruptible`
+        # block.
         self._interruptible = False
         self._exit_lock = threading.Lock()
 
@@ -71,7 +72,10 @@ class Stop:
             self.signal = number
 
     def check(self) -> None:
-        """Raise `Interrupted` if a stop was requested. Takes less than a microsecond without a request."""
+        """Raise `Interrupted` if a stop was requested.
+
+        Takes less than a microsecond without a request.
+        """
         if self.reason is not None and self._may_interrupt():
             raise Interrupted
 
@@ -94,7 +98,10 @@ class Stop:
                 self._interruptible = False
 
     def interrupt(self) -> None:
-        """Raise `Interrupted` if a stop was requested and the work may be abandoned; called by a signal handler."""
+        """Raise `Interrupted` if a stop was requested and the work may be abandoned.
+
+        Called by a signal handler.
+        """
         if self._interruptible:
             self.check()
 
@@ -107,7 +114,11 @@ class ProgressCounter:
     """Counter of one piece of work; see `Stop.progress`."""
 
     def __init__(
-        self, listener: Callable[[ProgressUpdate], None] | None, activity: Activity, count: int, noun: str
+        self,
+        listener: Callable[[ProgressUpdate], None] | None,
+        activity: Activity,
+        count: int,
+        noun: str,
     ) -> None:
         self._listener = listener
         self._activity = activity
@@ -117,7 +128,10 @@ class ProgressCounter:
         self.set(0.0)
 
     def add(self, amount: float) -> None:
-        """Add an amount; the sum is at most the total, because work may be repeated after running out of memory."""
+        """Add an amount.
+
+        The sum is at most the total, because work may be repeated after running out of memory.
+        """
         self.set(self._done + amount)
 
     def set(self, amount: float) -> None:
@@ -132,7 +146,11 @@ class ProgressCounter:
 
 STOPPED = "stopped by the user"
 
-SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name))
+SIGNALS = tuple(
+    getattr(signal, name)
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
+    if hasattr(signal, name)
+)
 """Signals that stop a run: Ctrl-C, and those that schedulers send before they kill."""
 
 PATIENCE_SECONDS = 5.0
@@ -143,14 +161,20 @@ RETRY_SECONDS, RETRIES = 1.0, 4
 
 
 @contextmanager
-def stopping_on_signals(stop: Stop, announce: Callable[[], None] = lambda: None) -> Iterator[Sequence[int]]:
-    """Turn the first signal into a stop request, and a later Ctrl-C into an abort; yield the list of received signals.
+def stopping_on_signals(
+    stop: Stop, announce: Callable[[], None] = lambda: None
+) -> Iterator[Sequence[int]]:
+    """Turn the first signal into a stop request, and a later Ctrl-C into an abort.
 
-    A scheduler's signal may arrive twice, as launchers forward signals that their processes have also received.
+    Yield the list of received signals.
 
-    User code that blocks, such as a reward function that waits, is interrupted a few seconds after the first signal,
-    repeatedly. If it catches that, the process ends within ten seconds of the signal, except for Ctrl-C. Signals that
-    the program handles or ignores are left alone, and so are all signals outside of the main thread.
+    A scheduler's signal may arrive twice, as launchers forward signals that their processes have
+    also received.
+
+    User code that blocks, such as a reward function that waits, is interrupted a few seconds after
+    the first signal, repeatedly. If it catches that, the process ends within ten seconds of the
+    signal, except for Ctrl-C. Signals that the program handles or ignores are left alone, and so
+    are all signals outside of the main thread.
 
     Args:
         stop: Receives the request.
@@ -179,7 +203,9 @@ def stopping_on_signals(stop: Stop, announce: Callable[[], None] = lambda: None)
             reason = f"stopped by {signal.Signals(number).name}"
         stop.request(reason, number)
         announce()
-        threading.Thread(target=_interrupt_user_code, args=(stop, number, interrupting, over), daemon=True).start()
+        threading.Thread(
+            target=_interrupt_user_code, args=(stop, number, interrupting, over), daemon=True
+        ).start()
 
     before = {}
     if threading.current_thread() is threading.main_thread():
@@ -194,14 +220,21 @@ def stopping_on_signals(stop: Stop, announce: Callable[[], None] = lambda: None)
             signal.signal(number, handler)
 
 
-def _interrupt_user_code(stop: Stop, number: int, interrupting: threading.Event, over: threading.Event) -> None:
-    """Interrupt blocking user code from another thread, repeatedly, until the run has stopped; else end the process."""
+def _interrupt_user_code(
+    stop: Stop, number: int, interrupting: threading.Event, over: threading.Event
+) -> None:
+    """Interrupt blocking user code from another thread, repeatedly, until the run has stopped.
+
+    Else end the process.
+    """
     patience = PATIENCE_SECONDS
     for _ in range(RETRIES):
         if over.wait(patience):
             return
         interrupting.set()
-        if hasattr(signal, "pthread_kill"):  # a signal to the main thread also ends a blocking system call
+        if hasattr(
+            signal, "pthread_kill"
+        ):  # a signal to the main thread also ends a blocking system call
             signal.pthread_kill(threading.main_thread().ident or 0, number)
         patience = RETRY_SECONDS
     if not over.wait(patience) and number != signal.SIGINT:

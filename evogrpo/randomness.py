@@ -10,8 +10,8 @@ import numpy as np
 def generator(seed: int, purpose: str, *numbers: int) -> np.random.Generator:
     """Return the counter-based generator of one named stream.
 
-    The same arguments give the same stream on any machine and in any process, so checkpoints store no random state.
-    Different arguments give independent streams.
+    The same arguments give the same stream on any machine and in any process, so checkpoints store
+    no random state. Different arguments give independent streams.
 
     Args:
         seed: Root seed of the run, at least 0.
@@ -27,13 +27,19 @@ def generator(seed: int, purpose: str, *numbers: int) -> np.random.Generator:
     Source: Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (SC 2011).
     """
     if min(seed, *numbers, 0) < 0:
-        raise ValueError(f"seed and numbers must be at least 0, got seed {seed} and numbers {numbers}.")
-    # Hash as text: numpy pads and concatenates lists of numbers, so (0,), (0, 0) and (0, 2**32) would collide.
+        raise ValueError(
+            f"seed and numbers must be at least 0, got seed {seed} and numbers {numbers}."
+        )
+    # Hash as text: numpy pads and concatenates lists of numbers, so (0,), (0, 0) and (0, 2**32)
+    # would collide.
     name = f"{int(seed)} {[int(number) for number in numbers]} {purpose}"
     entropy = int.from_bytes(hashlib.sha256(name.encode()).digest()[:16], "little")
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(entropy)))
 
 
 def streams(rng: np.random.Generator) -> Callable[..., np.random.Generator]:
-    """Return `generator` with a seed drawn from `rng`. Draws from one stream do not affect the others."""
+    """Return `generator` with a seed drawn from `rng`.
+
+    Draws from one stream do not affect the others.
+    """
     return partial(generator, int(rng.integers(2**63)))

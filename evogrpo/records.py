@@ -30,16 +30,21 @@ R = TypeVar("R")
 
 @settings
 class SamplingOptions:
-    """Truncation of the distribution that completions are sampled from; see `evogrpo.functional.log_probs`.
+    """Truncation of the distribution that completions are sampled from.
 
-    Members learn the whole distribution: log-probabilities of a truncated one differ from the trainer's.
+    See `evogrpo.functional.log_probs`.
+
+    Members learn the whole distribution: log-probabilities of a truncated one differ from the
+    trainer's.
 
     Attributes:
         top_k: Sample from this many of the most likely tokens; 0 = all.
-        top_p: Sample from the most likely tokens that together have this probability; in (0, 1], 1 = all.
-        min_p: Sample from tokens at least this many times as likely as the most likely one; in [0, 1), 0 = all.
-        repetition_penalty: Divides positive logits, and multiplies others, of tokens that occur already; above 0,
-            1 = none. Affects greedy rows as well.
+        top_p: Sample from the most likely tokens that together have this probability; in (0, 1], 1
+            = all.
+        min_p: Sample from tokens at least this many times as likely as the most likely one; in [0,
+            1), 0 = all.
+        repetition_penalty: Divides positive logits, and multiplies others, of tokens that occur
+            already; above 0, 1 = none. Affects greedy rows as well.
 
     Raises:
         ValueError: If a number is out of range.
@@ -57,30 +62,36 @@ UNTRUNCATED = SamplingOptions()
 
 def changed_options(options: SamplingOptions) -> dict[str, float]:
     """Return the options that change the distribution, by name."""
-    return {name: value for name, value in vars(options).items() if value != getattr(UNTRUNCATED, name)}
+    return {
+        name: value for name, value in vars(options).items() if value != getattr(UNTRUNCATED, name)
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingBatch:
     """Rows to sample, in any order: one completion of a prompt by a member each.
 
-    Conversations are sampled turn by turn: `history` holds the tokens after the prompt so far. `uniforms` and the
-    numbers of new tokens count from 0 in each turn.
+    Conversations are sampled turn by turn: `history` holds the tokens after the prompt so far.
+    `uniforms` and the numbers of new tokens count from 0 in each turn.
 
     Attributes:
         prompts: Token ids of each distinct prompt.
         prompt_ids: `[n]` index of each row's prompt.
         member_ids: `[n]` slot of the member that samples each row.
         temperature: `[n]` at least 0; 0 means the most likely token.
-        uniforms: `[n, t]` random numbers in [0, 1): row i samples token j with `uniforms[i, j]`. None = the sampler
-            draws its own.
-        max_new_tokens: Maximum number of tokens sampled per row: the width of `uniforms` if there are any.
+        uniforms: `[n, t]` random numbers in [0, 1): row i samples token j with `uniforms[i, j]`.
+            None = the sampler draws its own.
+        max_new_tokens: Maximum number of tokens sampled per row: the width of `uniforms` if there
+            are any.
         min_new_tokens: Number of first tokens that cannot be an end of sequence.
         options: Truncation of the distribution.
-        history: Token ids after each row's prompt, completions and replies alike; None = nothing yet.
+        history: Token ids after each row's prompt, completions and replies alike; None = nothing
+            yet.
         keep: Return the state needed to continue these rows (their KV cache) as `Rollout.kept`.
-        kept: State that an earlier rollout kept for these rows. Only saves work: a sampler may recompute it.
-        kept_rows: `[n]` index of each row in the rollout that `kept` is from; None = the same rows in that order.
+        kept: State that an earlier rollout kept for these rows. Only saves work: a sampler may
+            recompute it.
+        kept_rows: `[n]` index of each row in the rollout that `kept` is from; None = the same rows
+            in that order.
         stop: Checked between tokens; a sampler may ignore it.
 
     Raises:
@@ -107,7 +118,10 @@ class SamplingBatch:
         if self.uniforms is not None:
             object.__setattr__(self, "max_new_tokens", int(self.uniforms.shape[1]))
         if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}. Give it, or uniforms.")
+            raise ValueError(
+                f"max_new_tokens must be at least 1, got {self.max_new_tokens}. Give it, or"
+                " uniforms."
+            )
 
     def __len__(self) -> int:
         return len(self.prompt_ids)
@@ -130,14 +144,17 @@ class Rollout:
 
     Attributes:
         actions: `[n, t]` token ids; the padding id after the end.
-        present: `[n, t]` True for tokens of completions (the end of sequence included) and of replies.
-        log_probs: `[n, t]` log-probabilities in nats under the distribution after `SamplingBatch.options`; 0 where not
-            present.
+        present: `[n, t]` True for tokens of completions (the end of sequence included) and of
+            replies.
+        log_probs: `[n, t]` log-probabilities in nats under the distribution after
+            `SamplingBatch.options`; 0 where not present.
         truncated: `[n]` True if the row reached its maximum length without an end of sequence.
-        exact: The log-probabilities equal the trainer's, up to rounding in float32. Always False with truncating
-            options.
-        action_mask: `[n, t]` True for tokens sampled by the member, a subset of `present`, which is the default.
-        kept: State to continue the rows from, if `SamplingBatch.keep` was set and the sampler supports it. Opaque.
+        exact: The log-probabilities equal the trainer's, up to rounding in float32. Always False
+            with truncating options.
+        action_mask: `[n, t]` True for tokens sampled by the member, a subset of `present`, which is
+            the default.
+        kept: State to continue the rows from, if `SamplingBatch.keep` was set and the sampler
+            supports it. Opaque.
     """
 
     actions: Tensor
@@ -165,12 +182,16 @@ class Conversation:
     """Completions of a member and replies of the environment so far, without the prompt.
 
     Attributes:
-        row: Number of the conversation in its batch of prompts. An environment may keep state between turns under it.
+        row: Number of the conversation in its batch of prompts. An environment may keep state
+            between turns under it.
         start: Position of its prompt in the batch of prompts.
-        member: Slot of the member that samples it. Conversations of one member from one prompt are a group.
+        member: Slot of the member that samples it. Conversations of one member from one prompt are
+            a group.
         completions: Sampled token ids of each completion, without padding and with a final EOS.
-        replies: Token ids of the reply to each completion; one fewer than completions until the last is replied to.
-        truncated: True if the last completion reached its maximum length, or a further one would exceed a limit.
+        replies: Token ids of the reply to each completion; one fewer than completions until the
+            last is replied to.
+        truncated: True if the last completion reached its maximum length, or a further one would
+            exceed a limit.
     """
 
     row: int
@@ -183,7 +204,10 @@ class Conversation:
     __repr__ = short_repr
 
     def __post_init__(self) -> None:
-        assert len(self.completions) - len(self.replies) in (0, 1), "completions and replies alternate"
+        assert len(self.completions) - len(self.replies) in (
+            0,
+            1,
+        ), "completions and replies alternate"
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -204,7 +228,9 @@ class Conversation:
 
 
 def single_turn_conversations(
-    starts: Sequence[int], completions: Sequence[Sequence[int]], members: Sequence[int] | None = None
+    starts: Sequence[int],
+    completions: Sequence[Sequence[int]],
+    members: Sequence[int] | None = None,
 ) -> tuple[Conversation, ...]:
     """Return conversations of one completion each, numbered in order.
 
@@ -217,7 +243,9 @@ def single_turn_conversations(
     conversations = []
     for row, (start, completion, slot) in enumerate(zip(starts, completions, slots, strict=True)):
         tokens = tuple(map(int, completion))
-        conversations.append(Conversation(row=row, start=int(start), completions=(tokens,), member=int(slot)))
+        conversations.append(
+            Conversation(row=row, start=int(start), completions=(tokens,), member=int(slot))
+        )
     return tuple(conversations)
 
 
@@ -244,10 +272,10 @@ class SampledActions:
     """Actions of small networks, one per observation.
 
     Attributes:
-        actions: `[m, ...]` in the dtype of the action space. Discrete and MultiDiscrete values count from 0; Box values
-            are not clipped.
-        log_probs: `[m]` float32 log-probabilities in nats of the policy sampled from; at temperature 1 for greedy
-            actions.
+        actions: `[m, ...]` in the dtype of the action space. Discrete and MultiDiscrete values
+            count from 0; Box values are not clipped.
+        log_probs: `[m]` float32 log-probabilities in nats of the policy sampled from; at
+            temperature 1 for greedy actions.
     """
 
     actions: NDArray[Any]
@@ -272,12 +300,13 @@ class Actor(Protocol):
         """Choose one action for each observation.
 
         Args:
-            observations: `[m, ...]` in the form of the observation space; dicts and tuples for Dict and Tuple spaces.
+            observations: `[m, ...]` in the form of the observation space; dicts and tuples for Dict
+                and Tuple spaces.
             member_ids: `[m]` slots, in ascending order.
             uniforms: `[m, d]` random numbers in [0, 1); None = the most likely actions.
             temperature: `[m]` at least 0; 0 means the most likely action. None = 1.
-            action_mask: `[m, values]` True for legal values of Discrete actions; for MultiDiscrete concatenated, or a
-                tuple with one mask per component. None = all are legal.
+            action_mask: `[m, values]` True for legal values of Discrete actions; for MultiDiscrete
+                concatenated, or a tuple with one mask per component. None = all are legal.
             base: Act with the untrained base.
 
         Returns:
@@ -293,21 +322,23 @@ class Batch:
     """Experience of one or more members, in a form common to all environments.
 
     Attributes:
-        inputs: Inputs of the policy (prompts or observations), read by the bank only. None in advantages and metrics.
+        inputs: Inputs of the policy (prompts or observations), read by the bank only. None in
+            advantages and metrics.
         actions: `[n, t]` token ids or actions, or `[n, t, ...]` where an action is a vector.
         present: `[n, t]` True where attention sees the token.
         action_mask: `[n, t]` True where the action counts in the loss, a subset of `present`.
-        chosen: `[n, t]` True where the member chose the action, even if it is left out of the loss. Defaults to
-            `present`. In conversations, consecutive chosen tokens are a turn; see `positions_in_turn`.
+        chosen: `[n, t]` True where the member chose the action, even if it is left out of the loss.
+            Defaults to `present`. In conversations, consecutive chosen tokens are a turn; see
+            `positions_in_turn`.
         rewards: `[n]` total reward; NaN = no reward applies.
         group_ids: `[n]` group of each row: one member, one prompt (or reset seed).
         member_ids: `[n]` slots of the members that sampled the rows and learn from them.
         sampler_log_probs: `[n, t]` log-probabilities in nats at sampling time; None = unknown.
         exact: `sampler_log_probs` equal the trainer's, up to rounding in float32.
-        step_rewards: `[n, t]` reward of each action, for advantages within an episode; NaN = none given. None = only
-            totals are known.
-        reward_components: `[n, f]` unweighted value of each reward function; NaN where it does not apply. None =
-            unknown.
+        step_rewards: `[n, t]` reward of each action, for advantages within an episode; NaN = none
+            given. None = only totals are known.
+        reward_components: `[n, f]` unweighted value of each reward function; NaN where it does not
+            apply. None = unknown.
         component_weights: The `f` weights of the reward functions.
         component_names: Their `f` names, for metrics.
         truncated: `[n]` True if the episode was ended by a limit; None = unknown.
@@ -343,13 +374,19 @@ class Batch:
     def select(self, rows: Tensor) -> "Batch":
         """Return rows by index."""
         fields: dict[str, Any] = {
-            name: select_rows(value, rows) for name, value in vars(self).items() if isinstance(value, Tensor)
+            name: select_rows(value, rows)
+            for name, value in vars(self).items()
+            if isinstance(value, Tensor)
         }
-        return replace(self, inputs=None if self.inputs is None else self.inputs.select(rows), **fields)
+        return replace(
+            self, inputs=None if self.inputs is None else self.inputs.select(rows), **fields
+        )
 
     def select_members(self, slots: Sequence[int]) -> "Batch":
         """Return the rows of these members, in order."""
-        wanted = torch.tensor(list(slots), device=self.member_ids.device, dtype=self.member_ids.dtype)
+        wanted = torch.tensor(
+            list(slots), device=self.member_ids.device, dtype=self.member_ids.dtype
+        )
         return self.select(torch.isin(self.member_ids, wanted).nonzero()[:, 0])
 
     def counted_actions(self) -> tuple[Tensor, Tensor]:
@@ -360,8 +397,8 @@ class Batch:
     def flatten_actions(self) -> "Batch":
         """Return a batch with one row of a single action for each action that counts in the loss.
 
-        Groups, members and rewards are repeated; other values of whole episodes are dropped. Only for small networks,
-        whose inputs can be split by action.
+        Groups, members and rewards are repeated; other values of whole episodes are dropped. Only
+        for small networks, whose inputs can be split by action.
         """
         indices, row = self.counted_actions()
         counted = torch.ones(len(row), 1, dtype=torch.bool, device=row.device)
@@ -370,7 +407,9 @@ class Batch:
             fields[name] = select_rows(getattr(self, name), row)
         for name in ("actions", "sampler_log_probs"):
             value = getattr(self, name)
-            fields[name] = None if value is None else value.flatten(0, 1).index_select(0, indices)[:, None]
+            fields[name] = (
+                None if value is None else value.flatten(0, 1).index_select(0, indices)[:, None]
+            )
         return replace(
             self,
             inputs=self.inputs.flatten_actions(indices, row),
@@ -402,7 +441,10 @@ class Batch:
         """Return this batch with all tensors, those of its inputs included, on a device."""
 
         def on_device(record: R) -> R:
-            values = {name: map_tensors(value, lambda leaf: leaf.to(device)) for name, value in vars(record).items()}
+            values = {
+                name: map_tensors(value, lambda leaf: leaf.to(device))
+                for name, value in vars(record).items()
+            }
             return replace(record, **values)  # type: ignore[type-var]  # records are dataclasses
 
         return replace(on_device(self), inputs=on_device(self.inputs))
@@ -447,7 +489,10 @@ class TokenInputs:
         return replace(self, prompt_ids=ids, temperature=temperature)
 
     def concatenate(self, other: "TokenInputs", width: int) -> "TokenInputs":
-        """Return the inputs of both batches in order; the prompts of one must be the first prompts of the other."""
+        """Return the inputs of both batches in order.
+
+        The prompts of one must be the first prompts of the other.
+        """
         return replace(
             self,
             prompts=max(self.prompts, other.prompts, key=len),
@@ -463,7 +508,8 @@ class ObservationInputs:
     Attributes:
         observations: `[n, t, ...]` tensor, or dicts and tuples of tensors for composite spaces.
         temperature: `[n]` sampling temperature.
-        action_masks: `[n, t, ...]` True for legal actions, or dicts and tuples of such tensors; None = all.
+        action_masks: `[n, t, ...]` True for legal actions, or dicts and tuples of such tensors;
+            None = all.
     """
 
     observations: Any
@@ -515,12 +561,17 @@ class ObservationInputs:
         return ObservationInputs(
             observations=join_trees(self.observations, other.observations, width),
             temperature=torch.cat([self.temperature, other.temperature]),
-            action_masks=None if known is None else join_trees(masks_of(self), masks_of(other), width),
+            action_masks=(
+                None if known is None else join_trees(masks_of(self), masks_of(other), width)
+            ),
         )
 
 
 def select_rows(values: Tensor, rows: Tensor) -> Tensor:
-    """Return `values[rows]`; for thousands of rows, index_select takes a third of the time of indexing."""
+    """Return `values[rows]`.
+
+    For thousands of rows, index_select takes a third of the time of indexing.
+    """
     rows = rows.to(values.device)
     if values.dim() == 2 and values.shape[1] == 1:
         return values[:, 0].index_select(0, rows)[:, None]
@@ -529,7 +580,9 @@ def select_rows(values: Tensor, rows: Tensor) -> Tensor:
 
 def padded(values: Tensor, width: int, fill: float = 0) -> Tensor:
     """Return `[n, t, ...]` padded with `fill` to `width` along t."""
-    return torch.nn.functional.pad(values, (*[0, 0] * (values.dim() - 2), 0, width - values.shape[1]), value=fill)
+    return torch.nn.functional.pad(
+        values, (*[0, 0] * (values.dim() - 2), 0, width - values.shape[1]), value=fill
+    )
 
 
 def join_trees(one: Any, other: Any, width: int) -> Any:
@@ -563,7 +616,8 @@ class UpdateReport:
         grad_norm: 2-norm of the gradient before clipping; not finite if the member failed.
         lr: Learning rate used, schedule included.
         loss: Loss of this member.
-        step: Optimizer steps of the member and its ancestors, this one included. Failed steps do not count.
+        step: Optimizer steps of the member and its ancestors, this one included. Failed steps do
+            not count.
     """
 
     grad_norm: float
@@ -589,14 +643,17 @@ class LearnReport:
     """Result of one `learn` call for one member; unpacks as `loss, kl = agent.learn(...)`.
 
     Attributes:
-        metrics: Measured values, under TRL's names where it has one; see `evogrpo.algorithms.learning.metrics`. Those
-            below are attributes as well, NaN where missing.
-        advantages: Mean advantage over the actions of each of the member's samples, in the order of its rows.
+        metrics: Measured values, under TRL's names where it has one; see
+            `evogrpo.algorithms.learning.metrics`. Those below are attributes as well, NaN where
+            missing.
+        advantages: Mean advantage over the actions of each of the member's samples, in the order of
+            its rows.
         optimizer_steps: Steps taken.
         tokens: Tokens (or environment steps) processed, passes without gradient included.
         failed: Reason why the member must be replaced; None = no failure.
         loss: Mean loss over the optimizer steps.
-        kl: Mean estimate of KL(policy || reference) per action in nats; NaN if none was measured, as with beta 0.
+        kl: Mean estimate of KL(policy || reference) per action in nats; NaN if none was measured,
+            as with beta 0.
         grad_norm: Mean gradient norm before clipping.
         lr: Learning rate of the last optimizer step, schedule included.
         clip_ratio: Fraction of actions whose gradient was clipped to 0.
@@ -629,7 +686,11 @@ class LearnReport:
 
     def __repr__(self) -> str:
         names = ("reward", "loss", "kl", "entropy", "grad_norm")
-        shown = [f"{name}={getattr(self, name):.3g}" for name in names if not math.isnan(getattr(self, name))]
+        shown = [
+            f"{name}={getattr(self, name):.3g}"
+            for name in names
+            if not math.isnan(getattr(self, name))
+        ]
         if self.failed is None:
             failed = []
         else:

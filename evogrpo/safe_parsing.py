@@ -23,7 +23,8 @@ def read_regular(path: Path) -> bytes:
     """Return the content of a regular file, or of a link to one.
 
     Raises:
-        OSError: If it cannot be read, or is a pipe or device, which could make the program wait for ever.
+        OSError: If it cannot be read, or is a pipe or device, which could make the program wait for
+            ever.
     """
     if path.exists() and not path.is_file() and not path.is_dir():
         raise OSError(errno.EINVAL, "it is a pipe or device, not a regular file", str(path))
@@ -47,12 +48,16 @@ class _Loader(yaml.SafeLoader):
         mark = self.peek_event().start_mark
         self._depth += 1
         if self._depth > MAX_DEPTH:
-            raise yaml.composer.ComposerError(None, None, f"nested more than {MAX_DEPTH} levels deep", mark)
+            raise yaml.composer.ComposerError(
+                None, None, f"nested more than {MAX_DEPTH} levels deep", mark
+            )
         alias = self.check_event(yaml.AliasEvent)
         node: Any = super().compose_node(parent, index)
         self._depth -= 1
         if alias and id(node) not in self._sizes:
-            raise yaml.composer.ComposerError(None, None, "the alias refers to a value that contains it", mark)
+            raise yaml.composer.ComposerError(
+                None, None, "the alias refers to a value that contains it", mark
+            )
         if not alias:
             children = [id(child) for child in _children(node)]
             self._sizes[id(node)] = 1 + sum(self._sizes[child] for child in children)
@@ -104,7 +109,9 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 # YAML 1.1 reads 1e-4 and 1.5e3 as text, because it requires a dot and a signed exponent.
 for _class in (_Loader, _Dumper):
     _class.add_implicit_resolver(
-        "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(?:\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+        "tag:yaml.org,2002:float",
+        re.compile(r"^[-+]?[0-9]+(?:\.[0-9]*)?[eE][-+]?[0-9]+$"),
+        list("-+0123456789"),
     )
 
 
@@ -127,10 +134,18 @@ def load_yaml(text: str, where: str) -> Any:
         else:
             place = f", line {mark.line + 1}, column {mark.column + 1}"
         raise ValueError(f"{where}{place}: {getattr(error, 'problem', None) or error}") from error
-    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+    except (
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        ArithmeticError,
+        RecursionError,
+    ) as error:
         # yaml raises these for values that do not match their tag, such as malformed dates.
         raise ValueError(
-            f"{where}: a value cannot be read as its YAML type ({one_line(error, 200)}). Quote it to keep it as text."
+            f"{where}: a value cannot be read as its YAML type ({one_line(error, 200)}). Quote it"
+            " to keep it as text."
         ) from error
 
 
@@ -141,7 +156,8 @@ def dump_yaml(value: Any, **style: Any) -> str:
         value: Plain values.
         style: Options of `yaml.dump`, such as `width`.
     """
-    # Not `allow_unicode`: YAML reads some of these characters, such as U+0085, as the end of a line.
+    # Not `allow_unicode`: YAML reads some of these characters, such as U+0085, as the end of a
+    # line.
     return str(yaml.dump(value, Dumper=_Dumper, sort_keys=False, **style))
 
 
@@ -157,10 +173,14 @@ def read_yaml_file(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is not in UTF-8. Save it in UTF-8.") from error
     except OSError as error:
         reason = error.strerror or error
-        raise ValueError(f"cannot read {path}: {reason}. Check the path of the YAML file.") from error
+        raise ValueError(
+            f"cannot read {path}: {reason}. Check the path of the YAML file."
+        ) from error
     values = load_yaml(text, str(path))
     if not isinstance(values, dict):
-        raise ValueError(f"{path} must contain a mapping, got {class_name(values)}. Write `key: value` lines.")
+        raise ValueError(
+            f"{path} must contain a mapping, got {class_name(values)}. Write `key: value` lines."
+        )
     return values
 
 
@@ -176,8 +196,8 @@ def dump_json(value: Any, *, what: str = "record", indent: int | None = None) ->
     """Write a value as ASCII JSON that any JSON reader accepts.
 
     Args:
-        value: Mappings with text keys, lists or tuples (read back as lists), text, integers, finite floats, booleans
-            and None, nested in any way.
+        value: Mappings with text keys, lists or tuples (read back as lists), text, integers, finite
+            floats, booleans and None, nested in any way.
         what: Name of the value in error messages.
         indent: Spaces per level, or None for one line.
 
@@ -190,7 +210,9 @@ def dump_json(value: Any, *, what: str = "record", indent: int | None = None) ->
     try:
         return json.dumps(_plain(value, what), allow_nan=False, ensure_ascii=True, indent=indent)
     except RecursionError as error:
-        raise ValueError(f"{what} is nested too deeply for JSON (or contains itself). Flatten it.") from error
+        raise ValueError(
+            f"{what} is nested too deeply for JSON (or contains itself). Flatten it."
+        ) from error
 
 
 def load_json(text: bytes | str) -> Any:
@@ -203,8 +225,8 @@ def load_json(text: bytes | str) -> Any:
         The value: dictionaries, lists, text, integers, finite floats, booleans and None.
 
     Raises:
-        ValueError: If it is not UTF-8 or not JSON, is nested too deeply, or has NaN, an infinity, a huge integer or a
-            repeated key.
+        ValueError: If it is not UTF-8 or not JSON, is nested too deeply, or has NaN, an infinity, a
+            huge integer or a repeated key.
     """
     if isinstance(text, bytes):
         decoded = text.decode("utf-8")
@@ -228,16 +250,24 @@ def _plain(value: Any, path: str) -> Any:
         return value
     if isinstance(value, int):
         if abs(value) >= 10**MAX_DIGITS:
-            raise ValueError(f"{path} must have at most {MAX_DIGITS} digits, got a longer integer. Pass it as text.")
+            raise ValueError(
+                f"{path} must have at most {MAX_DIGITS} digits, got a longer integer. Pass it as"
+                " text."
+            )
         return int(value)
     if isinstance(value, float):
         if not math.isfinite(value):
-            raise ValueError(f"{path} is {value}, but JSON has only finite numbers. Pass None for a missing value.")
+            raise ValueError(
+                f"{path} is {value}, but JSON has only finite numbers. Pass None for a missing"
+                " value."
+            )
         return float(value)
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
-                raise ValueError(f"{path} has the key {key!r}, but JSON keys are text. Pass str(key).")
+                raise ValueError(
+                    f"{path} has the key {key!r}, but JSON keys are text. Pass str(key)."
+                )
         return {key: _plain(item, f"{path}.{key}") for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(item, f"{path}[{position}]") for position, item in enumerate(value)]

@@ -32,22 +32,25 @@ def leaf_spaces(space: spaces.Space[Any]) -> list[spaces.Space[Any]]:
     """Return the spaces at the leaves of a (nested) Dict or Tuple, in order.
 
     Raises:
-        ValueError: If a leaf is not a Box, Discrete, MultiDiscrete or MultiBinary, a Dict or Tuple has no parts, or
-            a key is not text.
+        ValueError: If a leaf is not a Box, Discrete, MultiDiscrete or MultiBinary, a Dict or Tuple
+            has no parts, or a key is not text.
     """
     match space:
         case spaces.Dict() if space.spaces:
             keys = [key for key in space.spaces if not isinstance(key, str)]
             if keys:
-                raise ValueError(f"observation_space must have text keys, got {shown(keys[0])}. Use {str(keys[0])!r}.")
+                raise ValueError(
+                    f"observation_space must have text keys, got {shown(keys[0])}. Use"
+                    f" {str(keys[0])!r}."
+                )
             return [leaf for part in space.spaces.values() for leaf in leaf_spaces(part)]
         case spaces.Tuple() if space.spaces:
             return [leaf for part in space.spaces for leaf in leaf_spaces(part)]
         case spaces.Box() | spaces.Discrete() | spaces.MultiDiscrete() | spaces.MultiBinary():
             return [space]
     raise ValueError(
-        "observation_space must be Box, Discrete, MultiDiscrete, MultiBinary, or a Dict or Tuple of these, "
-        f"got {shown(space, 80)}. Use a wrapper that converts it."
+        "observation_space must be Box, Discrete, MultiDiscrete, MultiBinary, or a Dict or Tuple"
+        f" of these, got {shown(space, 80)}. Use a wrapper that converts it."
     )
 
 
@@ -56,11 +59,15 @@ def flatten(space: spaces.Space[Any], observation: Any) -> list[Any]:
     match space:
         case spaces.Dict():
             return [
-                leaf for key, part in space.spaces.items() for leaf in flatten(part, _part(space, observation, key))
+                leaf
+                for key, part in space.spaces.items()
+                for leaf in flatten(part, _part(space, observation, key))
             ]
         case spaces.Tuple():
             return [
-                leaf for part, value in zip(space.spaces, observation, strict=True) for leaf in flatten(part, value)
+                leaf
+                for part, value in zip(space.spaces, observation, strict=True)
+                for leaf in flatten(part, value)
             ]
     return [observation]
 
@@ -70,13 +77,21 @@ def _part(space: spaces.Dict, observation: Any, key: str) -> Any:
     try:
         return observation[key]
     except (KeyError, IndexError, TypeError) as error:
-        held = sorted(map(str, observation)) if isinstance(observation, Mapping) else type(observation).__name__
-        raise ValueError(f"observation must have the keys {sorted(space.spaces)}, got {held}.") from error
+        held = (
+            sorted(map(str, observation))
+            if isinstance(observation, Mapping)
+            else type(observation).__name__
+        )
+        raise ValueError(
+            f"observation must have the keys {sorted(space.spaces)}, got {held}."
+        ) from error
 
 
 def unflatten(space: spaces.Space[Any], leaves: Iterable[Any]) -> Any:
     """Invert `flatten`: return an array, or dicts and tuples of arrays."""
-    remaining = iter(leaves)  # the recursive calls advance the same iterator, because iter(iterator) returns it
+    remaining = iter(
+        leaves
+    )  # the recursive calls advance the same iterator, because iter(iterator) returns it
     match space:
         case spaces.Dict():
             return {key: unflatten(part, remaining) for key, part in space.spaces.items()}
@@ -92,17 +107,20 @@ def check_action_space(space: spaces.Space[Any] | None) -> None:
     )
     if not supported or 0 in (getattr(space, "shape", None) or ()):
         raise ValueError(
-            "action_space must be Discrete, MultiDiscrete, MultiBinary or a floating-point Box, and not empty, got "
-            f"{shown(space, 200)}. Use a wrapper that converts it, or MultiAgentGRPO for several agents."
+            "action_space must be Discrete, MultiDiscrete, MultiBinary or a floating-point Box,"
+            f" and not empty, got {shown(space, 200)}. Use a wrapper that converts it, or"
+            " MultiAgentGRPO for several agents."
         )
 
 
-def observation_dim(space: spaces.Space[Any] | Sequence[spaces.Space[Any]] | None) -> ObservationDim:
+def observation_dim(
+    space: spaces.Space[Any] | Sequence[spaces.Space[Any]] | None,
+) -> ObservationDim:
     """Return the shape of one preprocessed observation, without its batch dimension.
 
-    Box: its shape. Discrete: (number of values,), as it is one-hot encoded. MultiDiscrete: (sum of the numbers of
-    values,). MultiBinary: (number of bits,). Sequence: that of one element. Dict: a dict; Tuple or a list of spaces: a
-    tuple.
+    Box: its shape. Discrete: (number of values,), as it is one-hot encoded. MultiDiscrete: (sum of
+    the numbers of values,). MultiBinary: (number of bits,). Sequence: that of one element. Dict: a
+    dict; Tuple or a list of spaces: a tuple.
 
     Raises:
         ValueError: If the space is None or of another kind.
@@ -116,9 +134,9 @@ def observation_dim(space: spaces.Space[Any] | Sequence[spaces.Space[Any]] | Non
 def action_dim(space: spaces.Space[Any] | Sequence[spaces.Space[Any]] | None) -> ActionDim:
     """Return the number of policy outputs for one action.
 
-    Box: the number of its entries. Discrete: the number of values. MultiDiscrete: the sum of the numbers of values.
-    MultiBinary: the number of bits. Sequence: that of one element (for tokens, the vocabulary). Dict: a dict; Tuple or
-    a list of spaces: a tuple.
+    Box: the number of its entries. Discrete: the number of values. MultiDiscrete: the sum of the
+    numbers of values. MultiBinary: the number of bits. Sequence: that of one element (for tokens,
+    the vocabulary). Dict: a dict; Tuple or a list of spaces: a tuple.
 
     Raises:
         ValueError: If the space is None or of another kind.
@@ -130,7 +148,8 @@ def action_dim(space: spaces.Space[Any] | Sequence[spaces.Space[Any]] | None) ->
 def _per_part(space: Any, dimension: Callable[[Any], Any], kind: str) -> Any:
     """Return the size of a simple space, or `dimension(part)` for each part of a composite one.
 
-    The size of discrete spaces is the number of their one-hot values. `kind` names the space in the error.
+    The size of discrete spaces is the number of their one-hot values. `kind` names the space in the
+    error.
     """
     match space:
         case spaces.Dict():
@@ -169,12 +188,12 @@ def preprocess_observation(
 ) -> TensorTree:
     """Convert observations to float32 tensors `[batch, *observation_dim(space)]`.
 
-    Discrete and MultiDiscrete values are one-hot encoded (the latter concatenated). A single observation gets a batch
-    dimension of 1. Values are not rescaled.
+    Discrete and MultiDiscrete values are one-hot encoded (the latter concatenated). A single
+    observation gets a batch dimension of 1. Values are not rescaled.
 
     Args:
-        observation: One observation of the space, or a batch along a leading dimension: numbers, arrays or tensors;
-            a mapping for Dict, a sequence for Tuple.
+        observation: One observation of the space, or a batch along a leading dimension: numbers,
+            arrays or tensors; a mapping for Dict, a sequence for Tuple.
         space: Observation space.
         device: Device of the tensors.
 
@@ -187,14 +206,24 @@ def preprocess_observation(
     match space:
         case spaces.Dict():
             if not isinstance(observation, Mapping) or set(observation) != set(space.spaces):
-                got = sorted(observation) if isinstance(observation, Mapping) else type(observation).__name__
-                raise ValueError(f"observation must have the keys {sorted(space.spaces)}, got {got}.")
+                got = (
+                    sorted(observation)
+                    if isinstance(observation, Mapping)
+                    else type(observation).__name__
+                )
+                raise ValueError(
+                    f"observation must have the keys {sorted(space.spaces)}, got {got}."
+                )
             return {
-                str(key): preprocess_observation(observation[key], part, device) for key, part in space.spaces.items()
+                str(key): preprocess_observation(observation[key], part, device)
+                for key, part in space.spaces.items()
             }
         case spaces.Tuple():
             if not isinstance(observation, Sequence) or len(observation) != len(space):
-                raise ValueError(f"observation must be a sequence of {len(space)} parts, got {shown(observation)}.")
+                raise ValueError(
+                    f"observation must be a sequence of {len(space)} parts, got"
+                    f" {shown(observation)}."
+                )
             parts = zip(observation, space.spaces, strict=True)
             return tuple(preprocess_observation(value, part, device) for value, part in parts)
         case spaces.Box():
@@ -202,7 +231,9 @@ def preprocess_observation(
         case spaces.MultiBinary():
             return _batched(observation, space.shape, device).to(torch.float32).flatten(1)
         case spaces.Discrete():
-            return _one_hot(_batched(observation, (), device)[:, None], [int(space.n)], [int(space.start)])
+            return _one_hot(
+                _batched(observation, (), device)[:, None], [int(space.n)], [int(space.start)]
+            )
         case spaces.MultiDiscrete():
             values = _batched(observation, space.shape, device).flatten(1)
             return _one_hot(values, space.nvec.ravel().tolist(), space.start.ravel().tolist())
@@ -215,10 +246,14 @@ def _batched(observation: Any, shape: tuple[int, ...], device: torch.device | st
         tensor = observation
     else:
         tensor = torch.as_tensor(np.asarray(observation))
-    if tensor.ndim == len(shape) and tuple(tensor.shape) == shape:  # torch.export must not compare sizes of batches
+    if (
+        tensor.ndim == len(shape) and tuple(tensor.shape) == shape
+    ):  # torch.export must not compare sizes of batches
         tensor = tensor[None]
     if tuple(tensor.shape[1:]) != shape or tensor.ndim != len(shape) + 1:
-        raise ValueError(f"observation must have shape {shape} or (batch, *{shape}), got {tuple(tensor.shape)}.")
+        raise ValueError(
+            f"observation must have shape {shape} or (batch, *{shape}), got {tuple(tensor.shape)}."
+        )
     return tensor.to(device)
 
 
@@ -226,8 +261,12 @@ def _one_hot(values: Tensor, counts: Sequence[int], starts: Sequence[int]) -> Te
     """One-hot encode integer columns: `[batch, len(counts)]` to `[batch, sum(counts)]`."""
     codes = []
     for column, count, start in zip(values.long().unbind(1), counts, starts, strict=True):
-        if column.numel() and not (start <= int(column.min()) and int(column.max()) < start + count):
-            raise ValueError(f"observation must be in [{start}, {start + count - 1}], got {column.tolist()}.")
+        if column.numel() and not (
+            start <= int(column.min()) and int(column.max()) < start + count
+        ):
+            raise ValueError(
+                f"observation must be in [{start}, {start + count - 1}], got {column.tolist()}."
+            )
         codes.append(torch.nn.functional.one_hot(column - start, count))
     return torch.cat(codes, dim=1).to(torch.float32)
 
@@ -235,8 +274,10 @@ def _one_hot(values: Tensor, counts: Sequence[int], starts: Sequence[int]) -> Te
 def _unsupported(kind: str, space: object) -> ValueError:
     """Return the error for a space of another kind than those supported; `kind` names the space."""
     if space is None:
-        return ValueError(f"{kind} space is None. Language models have no spaces unless they are set.")
+        return ValueError(
+            f"{kind} space is None. Language models have no spaces unless they are set."
+        )
     return ValueError(
-        f"{kind} space must be Box, Discrete, MultiDiscrete, MultiBinary, Dict or Tuple, got {class_name(space)}. "
-        "Use a wrapper that converts it."
+        f"{kind} space must be Box, Discrete, MultiDiscrete, MultiBinary, Dict or Tuple, got"
+        f" {class_name(space)}. Use a wrapper that converts it."
     )

@@ -17,15 +17,22 @@ _MIN_LENGTH = 8  # letters of a name of another library that is also recognised 
 _SYNONYMS: Mapping[str, str] = {
     # Hyperparameters.
     "lr": "learning_rate lr_actor actor_lr actor_learning_rate",
-    "clip_coef": "epsilon eps_clip clip_range cliprange clip_ratio clip_epsilon clip_param clip_eps pg_clip",
+    "clip_coef": (
+        "epsilon eps_clip clip_range cliprange clip_ratio clip_epsilon clip_param clip_eps pg_clip"
+    ),
     "clip_low": "epsilon_low clip_ratio_low pg_clip_low",
     "clip_high": "epsilon_high clip_ratio_high pg_clip_high",
-    "group_size": "num_generations num_return_sequences num_return_sequences_in_group n_samples "
-    "n_samples_per_prompt rollout_n",
+    "group_size": (
+        "num_generations num_return_sequences num_return_sequences_in_group n_samples "
+        "n_samples_per_prompt rollout_n"
+    ),
     "beta": "kl_coef kl_loss_coef init_kl_coef kl_beta kl_coeff",
     "update_epochs": "num_iterations ppo_epochs n_epochs num_epochs num_sgd_iter max_epochs",
     "max_grad_norm": "grad_clip gradient_clip clip_grad clip_grad_norm",
-    "batch_size": "per_device_train_batch_size mini_batch_size minibatch_size ppo_mini_batch_size sgd_minibatch_size",
+    "batch_size": (
+        "per_device_train_batch_size mini_batch_size minibatch_size ppo_mini_batch_size"
+        " sgd_minibatch_size"
+    ),
     "entropy_coef": "ent_coef entropy_loss_coef entropy_coeff",
     "gamma": "discount discount_factor",
     "advantage": "adv_estimator advantage_estimator",
@@ -53,8 +60,10 @@ _SYNONYMS: Mapping[str, str] = {
     "eps": "adam_epsilon",
     "total_steps": "lr_decay_steps",
     # Completions.
-    "max_output_tokens": "max_completion_length max_new_tokens response_length max_response_length max_tokens "
-    "generate_max_len",
+    "max_output_tokens": (
+        "max_completion_length max_new_tokens response_length max_response_length max_tokens "
+        "generate_max_len"
+    ),
     "min_output_tokens": "min_new_tokens",
     "max_episode_tokens": "max_model_len max_seq_length max_length vllm_max_model_length",
     "micro_batch_tokens": "micro_batch_size_per_gpu micro_batch_size ppo_max_token_len_per_gpu",
@@ -62,21 +71,35 @@ _SYNONYMS: Mapping[str, str] = {
     # Agents and populations.
     "observation_spaces": "observation_space",
     "action_spaces": "action_space",
-    "size": "pop_size num_agents n_agents num_members members population_size tournament_size tourn_size num_samples",
+    "size": (
+        "pop_size num_agents n_agents num_members members population_size tournament_size"
+        " tourn_size num_samples"
+    ),
     "population": "pop agents",
-    "actor_network": "model base_model actor model_name_or_path pretrained_model_path pretrain model_name "
-    "model_path policy_model",
-    "model": "model_name_or_path model_name base_model pretrained_model_path pretrain model_path "
-    "base_model_name_or_path",
-    "source": "model_name_or_path model_name pretrained_model_name_or_path model_path base_model_name_or_path",
+    "actor_network": (
+        "model base_model actor model_name_or_path pretrained_model_path pretrain model_name "
+        "model_path policy_model"
+    ),
+    "model": (
+        "model_name_or_path model_name base_model pretrained_model_path pretrain model_path "
+        "base_model_name_or_path"
+    ),
+    "source": (
+        "model_name_or_path model_name pretrained_model_name_or_path model_path"
+        " base_model_name_or_path"
+    ),
     "dtype": "torch_dtype precision",
     "precision": "dtype torch_dtype vllm_dtype",
     "hidden": "net_arch hidden_sizes hidden_size hidden_layers fcnet_hiddens",
     "activation": "activation_fn fcnet_activation",
     "log_std": "log_std_init action_std_init",
-    "network": "net_config network_config policy_kwargs net_arch hidden_sizes activation_fn log_std_init "
-    "head_config policy_network",
-    "normalise_observations": "normalize_observations normalize_observation normalize normalise norm_obs vecnormalize",
+    "network": (
+        "net_config network_config policy_kwargs net_arch hidden_sizes activation_fn log_std_init "
+        "head_config policy_network"
+    ),
+    "normalise_observations": (
+        "normalize_observations normalize_observation normalize normalise norm_obs vecnormalize"
+    ),
     "hp_config": "hyperparameter_config hp_space param_space hyperparam_bounds",
     "lora_config": "peft_config",
     "full_finetuning": "full full_finetune",
@@ -122,8 +145,10 @@ _SYNONYMS: Mapping[str, str] = {
     "episodes": "n_eval_episodes",
     # Runs.
     "generations": "max_generations n_generations",
-    "steps_per_generation": "evo_steps perturbation_interval eval_steps eval_freq test_freq evaluation_interval "
-    "eval_interval eval_every",
+    "steps_per_generation": (
+        "evo_steps perturbation_interval eval_steps eval_freq test_freq evaluation_interval "
+        "eval_interval eval_every"
+    ),
     "samples_per_step": "generation_batch_size",
     "total_timesteps": "max_timesteps n_timesteps num_timesteps timesteps",
     "max_timesteps": "total_timesteps n_timesteps num_timesteps timesteps",
@@ -132,8 +157,11 @@ _SYNONYMS: Mapping[str, str] = {
     "completions": "num_completions_to_print log_completions",
     "max_seconds": "timeout max_time time_budget time_budget_s",
     "target_fitness": "target target_reward target_score reward_threshold max_reward",
-    "run_dir": "tensorboard_log tb_log_name log_dir log_path save_path exp_name output_dir storage_path logging_dir "
-    "run_name experiment_name default_local_dir local_dir ckpt_path checkpoint_path elite_path best_model_save_path",
+    "run_dir": (
+        "tensorboard_log tb_log_name log_dir log_path save_path exp_name output_dir storage_path"
+        " logging_dir run_name experiment_name default_local_dir local_dir ckpt_path"
+        " checkpoint_path elite_path best_model_save_path"
+    ),
     "progress": "progress_bar verbose disable_tqdm",
     "callbacks": "callback",
     # Methods and public names.
@@ -156,10 +184,14 @@ _SYNONYMS: Mapping[str, str] = {
     "VLLMSampler": "vllmclient vllmconfig",
     "HuggingFaceGym": "reasoninggym",
     # Hooks of callbacks, and columns of datasets.
-    "on_run_start": "on_train_begin on_train_start on_training_start _on_training_start on_begin on_start",
+    "on_run_start": (
+        "on_train_begin on_train_start on_training_start _on_training_start on_begin on_start"
+    ),
     "on_run_end": "on_train_end on_training_end _on_training_end on_end on_finish",
-    "on_step": "_on_step on_step_end on_step_begin on_log on_batch_end on_train_batch_end on_train_result "
-    "on_rollout_end _on_rollout_end on_rollout_start",
+    "on_step": (
+        "_on_step on_step_end on_step_begin on_log on_batch_end on_train_batch_end on_train_result "
+        "on_rollout_end _on_rollout_end on_rollout_start"
+    ),
     "on_generation": "on_evaluate on_epoch_end on_epoch_begin on_generation_end on_save on_eval",
     "question": "instruction problem query input text",
     "answer": "output solution response target label ground_truth final_answer expected_answer",
@@ -170,76 +202,117 @@ _SYNONYMS: Mapping[str, str] = {
     "int8": "8bit",
     "nf4": "4bit int4 fp4",
 }
-"""Names in other libraries, in small letters and separated by spaces, by the name here; any may occur repeatedly."""
+"""Names in other libraries, in small letters and separated by spaces, by the name here; any may
+occur repeatedly.
+"""
 
 _ADVICE: Mapping[str, str] = {
     # Length of a run, and sizes.
-    "a run has {generations} times {steps_per_generation} learning steps": "max_steps num_train_epochs "
-    "total_epochs total_training_steps training_steps num_episodes epochs training_iteration num_updates max_t",
-    "a learning step has {samples_per_step} completions, or whole episodes": "n_steps learn_step data_batch_size "
-    "train_batch_size rollout_batch_size rollout_fragment_length max_samples",
-    "{batch_size} samples make an optimizer step, and passes are divided to fit in memory": ""
-    "gradient_accumulation_steps micro_train_batch_size micro_rollout_batch_size "
-    "ppo_micro_batch_size_per_gpu use_dynamic_bsz gradient_checkpointing* activation_checkpointing* "
-    "auto_find_batch_size per_device_eval_batch_size use_memory_efficient_params packing_samples",
+    "a run has {generations} times {steps_per_generation} learning steps": (
+        "max_steps num_train_epochs total_epochs total_training_steps training_steps num_episodes"
+        " epochs training_iteration num_updates max_t"
+    ),
+    "a learning step has {samples_per_step} completions, or whole episodes": (
+        "n_steps learn_step data_batch_size "
+        "train_batch_size rollout_batch_size rollout_fragment_length max_samples"
+    ),
+    "{batch_size} samples make an optimizer step, and passes are divided to fit in memory": (
+        "gradient_accumulation_steps micro_train_batch_size micro_rollout_batch_size"
+        " ppo_micro_batch_size_per_gpu use_dynamic_bsz gradient_checkpointing*"
+        " activation_checkpointing* auto_find_batch_size per_device_eval_batch_size"
+        " use_memory_efficient_params packing_samples"
+    ),
     # The objective.
-    "there is no critic, so leave it out": "vf_coef gae_lambda clip_range_vf vf_clip_param lam lambda "
-    "lambda_ gae use_gae use_critic critic_* value_* cliprange_value cliprange_vf",
-    "set {advantage} to 'outcome', which divides by the group's standard deviation, or to 'mean_only'": ""
-    "scale_rewards normalize_advantage norm_adv_by_std_in_grpo norm_mean_type norm_std_type "
-    "normalize_reward norm_reward whiten_rewards",
-    "set {advantage} to 'gdpo' to normalise each reward function by itself": "multi_objective_aggregation",
+    "there is no critic, so leave it out": (
+        "vf_coef gae_lambda clip_range_vf vf_clip_param lam lambda "
+        "lambda_ gae use_gae use_critic critic_* value_* cliprange_value cliprange_vf"
+    ),
+    "set {advantage} to 'outcome', which divides by the group's standard deviation, or to 'mean_only'": (
+        ""
+        "scale_rewards normalize_advantage norm_adv_by_std_in_grpo norm_mean_type norm_std_type "
+        "normalize_reward norm_reward whiten_rewards"
+    ),
+    "set {advantage} to 'gdpo' to normalise each reward function by itself": (
+        "multi_objective_aggregation"
+    ),
     "set {loss_type} to 'gspo' for one ratio per completion": "importance_sampling_level",
     "set {reference} to 'snapshot', and {reference_sync_steps}": "sync_ref_model",
-    "a {beta} above 0 adds the KL to the reference": "use_kl_loss use_kl_in_reward add_token_level_kl "
-    "use_separate_reference_adapter set_reference_policy_adapter",
+    "a {beta} above 0 adds the KL to the reference": (
+        "use_kl_loss use_kl_in_reward add_token_level_kl "
+        "use_separate_reference_adapter set_reference_policy_adapter"
+    ),
     "{entropy_coef} is constant, or evolves": "use_adaptive_entropy entropy_coef_* entropy_target",
     # The optimizer.
-    "the optimizer is AdamW, with {betas}, {eps} and {weight_decay}": "optim optim_* adam_beta1 "
-    "adam_beta2 optimizers optimizer optimizer_class optimizer_kwargs",
-    "set {total_steps} and the schedule beside it": "lr_scheduler lr_scheduler_type lr_scheduler_kwargs "
-    "warmup_ratio cosine_lr_schedule_config lr_schedule",
+    "the optimizer is AdamW, with {betas}, {eps} and {weight_decay}": (
+        "optim optim_* adam_beta1 adam_beta2 optimizers optimizer optimizer_class optimizer_kwargs"
+    ),
+    "set {total_steps} and the schedule beside it": (
+        "lr_scheduler lr_scheduler_type lr_scheduler_kwargs "
+        "warmup_ratio cosine_lr_schedule_config lr_schedule"
+    ),
     # Records.
-    "members are evaluated after each generation, on {validation_questions} questions": "eval_* do_eval "
-    "n_eval_episodes include_for_metrics batch_eval_metrics val_before_train metric_for_best_model "
-    "greater_is_better load_best_model_at_end callback_on_new_best callback_after_eval save_elite "
-    "metric num_generations_eval",
-    "each learning step is logged in {run_dir}": "logging_* log_* report_to wandb wandb_* wb use_wandb "
-    "project project_name trackio_* stats_window_size monitor_* tensorboard use_tensorboard logger",
-    "{run_dir} keeps the newest checkpoints and the best member, and can be resumed": "save_* "
-    "overwrite_checkpoints resume_mode resume_from_checkpoint reset_num_timesteps name_prefix",
+    "members are evaluated after each generation, on {validation_questions} questions": (
+        "eval_* do_eval n_eval_episodes include_for_metrics batch_eval_metrics val_before_train"
+        " metric_for_best_model greater_is_better load_best_model_at_end callback_on_new_best"
+        " callback_after_eval save_elite metric num_generations_eval"
+    ),
+    "each learning step is logged in {run_dir}": (
+        "logging_* log_* report_to wandb wandb_* wb use_wandb project project_name trackio_*"
+        " stats_window_size monitor_* tensorboard use_tensorboard logger"
+    ),
+    "{run_dir} keeps the newest checkpoints and the best member, and can be resumed": (
+        "save_* "
+        "overwrite_checkpoints resume_mode resume_from_checkpoint reset_num_timesteps name_prefix"
+    ),
     # Models and engines.
     "vLLM samples completions through {sampler|VLLMSampler}": "use_vllm vllm_* vllm",
-    "set {precision|dtype}, such as 'bfloat16'": "bf16 fp16 bf16_full_eval fp16_full_eval load_in_8bit "
-    "load_in_4bit quantization_config",
-    "it is a setting of {lora|lora_config}": "r lora_r lora_rank lora_alpha target_modules exclude_modules use_rslora",
-    "only r, lora_alpha, target_modules, exclude_modules and use_rslora of {lora|lora_config} are supported": ""
-    "lora_* rank_pattern alpha_pattern modules_to_save use_dora use_qalora use_bdlora init_lora_weights "
-    "revision task_type peft_* auto_mapping inference_mode fan_in_fan_out bias layers_* layer_replication megatron_* "
-    "trainable_token_indices loftq_config eva_config corda_config velora_config alora_* qalora_* "
-    "monteclora_config runtime_config arrow_config kasa_config target_parameters ensure_weight_tying",
+    "set {precision|dtype}, such as 'bfloat16'": (
+        "bf16 fp16 bf16_full_eval fp16_full_eval load_in_8bit load_in_4bit quantization_config"
+    ),
+    "it is a setting of {lora|lora_config}": (
+        "r lora_r lora_rank lora_alpha target_modules exclude_modules use_rslora"
+    ),
+    "only r, lora_alpha, target_modules, exclude_modules and use_rslora of {lora|lora_config} are supported": (
+        "lora_* rank_pattern alpha_pattern modules_to_save use_dora use_qalora use_bdlora"
+        " init_lora_weights revision task_type peft_* auto_mapping inference_mode fan_in_fan_out"
+        " bias layers_* layer_replication megatron_* trainable_token_indices loftq_config"
+        " eva_config corda_config velora_config alora_* qalora_* monteclora_config runtime_config"
+        " arrow_config kasa_config target_parameters ensure_weight_tying"
+    ),
     "set {model}": "actor_network",
     "use {tokenizer}": "processing_class",
     "the tokenizer is loaded with the model, so leave it out": "processing_class tokenizer",
     "several processes are started by torchrun": "accelerator",
-    "set {network}, or {evolve_network} to let architectures evolve": "arch_mut new_layer architecture "
-    "new_layer_prob act_mut activation_selection policy_kwargs",
+    "set {network}, or {evolve_network} to let architectures evolve": (
+        "arch_mut new_layer architecture new_layer_prob act_mut activation_selection policy_kwargs"
+    ),
     # Search.
-    "ranges of values that evolve are set by {search_space|hp_config}": "min_lr max_lr min_batch_size "
-    "max_batch_size min_learn_step max_learn_step hyperparam_mutations",
-    "selection and mutation are settings of {strategy}": "no_mut no_mutation params_mut mut_sd mutation_sd "
-    "mutate_elite parameters elitism mutation quantile_fraction resample_probability perturbation_factors "
-    "custom_explore_fn reduction_factor grace_period rl_hp rl_hp_mut mut_p mode quantile resample",
-    "give its values by name, as arguments of {GRPO} and {evolve}": "init_hp args config training_args trainer_config",
-    "give its values by name, in the sections of the configuration": "init_hp args config training_args",
+    "ranges of values that evolve are set by {search_space|hp_config}": (
+        "min_lr max_lr min_batch_size "
+        "max_batch_size min_learn_step max_learn_step hyperparam_mutations"
+    ),
+    "selection and mutation are settings of {strategy}": (
+        "no_mut no_mutation params_mut mut_sd mutation_sd mutate_elite parameters elitism mutation"
+        " quantile_fraction resample_probability perturbation_factors custom_explore_fn"
+        " reduction_factor grace_period rl_hp rl_hp_mut mut_p mode quantile resample"
+    ),
+    "give its values by name, as arguments of {GRPO} and {evolve}": (
+        "init_hp args config training_args trainer_config"
+    ),
+    "give its values by name, in the sections of the configuration": (
+        "init_hp args config training_args"
+    ),
     "set {target_fitness} to end a run early": "stop early_stopping_patience",
     # Rewards, data and environments.
-    "write a function that calls the model, for {reward|reward_funcs}": "reward_model reward_pretrain "
-    "reward_processing_classes remote_rm_url",
-    "name the columns question and answer, or prompt": "input_key label_key prompt_key reward_fn_key "
-    "dataset_text_field",
-    "{dataset} has the keys train, validation and test": "val_files eval_dataset validation_dataset "
-    "test_dataset val_dataset",
+    "write a function that calls the model, for {reward|reward_funcs}": (
+        "reward_model reward_pretrain reward_processing_classes remote_rm_url"
+    ),
+    "name the columns question and answer, or prompt": (
+        "input_key label_key prompt_key reward_fn_key dataset_text_field"
+    ),
+    "{dataset} has the keys train, validation and test": (
+        "val_files eval_dataset validation_dataset test_dataset val_dataset"
+    ),
     "prompts are formatted by the chat template, so leave it out": "apply_chat_template",
     "prompts longer than {max_prompt_length} are left out": "truncation",
     "conversations have {max_turns} and {environment_factory}": "rollout_func",
@@ -250,20 +323,23 @@ _ADVICE: Mapping[str, str] = {
     "networks are built from the spaces of the environment; {network} changes them": "policy",
     "there is one algorithm, GRPO, so leave it out": "algo algorithm alg",
     # Settings of other engines and of their infrastructure.
-    "it has no counterpart here, so leave it out": "dataloader_* ddp_* fsdp* hub_* deepspeed* ds3_* "
-    "torch_compile* torch_empty_* use_* zero_stage n_gpus_per_node nnodes num_gpus num_rollout_workers "
-    "tensor_model_parallel_size gpu_memory_utilization param_offload truncation_side resources_per_trial "
-    "max_concurrent_trials synch require_attrs burn_in_period time_attr rollout_buffer_* sde_sample_freq "
-    "custom_objects print_system_info force_reset memory_size double channels_last swap_channels "
-    "torch_compiler eps_start eps_decay tau tf32 flash_attn disable_dropout label_smoothing_factor "
-    "cache_implementation pad_to_multiple_of transformers_* log_on_each_node push_to_hub "
-    "remove_unused_columns dataset_num_proc accelerator_config parallelism_config data_collator "
-    "label_names trust_remote_code off_policy_mask_threshold router_aux_loss_coef neftune_noise_alpha "
-    "liger_kernel_config shuffle_dataset vespo_* start_index vec_env_kwargs clip_obs clip_reward "
-    "norm_obs_keys generation_kwargs full_determinism local_rank do_train do_predict skip_memory_metrics "
-    "average_tokens_across_devices length_column_name train_sampling_strategy ignore_data_skip debug "
-    "restore_callback_states_from_checkpoint enable_jit_checkpoint prediction_loss_only "
-    "include_num_input_tokens_seen model_init_kwargs cast_lm_head_to_fp32",
+    "it has no counterpart here, so leave it out": (
+        "dataloader_* ddp_* fsdp* hub_* deepspeed* ds3_* torch_compile* torch_empty_* use_*"
+        " zero_stage n_gpus_per_node nnodes num_gpus num_rollout_workers tensor_model_parallel_size"
+        " gpu_memory_utilization param_offload truncation_side resources_per_trial"
+        " max_concurrent_trials synch require_attrs burn_in_period time_attr rollout_buffer_*"
+        " sde_sample_freq custom_objects print_system_info force_reset memory_size double"
+        " channels_last swap_channels torch_compiler eps_start eps_decay tau tf32 flash_attn"
+        " disable_dropout label_smoothing_factor cache_implementation pad_to_multiple_of"
+        " transformers_* log_on_each_node push_to_hub remove_unused_columns dataset_num_proc"
+        " accelerator_config parallelism_config data_collator label_names trust_remote_code"
+        " off_policy_mask_threshold router_aux_loss_coef neftune_noise_alpha liger_kernel_config"
+        " shuffle_dataset vespo_* start_index vec_env_kwargs clip_obs clip_reward norm_obs_keys"
+        " generation_kwargs full_determinism local_rank do_train do_predict skip_memory_metrics"
+        " average_tokens_across_devices length_column_name train_sampling_strategy ignore_data_skip"
+        " debug restore_callback_states_from_checkpoint enable_jit_checkpoint prediction_loss_only"
+        " include_num_input_tokens_seen model_init_kwargs cast_lm_head_to_fp32"
+    ),
 }
 """Names in other libraries, in small letters, by what to write here. A `*` stands for any letters.
 
@@ -272,55 +348,91 @@ bars, the first one that has a place.
 """
 
 _CALLS: Mapping[str, str] = {
-    "{evolve}(population, env) trains": "grpotrainer trainer rloo* ppotrainer sfttrainer dpotrainer "
-    "train_llm finetune_llm finetune_llm_* train_on_policy train_off_policy train_multi_agent_* tuner "
-    "train fit run step training_step rolloutworker localtrainer",
-    "pass its settings to {GRPO} and {evolve}, or use Objective.from_trl(config)": "grpoconfig "
-    "trainingarguments ppoconfig",
+    "{evolve}(population, env) trains": (
+        "grpotrainer trainer rloo* ppotrainer sfttrainer dpotrainer train_llm finetune_llm"
+        " finetune_llm_* train_on_policy train_off_policy train_multi_agent_* tuner train fit run"
+        " step training_step rolloutworker localtrainer"
+    ),
+    "pass its settings to {GRPO} and {evolve}, or use Objective.from_trl(config)": (
+        "grpoconfig trainingarguments ppoconfig"
+    ),
     "GRPO.population(size, ...) makes one": "create_population population agents makepopulation",
-    "{train}('CartPole-v1', total_timesteps=...) trains a small network": "ppo a2c dqn sac td3 ddpg",
-    "strategies of {evolve} mutate, such as Tournament(mutation=...)": "mutations mutation mutate select",
-    "evaluate_policy(agent, env) of Stable-Baselines3 works unchanged, as does agent.test(env)": "evaluate_policy",
+    "{train}('CartPole-v1', total_timesteps=...) trains a small network": (
+        "ppo a2c dqn sac td3 ddpg"
+    ),
+    "strategies of {evolve} mutate, such as Tournament(mutation=...)": (
+        "mutations mutation mutate select"
+    ),
+    "evaluate_policy(agent, env) of Stable-Baselines3 works unchanged, as does agent.test(env)": (
+        "evaluate_policy"
+    ),
     "pass the environment to {evolve}, or to agent.test(env)": "set_env get_env env",
     "subclass {Callback}; every generation is evaluated anyway": "*callback add_callback callbacks",
     "import it from peft": "loraconfig peftmodel get_peft_model prompttuningconfig",
     "save_checkpoint writes a folder that peft can load": "push_to_hub merge_and_unload export",
     "records are in the run_dir of {evolve}": "logger set_logger log log_metrics history",
-    "rewards are functions: HuggingFaceGym(reward_fn=...)": "rewardmodel rewardfunction rewardmanager "
-    "rewardfunc reward_fn",
+    "rewards are functions: HuggingFaceGym(reward_fn=...)": (
+        "rewardmodel rewardfunction rewardmanager rewardfunc reward_fn"
+    ),
     "set_training_mode(False) ends sampling": "eval",
-    "get_policy returns it as a module": "policy actor model actor_network q_net net state_dict parameters "
-    "named_parameters get_parameters set_parameters",
-    "set GRPO.population(normalise_observations=True)": "vecnormalize runningmeanstd get_vec_normalize_env",
+    "get_policy returns it as a module": (
+        "policy actor model actor_network q_net net state_dict parameters "
+        "named_parameters get_parameters set_parameters"
+    ),
+    "set GRPO.population(normalise_observations=True)": (
+        "vecnormalize runningmeanstd get_vec_normalize_env"
+    ),
     "give it a function that makes one: GymnasiumGroups(lambda: ...)": "vecenv make_env",
 }
-"""Names of classes, functions and methods in other libraries, by what to use here; in the form of `_ADVICE`."""
+"""Names of classes, functions and methods in other libraries, by what to use here; in the form of
+`_ADVICE`.
+"""
 
 _OTHER_NAMES = {name: tuple(others.split()) for name, others in _SYNONYMS.items()}
 _HOLDERS = (
-    *("evolve", "GRPO.population", "GRPO", "HuggingFaceGym", "GymnasiumGroups", "Objective", "Optimizer"),
+    *(
+        "evolve",
+        "GRPO.population",
+        "GRPO",
+        "HuggingFaceGym",
+        "GymnasiumGroups",
+        "Objective",
+        "Optimizer",
+    ),
     *("load_base", "train", "MultiAgentGRPO", "MultiTurnGym", "EnvironmentGym", "PettingZooGroups"),
     *("NetworkConfig", "ArchitectureLimits", "FitnessConfig", "TruncationPBT", "SuccessiveHalving"),
 )
 """Public names whose arguments are searched for a setting, in this order."""
 
 Where = Callable[[str], str | None]
-"""Function of a setting's name. Returns the place where the setting is given; None if there is none."""
+"""Function of a setting's name. Returns the place where the setting is given; None if there is
+none.
+"""
 
 
 def counterpart(name: str, valid: Iterable[str]) -> str | None:
-    """Return the valid name for a name of another library or in capitals, or None; a long name may have one edit."""
+    """Return the valid name for a name of another library or in capitals, or None.
+
+    A long name may have one edit.
+    """
     names = list(valid)
     key = name.lower()
     if name not in names and key in names:
         return key
-    others = {other: candidate for candidate in reversed(names) for other in _OTHER_NAMES.get(candidate, ())}
+    others = {
+        other: candidate
+        for candidate in reversed(names)
+        for other in _OTHER_NAMES.get(candidate, ())
+    }
     similar = (other for other in others if len(other) >= _MIN_LENGTH and _is_one_edit(key, other))
     return others.get(key) or others.get(next(similar, ""))
 
 
 def close_match(name: str, valid: Iterable[str]) -> str | None:
-    """Return the valid name that differs by one edit, or else the most similar one; None if none is similar."""
+    """Return the valid name that differs by one edit, or else the most similar one.
+
+    None if none is similar.
+    """
     names = list(valid)
     similar = difflib.get_close_matches(name, names, n=1, cutoff=0.8)
     return one_edit_match(name, names) or next(iter(similar), None)
@@ -333,7 +445,9 @@ def one_edit_match(name: str, valid: Iterable[str]) -> str | None:
 
 def _is_one_edit(typed: str, name: str) -> bool:
     """Return True if one letter was changed, added or left out, or two neighbouring letters were swapped."""
-    start = next((position for position, (a, b) in enumerate(zip(typed, name, strict=False)) if a != b), None)
+    start = next(
+        (position for position, (a, b) in enumerate(zip(typed, name, strict=False)) if a != b), None
+    )
     if start is None:
         start = min(len(typed), len(name))
     rest = typed[start:]
@@ -360,7 +474,9 @@ def place_of_synonym(name: str, where: Where) -> str | None:
     return next((place for place in places if place is not None), None)
 
 
-def advice(name: str, where: Where, *, patterns: bool, table: Mapping[str, str] = _ADVICE) -> str | None:
+def advice(
+    name: str, where: Where, *, patterns: bool, table: Mapping[str, str] = _ADVICE
+) -> str | None:
     """Return what to use here instead of a name of another library, or None.
 
     Args:
@@ -393,22 +509,25 @@ def _filled(text: str, where: Where) -> str | None:
     return result
 
 
-def unknown_name_error(kind: str, name: object, valid: Iterable[str], where: Where | None = None) -> ValueError:
+def unknown_name_error(
+    kind: str, name: object, valid: Iterable[str], where: Where | None = None
+) -> ValueError:
     """Return the error for an unknown name: its name here, what to use instead, a similar name, or all valid names.
 
     Args:
         kind: Kind of name, such as "hyperparameter".
         name: The unknown name.
         valid: The names that exist.
-        where: Finds the place of a setting that belongs elsewhere. None = for arguments, those of public calls;
-            nothing for other kinds.
+        where: Finds the place of a setting that belongs elsewhere. None = for arguments, those of
+            public calls; nothing for other kinds.
     """
     names = list(valid)
     typed = one_line(name, MAX_SHOWN)
     if where is None and kind.startswith("argument"):
         where = public_place
     match = one_edit_match(typed, names)
-    # A misspelt key of a configuration is answered without a search for its place, which imports torch.
+    # A misspelt key of a configuration is answered without a search for its place, which imports
+    # torch.
     misspelt = match is not None and not kind.startswith("argument") and not _is_known(typed)
     if (name_here := counterpart(typed, names)) is not None:
         answer = f": it is called {name_here!r} here"
@@ -418,7 +537,10 @@ def unknown_name_error(kind: str, name: object, valid: Iterable[str], where: Whe
         answer = f": {elsewhere}."
     elif match is not None:
         answer = f": did you mean {match!r}?"
-    elif where is not None and (general := advice(typed, _or_here(names, where), patterns=True)) is not None:
+    elif (
+        where is not None
+        and (general := advice(typed, _or_here(names, where), patterns=True)) is not None
+    ):
         answer = f": {general}."
     elif (match := close_match(typed, names)) is not None:
         answer = f": did you mean {match!r}?"
@@ -432,7 +554,9 @@ def unknown_name_error(kind: str, name: object, valid: Iterable[str], where: Whe
 def _is_known(name: str) -> bool:
     """Return True if another library has a setting of this name."""
     key = name.lower()
-    return any(key in others for others in (*_OTHER_NAMES.values(), *map(str.split, _ADVICE.values())))
+    return any(
+        key in others for others in (*_OTHER_NAMES.values(), *map(str.split, _ADVICE.values()))
+    )
 
 
 def answer_elsewhere(name: str, valid: Iterable[str], where: Where) -> str | None:
@@ -464,7 +588,9 @@ def _missing_attribute(owner: object, name: str) -> AttributeError:
         names = [each for each in dir(type(owner)) if not each.startswith("_")]
         answer = _instead_of_attribute(name, names)
     # With the name and the object, Python adds the most similar attribute to a message.
-    return AttributeError(message if answer is None else f"{message}: {answer}", name=name, obj=owner)
+    return AttributeError(
+        message if answer is None else f"{message}: {answer}", name=name, obj=owner
+    )
 
 
 def _instead_of_attribute(name: str, names: Sequence[str]) -> str | None:
@@ -485,7 +611,9 @@ def missing_public_name(name: str, valid: Iterable[str]) -> str:
     answer = None
     if (name_here := lower.get(name.lower()) or counterpart(name, names)) is not None:
         answer = f"it is called {name_here!r} here"
-    elif (instead := advice(name, _or_here(names, public_place), patterns=True, table=_CALLS)) is not None:
+    elif (
+        instead := advice(name, _or_here(names, public_place), patterns=True, table=_CALLS)
+    ) is not None:
         answer = instead
     elif (match := close_match(name.lower(), lower)) is not None:
         answer = f"did you mean {lower[match]!r}?"

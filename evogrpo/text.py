@@ -15,7 +15,8 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-# Control and format characters (which hide or reorder text), lone surrogates, private use, line separators.
+# Control and format characters (which hide or reorder text), lone surrogates, private use, line
+# separators.
 _UNSAFE_CATEGORIES = {"Cc", "Cf", "Cs", "Co", "Zl", "Zp"}
 _MISSING = "–"
 _MAX_REPR = 60  # characters of a value in a `short_repr`
@@ -50,19 +51,28 @@ def expand_user(path: str | os.PathLike[str], what: str = "path") -> Path:
             raise ValueError
         found = Path(text)
     except Exception:  # noqa: BLE001 - raised by an object of a user
-        raise ValueError(f"{what} must be the path of a file or folder, got {shown(path)}.") from None
+        raise ValueError(
+            f"{what} must be the path of a file or folder, got {shown(path)}."
+        ) from None
     try:
         return found.expanduser()
     except RuntimeError as error:
-        raise ValueError(f"The home directory in {shown(text)} is unknown. Write the whole path.") from error
+        raise ValueError(
+            f"The home directory in {shown(text)} is unknown. Write the whole path."
+        ) from error
 
 
 def printable(text: str) -> str:
-    r"""Return text with control and invisible characters escaped, as in `\x1b` or `\u202e`; newlines and tabs stay."""
+    r"""Return text with control and invisible characters escaped, as in `\x1b` or `\u202e`.
+
+    Newlines and tabs stay.
+    """
     return "".join(
-        character
-        if character in "\n\t" or unicodedata.category(character) not in _UNSAFE_CATEGORIES
-        else character.encode("unicode_escape", "surrogatepass").decode("ascii")
+        (
+            character
+            if character in "\n\t" or unicodedata.category(character) not in _UNSAFE_CATEGORIES
+            else character.encode("unicode_escape", "surrogatepass").decode("ascii")
+        )
         for character in text
     )
 
@@ -99,7 +109,10 @@ class EscapingStream(io.TextIOBase):
 def escaped_prints() -> Iterator[None]:
     """Escape control characters in text that user code prints."""
     with contextlib.ExitStack() as stack:
-        for stream, redirect in ((sys.stdout, contextlib.redirect_stdout), (sys.stderr, contextlib.redirect_stderr)):
+        for stream, redirect in (
+            (sys.stdout, contextlib.redirect_stdout),
+            (sys.stderr, contextlib.redirect_stderr),
+        ):
             # Programs without a console have no streams.
             if stream is not None and not isinstance(stream, EscapingStream):
                 stack.enter_context(redirect(EscapingStream(stream)))
@@ -119,7 +132,9 @@ class _ShortRepr(reprlib.Repr):
     def __init__(self) -> None:
         super().__init__()
         self.maxlevel = 4
-        self.maxtuple = self.maxlist = self.maxset = self.maxfrozenset = self.maxdeque = self.maxdict = 16
+        self.maxtuple = self.maxlist = self.maxset = self.maxfrozenset = self.maxdeque = (
+            self.maxdict
+        ) = 16
         self.maxarray = 16
 
     def repr_str(self, x: str, level: int) -> str:
@@ -173,7 +188,10 @@ def shown(value: object, limit: int = MAX_SHOWN) -> str:
     """
     try:
         if type(value) is str and len(value) > limit:
-            return f"{_single_line(repr(value[:limit]), limit + 2)}… ({len(value) - limit:,} more characters)"
+            return (
+                f"{_single_line(repr(value[:limit]), limit + 2)}… ({len(value) - limit:,} more"
+                " characters)"
+            )
         return _single_line(_short_repr.repr(value), limit)
     except Exception:  # noqa: BLE001 - raised by user code
         return f"<{class_name(value)} object>"
@@ -215,7 +233,10 @@ def _single_line(text: str, limit: int) -> str:
 
 
 def number_text(value: float | str | None) -> str:
-    """Format a float with three significant digits and an integer in full; text stays, None becomes a dash."""
+    """Format a float with three significant digits and an integer in full.
+
+    Text stays, None becomes a dash.
+    """
     if value is None:
         return _MISSING
     if isinstance(value, str):
@@ -232,10 +253,14 @@ def count_text(count: float | None) -> str:
 
 def changes_text(changes: Mapping[str, tuple[float | str | None, float | str | None]]) -> str:
     """Format changed hyperparameters, such as `lr 0.0001 → 0.0002, group_size 8 → 4`."""
-    return ", ".join(f"{name} {number_text(old)} → {number_text(new)}" for name, (old, new) in changes.items())
+    return ", ".join(
+        f"{name} {number_text(old)} → {number_text(new)}" for name, (old, new) in changes.items()
+    )
 
 
-def origin_text(parent: int | None, changes: Mapping[str, tuple[float | str | None, float | str | None]]) -> str:
+def origin_text(
+    parent: int | None, changes: Mapping[str, tuple[float | str | None, float | str | None]]
+) -> str:
     """Describe the origin of a member, such as `founder` or `clone of #3 with lr 0.0001 → 0.0002`."""
     if parent is None:
         return "founder"
@@ -281,9 +306,15 @@ def duration_text(seconds: float | None) -> str:
 
 
 def user_line(error: BaseException) -> str:
-    """Return the file and line of user code that raised an error, such as ` (rewards.py, line 7)`; empty if unknown."""
+    """Return the file and line of user code that raised an error, such as ` (rewards.py, line 7)`.
+
+    Empty if unknown.
+    """
     # User code lies outside this package, the standard library and installed packages.
-    folders = {str(Path(__file__).parent), *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))}
+    folders = {
+        str(Path(__file__).parent),
+        *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
+    }
     user_frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
@@ -296,7 +327,10 @@ def user_line(error: BaseException) -> str:
 
 
 def short_repr(record: Any) -> str:
-    """Return a dataclass on one line, with arrays as dtype and shape and long values shortened; used as `__repr__`."""
+    """Return a dataclass on one line, with arrays as dtype and shape and long values shortened.
+
+    Used as `__repr__`.
+    """
     shown = ", ".join(
         f"{field.name}={_short_value(getattr(record, field.name))}"
         for field in fields(record)

@@ -11,7 +11,15 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache, partial, wraps
 from typing import Annotated, Any, Literal, Protocol, TypeVar, dataclass_transform, get_type_hints
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, TypeAdapter, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    Strict,
+    TypeAdapter,
+    ValidationError,
+)
 from pydantic_core import ArgsKwargs, ErrorDetails, PydanticKnownError
 
 from evogrpo.synonyms import close_match, counterpart, unknown_name_error
@@ -71,7 +79,9 @@ def _real(value: object) -> int | float:
 
 
 WHOLE, REAL = BeforeValidator(_whole), BeforeValidator(_real)
-"""Annotations of numbers in settings: they accept numpy scalars but no text. Must be last in an `Annotated`."""
+"""Annotations of numbers in settings: they accept numpy scalars but no text. Must be last in an
+`Annotated`.
+"""
 
 FLOAT32_LIMIT = 1e38
 """Largest size of a number that members compute with in float32."""
@@ -99,8 +109,9 @@ _SETTINGS = ConfigDict(extra="forbid", allow_inf_nan=False, arbitrary_types_allo
 def settings(kind: type[T]) -> type[T]:
     """Make a class a frozen, keyword-only dataclass that validates its arguments by their annotations.
 
-    Integers are annotated as `Int`, floats as `Float`, booleans as `Flag` and text as `Text`, or narrower types. Lists
-    become tuples. `__post_init__` checks combinations of fields. Every error is a ValueError that names the field.
+    Integers are annotated as `Int`, floats as `Float`, booleans as `Flag` and text as `Text`, or
+    narrower types. Lists become tuples. `__post_init__` checks combinations of fields. Every error
+    is a ValueError that names the field.
     """
     made = dataclass(frozen=True, kw_only=True)(kind)
     made.__pydantic_config__ = _SETTINGS  # type: ignore[attr-defined]  # read by pydantic
@@ -111,11 +122,15 @@ def settings(kind: type[T]) -> type[T]:
         if positional:
             pairs = zip(fields(made), positional, strict=False)  # type: ignore[arg-type]  # a dataclass
             example = ", ".join(f"{each.name}={shown(value, 40)}" for each, value in pairs)
-            raise ValueError(f"{made.__name__} takes its arguments by name, such as {made.__name__}({example}).")
+            raise ValueError(
+                f"{made.__name__} takes its arguments by name, such as {made.__name__}({example})."
+            )
         try:
             _adapter(made).validator.validate_python(ArgsKwargs((), values), self_instance=self)
         except ValidationError as error:
-            raise ValueError(describe(error, made, values, kind=f"argument of {made.__name__}")) from None
+            raise ValueError(
+                describe(error, made, values, kind=f"argument of {made.__name__}")
+            ) from None
 
     made.__init__ = init  # type: ignore[method-assign, assignment]
     return made
@@ -165,7 +180,11 @@ def plain(value: Any, depth: int = 0) -> Any:
         return {field.name: plain(getattr(value, field.name), depth) for field in fields(value)}
     if issubclass(type(value), Mapping):
         return {key: plain(item, depth) for key, item in value.items()}
-    if type(value).__module__ == "numpy" and hasattr(value, "item") and not getattr(value, "ndim", 1):
+    if (
+        type(value).__module__ == "numpy"
+        and hasattr(value, "item")
+        and not getattr(value, "ndim", 1)
+    ):
         return value.item()  # without an import of numpy, which takes time
     if issubclass(type(value), list | tuple):
         return [plain(item, depth) for item in value]
@@ -199,10 +218,18 @@ class Record(BaseModel):
     Unknown keys, which a later version may add, are ignored.
     """
 
-    model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False, defer_build=True)
+    model_config = ConfigDict(
+        strict=True, frozen=True, extra="ignore", allow_inf_nan=False, defer_build=True
+    )
 
 
-def validate(model: type[T], data: object, source: str = "", *, extra: Literal["forbid", "ignore"] | None = None) -> T:
+def validate(
+    model: type[T],
+    data: object,
+    source: str = "",
+    *,
+    extra: Literal["forbid", "ignore"] | None = None,
+) -> T:
     """Build a record from plain values, such as the result of `load_json`.
 
     Args:
@@ -225,7 +252,9 @@ def validate(model: type[T], data: object, source: str = "", *, extra: Literal["
 
 def dump(record: Any) -> dict[str, Any]:
     """Return the fields of a dataclass as plain values, which `dump_json` writes and `validate` reads."""
-    values: dict[str, Any] = _adapter(type(record)).dump_python(record, by_alias=True, warnings=False)
+    values: dict[str, Any] = _adapter(type(record)).dump_python(
+        record, by_alias=True, warnings=False
+    )
     return values
 
 
@@ -257,10 +286,14 @@ def describe(
         where: Dotted path of the values.
         misplaced: Finds the section of a key that belongs to another one.
     """
-    # 1. Collect the broken rules by path and received value. A value that fits no type of a union has one error for
-    # each type, which are joined in one line. Errors inside the value are more precise and replace them.
+    # 1. Collect the broken rules by path and received value. A value that fits no type of a union
+    # has one error for each type, which are joined in one line. Errors inside the value are more
+    # precise and replace them.
     rules: dict[tuple[str, str], list[str]] = {}
-    found = [([*([where] if where else []), *_keys_in(data, each)], each) for each in error.errors(include_url=False)]
+    found = [
+        ([*([where] if where else []), *_keys_in(data, each)], each)
+        for each in error.errors(include_url=False)
+    ]
     for keys, details in found:
         if any(len(keys) < len(other) and keys == other[: len(keys)] for other, _ in found):
             continue
@@ -282,12 +315,21 @@ def describe(
                 place_of = partial(misplaced, section=section, valid=())
             else:
                 place_of = None
-            rule = str(unknown_name_error(f"key in {section}" if section else kind, key, valid, place_of))
-            path, value, rule = "", "", rule if intended is None else f"Unknown key {path!r}. Use {intended!r}."
+            rule = str(
+                unknown_name_error(f"key in {section}" if section else kind, key, valid, place_of)
+            )
+            path, value, rule = (
+                "",
+                "",
+                rule if intended is None else f"Unknown key {path!r}. Use {intended!r}.",
+            )
         elif name == "missing":
             rule = "must be given"
             value = ""
-        elif name in ("value_error", "assertion_error"):  # raised by a validator, with its own message
+        elif name in (
+            "value_error",
+            "assertion_error",
+        ):  # raised by a validator, with its own message
             rule = str(context["error"])
             value = ""
             if path and not rule.startswith("must "):
@@ -313,13 +355,17 @@ def describe(
     # 2. Write one line for each value.
     lines = []
     for (path, value), (first, *others) in rules.items():
-        parts = dict.fromkeys([first, *(rule.removeprefix("must be ") for rule in others if rule != first)])
+        parts = dict.fromkeys(
+            [first, *(rule.removeprefix("must be ") for rule in others if rule != first)]
+        )
         lines.append(f"{path} {' or '.join(parts)}".rstrip() + value)
     if len(lines) > MAX_ERRORS:
         more = [f"and {len(lines) - MAX_ERRORS} more errors"]
     else:
         more = []
-    return "\n".join(f"{source}: {line}" if source else line for line in [*lines[:MAX_ERRORS], *more])
+    return "\n".join(
+        f"{source}: {line}" if source else line for line in [*lines[:MAX_ERRORS], *more]
+    )
 
 
 def _bound(value: object) -> object:
@@ -339,7 +385,13 @@ def _keys_in(data: object, details: ErrorDetails) -> Iterator[str | int]:
     """Yield the keys and positions of an error's location, without the types of unions that pydantic adds to it."""
     location = details["loc"]
     for number, key in enumerate(location, 1):
-        keys = data if isinstance(data, Mapping) else range(len(data)) if isinstance(data, list | tuple) else ()
+        keys = (
+            data
+            if isinstance(data, Mapping)
+            else range(len(data))
+            if isinstance(data, list | tuple)
+            else ()
+        )
         if key in keys:
             data = data[key]  # type: ignore[index]  # a key of a mapping, or a position in a list
             yield key
@@ -353,7 +405,11 @@ def _valid_keys(schema: Mapping[str, Any], keys: Sequence[str | int]) -> list[st
     for key in keys:
         children = []
         for node in nodes:
-            child = node.get("properties", {}).get(key) or node.get("additionalProperties") or node.get("items")
+            child = (
+                node.get("properties", {}).get(key)
+                or node.get("additionalProperties")
+                or node.get("items")
+            )
             if isinstance(child, Mapping):
                 children += _alternatives(child, schema)
         nodes = children
@@ -376,7 +432,10 @@ _MAX_WHOLE = 10**300  # fits into a float
 
 
 def refuse_unknown(kind: str, names: Iterable[object], valid: Iterable[str]) -> None:
-    """Raise ValueError for the first of `names` that is not in `valid`, with a hint; see `unknown_name_error`."""
+    """Raise ValueError for the first of `names` that is not in `valid`, with a hint.
+
+    See `unknown_name_error`.
+    """
     known = list(valid)
     for name in names:
         if not isinstance(name, str) or name not in known:
@@ -392,7 +451,10 @@ def plain_scalar(value: Any) -> Any:
 
 
 def float32_number(value: object) -> float | None:
-    """Return a number of Python, numpy or torch as a float; None if it is not a finite number of float32."""
+    """Return a number of Python, numpy or torch as a float.
+
+    None if it is not a finite number of float32.
+    """
     try:
         scalar = plain_scalar(value)
         if not isinstance(scalar, numbers.Real):
@@ -418,7 +480,10 @@ def plain_list(values: object) -> list[Any] | None:
 
 
 def is_text(value: object, text: str) -> bool:
-    """Return True if a value is this text; arrays and objects with a comparison of their own are not compared."""
+    """Return True if a value is this text.
+
+    Arrays and objects with a comparison of their own are not compared.
+    """
     return isinstance(value, str) and value == text
 
 
@@ -427,7 +492,9 @@ def finite_number(what: str, value: object) -> float:
     try:
         number = _real(value)
     except PydanticKnownError:
-        raise ValueError(f"{what} must be a number, got {shown(value)} ({class_name(value)}).") from None
+        raise ValueError(
+            f"{what} must be a number, got {shown(value)} ({class_name(value)})."
+        ) from None
     if isinstance(number, int):
         return whole_number(what, number)
     if not math.isfinite(number):
@@ -436,11 +503,16 @@ def finite_number(what: str, value: object) -> float:
 
 
 def whole_number(what: str, value: object) -> int:
-    """Return an integer or a whole float such as 1e4 as a plain int; raise ValueError for any other value."""
+    """Return an integer or a whole float such as 1e4 as a plain int.
+
+    Raise ValueError for any other value.
+    """
     try:
         number = _whole(value)
     except PydanticKnownError:
-        raise ValueError(f"{what} must be an integer, got {shown(value)} ({class_name(value)}).") from None
+        raise ValueError(
+            f"{what} must be an integer, got {shown(value)} ({class_name(value)})."
+        ) from None
     if abs(number) > _MAX_WHOLE:
         raise ValueError(f"{what} must be at most 10**300 in size, got {number.bit_length()} bits.")
     return number
@@ -449,7 +521,8 @@ def whole_number(what: str, value: object) -> int:
 def whole_between(what: str, value: object, low: int, high: int = MAX_COUNT) -> int:
     """Return `value` as a plain int, or raise ValueError if it is not an integer in [low, high].
 
-    The upper bound refuses typing errors in numbers of repetitions or sizes, which would look like a hang.
+    The upper bound refuses typing errors in numbers of repetitions or sizes, which would look like
+    a hang.
     """
     number = whole_number(what, value)
     if number < low:
@@ -472,7 +545,8 @@ def instance(what: str, value: object, kind: type[T], example: str) -> T:
         title = getattr(kind, "__name__", str(kind))
         article = "an" if title[0] in "AEIOU" else "a"
         raise ValueError(
-            f"{what} must be {article} {title}, such as {example}, got {shown(value)} ({class_name(value)})."
+            f"{what} must be {article} {title}, such as {example}, got {shown(value)}"
+            f" ({class_name(value)})."
         )
     return value
 
@@ -480,15 +554,17 @@ def instance(what: str, value: object, kind: type[T], example: str) -> T:
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def lists_options(names: Iterable[str], *records: Callable[..., Any], **others: Any) -> Callable[[F], F]:
+def lists_options(
+    names: Iterable[str], *records: Callable[..., Any], **others: Any
+) -> Callable[[F], F]:
     """Return a decorator that replaces `**options` in the signature of a function by the options themselves.
 
     `help` and the documentation then show each option with its default.
 
     Args:
         names: Names of the options.
-        records: Dataclasses or functions with the defaults; of several with the same name, the first counts. The
-            default of any other option is None.
+        records: Dataclasses or functions with the defaults; of several with the same name, the
+            first counts. The default of any other option is None.
         others: Defaults that replace those of the records.
     """
     defaults: dict[str, Any] = {}
@@ -496,7 +572,9 @@ def lists_options(names: Iterable[str], *records: Callable[..., Any], **others: 
         if isinstance(record, type):
             fields_ = [(field.name, field.default) for field in dataclasses.fields(record)]
         else:
-            fields_ = [(each.name, each.default) for each in inspect.signature(record).parameters.values()]
+            fields_ = [
+                (each.name, each.default) for each in inspect.signature(record).parameters.values()
+            ]
         missing = (dataclasses.MISSING, inspect.Parameter.empty)
         defaults |= {name: default for name, default in fields_ if default not in missing}
     defaults |= others
@@ -510,7 +588,11 @@ def lists_options(names: Iterable[str], *records: Callable[..., Any], **others: 
             if parameter.kind is not inspect.Parameter.VAR_KEYWORD
         ]
         present = {parameter.name for parameter in parameters}
-        added = [inspect.Parameter(name, kind, default=defaults.get(name)) for name in names if name not in present]
+        added = [
+            inspect.Parameter(name, kind, default=defaults.get(name))
+            for name in names
+            if name not in present
+        ]
         function.__signature__ = signature.replace(parameters=[*parameters, *added])  # type: ignore[attr-defined]
         return function
 

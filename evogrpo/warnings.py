@@ -7,7 +7,9 @@ from types import FrameType
 from evogrpo.distributed import is_rank_zero
 
 
-def warn(message: str, *, category: type[Warning] = UserWarning, rank_zero_only: bool = True) -> None:
+def warn(
+    message: str, *, category: type[Warning] = UserWarning, rank_zero_only: bool = True
+) -> None:
     """Issue a warning that points at the user's line, not at this library.
 
     Args:
@@ -17,7 +19,8 @@ def warn(message: str, *, category: type[Warning] = UserWarning, rank_zero_only:
     """
     if rank_zero_only and not is_rank_zero():
         return
-    # Point at the caller of the outermost frame of this library; frames of torch may lie between its frames.
+    # Point at the caller of the outermost frame of this library; frames of torch may lie between
+    # its frames.
     stacklevel = 1
     level = 1
     frame: FrameType | None = sys._getframe(0)

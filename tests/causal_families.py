@@ -28,7 +28,14 @@ EXPERT = (
     "moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size", "expert_ffn_hidden_size",
     "moe_shared_expert_intermediate_size",
 )  # fmt: skip
-LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers")
+LAYERS = (
+    "num_hidden_layers",
+    "n_layer",
+    "n_layers",
+    "num_layers",
+    "decoder_layers",
+    "encoder_layers",
+)
 HEADS = (
     "num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads", "encoder_attention_heads",
     "linear_num_value_heads", "mamba_n_heads", "mamba_num_heads", "linear_num_heads",
@@ -46,7 +53,13 @@ SIXTEEN = (
     "q_lora_rank", "qk_head_dim", "mamba_d_head", "mamba_head_dim", "index_head_dim", "attention_window_size",
     "sliding_window",
 )  # fmt: skip
-EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts", "time_step_rank")
+EXPERTS = (
+    "n_routed_experts",
+    "num_experts",
+    "num_local_experts",
+    "moe_num_experts",
+    "time_step_rank",
+)
 ONE = (
     "n_shared_experts", "n_group", "topk_group", "num_expert_group", "first_k_dense_replace", "num_mem_blocks",
     "num_dense_layers", "num_global_key_value_heads",
@@ -115,7 +128,8 @@ def _small(config: PreTrainedConfig) -> dict[str, Any]:
     return {
         name: SIZES[name]
         for name, value in config.to_dict().items()
-        if name in SIZES and (type(value) is int or isinstance(value, list) or (value is None and name in optional))
+        if name in SIZES
+        and (type(value) is int or isinstance(value, list) or (value is None and name in optional))
     }
 
 
@@ -131,7 +145,9 @@ def family_model(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
     default = kind()
     values = _small(default)
     if inner := getattr(default, "text_config", None):
-        values["text_config"] = _small(inner) | SPECIAL.get(inner.model_type, {}) | {"model_type": inner.model_type}
+        values["text_config"] = (
+            _small(inner) | SPECIAL.get(inner.model_type, {}) | {"model_type": inner.model_type}
+        )
     config = kind(**values | SPECIAL.get(family, {}) | changes)
     with torch.device("meta"):
         outline = AutoModelForCausalLM.from_config(config)

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 
 # Before torch or transformers is imported.
 os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models spend longer on waking threads than on computing
+os.environ.setdefault(
+    "OMP_NUM_THREADS", "1"
+)  # tiny models spend longer on waking threads than on computing
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -50,7 +52,10 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture
 def without_charts() -> Iterator[None]:
-    """Leave out the charts of reports, which take longer than the runs of tests; tests/reporting draws them."""
+    """Leave out the charts of reports, which take longer than the runs of tests.
+
+    Tests/reporting draws them.
+    """
     from tests.cli.project import charts_left_out
 
     with charts_left_out():

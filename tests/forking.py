@@ -16,7 +16,9 @@ from typing import Any
 
 CHARTS = ("matplotlib", "plotly")
 _SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["tests.distributed.scenarios", "evogrpo.cli", "torch.utils.tensorboard"])
+_SERVER.set_forkserver_preload(
+    ["tests.distributed.scenarios", "evogrpo.cli", "torch.utils.tensorboard"]
+)
 
 
 def start_process(
@@ -52,7 +54,13 @@ class Forked:
         for each in self._outputs:
             each.touch()
         self._process = start_process(
-            _call, function, arguments, str(cwd), {**os.environ, **environment}, self._outputs, file_bytes
+            _call,
+            function,
+            arguments,
+            str(cwd),
+            {**os.environ, **environment},
+            self._outputs,
+            file_bytes,
         )
 
     @property

@@ -11,8 +11,28 @@ def _fail(*args: Any, **options: Any) -> Any:
 
 
 _METHODS = (
-    *("__repr__", "__str__", "__format__", "__float__", "__int__", "__index__", "__len__", "__bool__", "__iter__"),
-    *("__eq__", "__ne__", "__hash__", "__abs__", "__lt__", "__le__", "__gt__", "__ge__", "__getitem__"),
+    *(
+        "__repr__",
+        "__str__",
+        "__format__",
+        "__float__",
+        "__int__",
+        "__index__",
+        "__len__",
+        "__bool__",
+        "__iter__",
+    ),
+    *(
+        "__eq__",
+        "__ne__",
+        "__hash__",
+        "__abs__",
+        "__lt__",
+        "__le__",
+        "__gt__",
+        "__ge__",
+        "__getitem__",
+    ),
     *("__contains__", "tolist", "item", "keys", "__fspath__"),
 )
 RaisesAlways = type("RaisesAlways", (), dict.fromkeys(_METHODS, _fail))

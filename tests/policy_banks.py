@@ -23,12 +23,18 @@ HYPERPARAMETERS = (
 CLIPS = (0.2, 0.1, 0.3)
 
 GRADIENT_ERROR = 1e-4
-"""Rounding error of a gradient relative to its norm: about 40 float32 products, and sums that partly cancel."""
+"""Rounding error of a gradient relative to its norm: about 40 float32 products, and sums that
+partly cancel.
+"""
 MOMENT_STEPS = 10
-"""Number of optimizer steps after which AdamW's first moment has forgotten a gradient: 1 / (1 - 0.9)."""
+"""Number of optimizer steps after which AdamW's first moment has forgotten a gradient: 1 / (1 -
+0.9).
+"""
 
 
-def assert_gradients_agree(one: Tensor, other: Tensor, *, steps: int = 1, label: str = "gradients") -> None:
+def assert_gradients_agree(
+    one: Tensor, other: Tensor, *, steps: int = 1, label: str = "gradients"
+) -> None:
     """Check that gradients, or their averages over `steps` optimizer steps, agree up to rounding.
 
     The bound is relative to the norm: an element near 0 whose terms cancel has any relative error.
@@ -38,22 +44,29 @@ def assert_gradients_agree(one: Tensor, other: Tensor, *, steps: int = 1, label:
     error = float((one.double() - other.double()).norm())
     size = float(other.double().norm())
     bound = GRADIENT_ERROR * min(max(steps, 1), MOMENT_STEPS)
-    assert error <= bound * size, f"{label} differ by {error / (size or 1.0):.1e} of their norm, more than {bound:.1e}"
+    assert error <= bound * size, (
+        f"{label} differ by {error / (size or 1.0):.1e} of their norm, more than {bound:.1e}"
+    )
 
 
-def assert_weights_agree(one: Tensor, other: Tensor, *, steps: int, lr: float, label: str = "weights") -> None:
+def assert_weights_agree(
+    one: Tensor, other: Tensor, *, steps: int, lr: float, label: str = "weights"
+) -> None:
     """Check that weights agree up to rounding after `steps` optimizer steps of AdamW.
 
-    AdamW divides an element g by its own size, so an element near 0 moves by a random part of lr. If gradients are off
-    by d of their root mean square s, an element of size x = |g| / s is off by min(2, 2 d / x) of a step. The mean
-    square of that over normally distributed elements is at most 8 d.
+    AdamW divides an element g by its own size, so an element near 0 moves by a random part of lr.
+    If gradients are off by d of their root mean square s, an element of size x = |g| / s is off by
+    min(2, 2 d / x) of a step. The mean square of that over normally distributed elements is at most
+    8 d.
     """
     error = float((one.double() - other.double()).norm())
     bound = (8.0 * GRADIENT_ERROR) ** 0.5 * steps * lr * one.numel() ** 0.5
     assert error <= bound, f"{label} differ by {error:.1e}, more than {bound:.1e}"
 
 
-def assert_states_agree(one: Mapping[str, Tensor], other: Mapping[str, Tensor], *, lr: float) -> None:
+def assert_states_agree(
+    one: Mapping[str, Tensor], other: Mapping[str, Tensor], *, lr: float
+) -> None:
     """Check that two train states agree up to rounding after equal steps from an equal start.
 
     Args:
@@ -66,7 +79,9 @@ def assert_states_agree(one: Mapping[str, Tensor], other: Mapping[str, Tensor], 
         policy, _, last = name.rpartition("/")
         steps = int(other[f"{policy}/step" if policy else "step"])
         if last in ("exp_avg", "exp_avg_sq"):  # the relative error of a square is twice as large
-            assert_gradients_agree(values, other[name], steps=steps * (2 if last == "exp_avg_sq" else 1), label=name)
+            assert_gradients_agree(
+                values, other[name], steps=steps * (2 if last == "exp_avg_sq" else 1), label=name
+            )
         elif last in ("adapter", "weights", "reference"):
             assert_weights_agree(values, other[name], steps=steps, lr=lr, label=name)
         elif values.is_floating_point():
@@ -138,7 +153,9 @@ class PolicyBankTestCase(ABC):
     def clear_seed(self, bank: PolicyBank) -> int:
         """Return a seed whose uniforms are at least 1e-5 from every boundary between two actions."""
         for seed in range(50):
-            low, high = (self.act(bank, range(bank.size), seed=seed, nudge=nudge) for nudge in (-1e-5, 1e-5))
+            low, high = (
+                self.act(bank, range(bank.size), seed=seed, nudge=nudge) for nudge in (-1e-5, 1e-5)
+            )
             if low.actions.is_floating_point() or torch.equal(low.actions, high.actions):
                 return seed
         raise AssertionError("no uniforms are far from all boundaries")
@@ -148,22 +165,32 @@ class PolicyBankTestCase(ABC):
         advantages = group_advantages(batch.rewards, batch.group_ids)[:, None]
         weights = loss_weights("grpo", None, batch.action_mask, batch.member_ids)
         assert batch.sampler_log_probs is not None
-        # A function of each action's log-probability, so it does not depend on the other rows of the batch.
-        old = batch.sampler_log_probs + 0.4 * torch.sin(1000.0 * batch.sampler_log_probs.round(decimals=2))
+        # A function of each action's log-probability, so it does not depend on the other rows of
+        # the batch.
+        old = batch.sampler_log_probs + 0.4 * torch.sin(
+            1000.0 * batch.sampler_log_probs.round(decimals=2)
+        )
         clip = torch.tensor([clips[slot] for slot in batch.member_ids.tolist()])[:, None]
 
         def loss(rows: Tensor, log_probs: Tensor, entropies: Tensor) -> Tensor:
             arguments = log_probs, old[rows], advantages[rows], batch.action_mask[rows]
             surrogate = policy_loss("grpo", *arguments, clip_low=clip[rows], clip_high=clip[rows])
-            return (weights[rows] * (surrogate + 0.1 * kl_estimate("k3", log_probs, old[rows]))).sum(1)
+            return (
+                weights[rows] * (surrogate + 0.1 * kl_estimate("k3", log_probs, old[rows]))
+            ).sum(1)
 
         return loss
 
     def learn(
-        self, bank: PolicyBank, batch: Batch, hyperparameters: Sequence[Hyperparameters] = HYPERPARAMETERS
+        self,
+        bank: PolicyBank,
+        batch: Batch,
+        hyperparameters: Sequence[Hyperparameters] = HYPERPARAMETERS,
     ) -> dict[int, UpdateReport]:
         """Take one optimizer step for all members."""
-        return bank.update(batch, self.loss(batch), dict(enumerate(hyperparameters[: bank.size]))).reports
+        return bank.update(
+            batch, self.loss(batch), dict(enumerate(hyperparameters[: bank.size]))
+        ).reports
 
     @staticmethod
     def alone(batch: Batch, slot: int) -> Batch:
@@ -189,7 +216,9 @@ class PolicyBankTestCase(ABC):
             assert torch.equal(rows.present, separate.present)
             assert rows.sampler_log_probs is not None
             assert separate.sampler_log_probs is not None
-            torch.testing.assert_close(rows.sampler_log_probs, separate.sampler_log_probs, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(
+                rows.sampler_log_probs, separate.sampler_log_probs, rtol=1e-4, atol=1e-4
+            )
 
     def test_log_probs_and_entropies_together_equal_those_alone(self) -> None:
         bank = self.make_bank(SIZE)
@@ -202,9 +231,15 @@ class PolicyBankTestCase(ABC):
         for slot in range(SIZE):
             rows = self.alone(batch, slot)
             single_bank = self.bank_of(bank.state(slot))
-            alone = (single_bank.log_probs(rows), single_bank.reference_log_probs(rows), single_bank.entropies(rows))
+            alone = (
+                single_bank.log_probs(rows),
+                single_bank.reference_log_probs(rows),
+                single_bank.entropies(rows),
+            )
             for all_members, one in zip(together, alone, strict=True):
-                torch.testing.assert_close(all_members[batch.member_ids == slot], one, rtol=1e-4, atol=1e-4)
+                torch.testing.assert_close(
+                    all_members[batch.member_ids == slot], one, rtol=1e-4, atol=1e-4
+                )
 
     def test_learning_together_equals_learning_alone(self) -> None:
         bank = self.make_bank(SIZE)
@@ -218,15 +253,21 @@ class PolicyBankTestCase(ABC):
             for slot in range(SIZE):
                 rows = self.alone(batch, slot)
                 report = (
-                    separate[slot].update(rows, self.loss(rows, CLIPS[slot:]), {0: HYPERPARAMETERS[slot]}).reports[0]
+                    separate[slot]
+                    .update(rows, self.loss(rows, CLIPS[slot:]), {0: HYPERPARAMETERS[slot]})
+                    .reports[0]
                 )
                 assert report.grad_norm == pytest.approx(reports[slot].grad_norm, rel=1e-3)
                 assert report.loss == pytest.approx(reports[slot].loss, rel=1e-3, abs=1e-5)
                 assert report.lr == reports[slot].lr == HYPERPARAMETERS[slot].lr
                 assert report.step == reports[slot].step == seed + 1
-                assert_states_agree(bank.state(slot), separate[slot].state(0), lr=HYPERPARAMETERS[slot].lr)
+                assert_states_agree(
+                    bank.state(slot), separate[slot].state(0), lr=HYPERPARAMETERS[slot].lr
+                )
                 clipped.append(report.grad_norm > HYPERPARAMETERS[slot].max_grad_norm)
-        assert 0 < sum(clipped) < len(clipped), "the test needs gradients on both sides of the bound"
+        assert 0 < sum(clipped) < len(clipped), (
+            "the test needs gradients on both sides of the bound"
+        )
         for slot in range(SIZE):
             assert not same_state(bank.state(slot), start[slot])
 
@@ -237,12 +278,17 @@ class PolicyBankTestCase(ABC):
         clean = self.make_bank(SIZE)
         dirty = self.make_bank(SIZE)
         state = dirty.state(changed_slot)
-        nan = {name: torch.full_like(v, torch.nan) if v.is_floating_point() else v for name, v in state.items()}
+        nan = {
+            name: torch.full_like(v, torch.nan) if v.is_floating_point() else v
+            for name, v in state.items()
+        }
         dirty.load_state(changed_slot, nan)
         rest = [slot for slot in range(SIZE) if slot != changed_slot]
         batch, other = (self.act(bank, range(SIZE), equal_shapes=True) for bank in (clean, dirty))
         for name in ("actions", "sampler_log_probs"):
-            assert torch.equal(*(getattr(each.select_members(rest), name) for each in (batch, other)))
+            assert torch.equal(
+                *(getattr(each.select_members(rest), name) for each in (batch, other))
+            )
         unchanged = torch.isin(batch.member_ids, torch.tensor(rest))
         assert torch.equal(clean.log_probs(batch)[unchanged], dirty.log_probs(batch)[unchanged])
         reports = [self.learn(bank, batch) for bank in (clean, dirty)]
@@ -256,7 +302,9 @@ class PolicyBankTestCase(ABC):
         one = self.make_bank(SIZE)
         other = self.make_bank(SIZE)
         batch = self.act(one, range(SIZE))
-        changed = replace(batch, rewards=torch.where(batch.member_ids == 1, -3.0 * batch.rewards, batch.rewards))
+        changed = replace(
+            batch, rewards=torch.where(batch.member_ids == 1, -3.0 * batch.rewards, batch.rewards)
+        )
         wild = (HYPERPARAMETERS[0], Hyperparameters(lr=0.5, max_grad_norm=1e-3), HYPERPARAMETERS[2])
         one_reports = self.learn(one, batch)
         other_reports = other.update(
@@ -275,7 +323,9 @@ class PolicyBankTestCase(ABC):
         good = self.loss(batch)
 
         def bad(rows: Tensor, log_probs: Tensor, entropies: Tensor) -> Tensor:
-            return good(rows, log_probs, entropies) * torch.where(batch.member_ids[rows] == 1, torch.nan, 1.0)
+            return good(rows, log_probs, entropies) * torch.where(
+                batch.member_ids[rows] == 1, torch.nan, 1.0
+            )
 
         expected = self.learn(one, batch)
         got = other.update(batch, bad, dict(enumerate(HYPERPARAMETERS))).reports
@@ -294,7 +344,9 @@ class PolicyBankTestCase(ABC):
         bank = self.make_bank(SIZE)
         before = bank.state(1)
         batch = self.act(bank, range(SIZE))
-        reports = bank.update(batch, self.loss(batch), {0: HYPERPARAMETERS[0], 2: HYPERPARAMETERS[2]}).reports
+        reports = bank.update(
+            batch, self.loss(batch), {0: HYPERPARAMETERS[0], 2: HYPERPARAMETERS[2]}
+        ).reports
         assert sorted(reports) == [0, 2]
         assert same_state(bank.state(1), before)
 
@@ -318,7 +370,9 @@ class PolicyBankTestCase(ABC):
         batch = self.act(bank, range(SIZE))
         order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(0))
         mixed = batch.select(order)
-        torch.testing.assert_close(bank.log_probs(mixed), bank.log_probs(batch)[order], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            bank.log_probs(mixed), bank.log_probs(batch)[order], rtol=1e-4, atol=1e-4
+        )
         reports = self.learn(bank, batch)
         again = self.learn(shuffled, mixed)
         for slot in range(SIZE):
@@ -329,7 +383,9 @@ class PolicyBankTestCase(ABC):
         bank = self.make_bank(SIZE)
         batch = self.act(bank, range(SIZE))
         assert batch.sampler_log_probs is not None
-        torch.testing.assert_close(bank.log_probs(batch), batch.sampler_log_probs, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            bank.log_probs(batch), batch.sampler_log_probs, rtol=1e-4, atol=1e-4
+        )
         mask = batch.action_mask.clone()
         mask[::2, 0] = False
         mask[1] = False
@@ -394,7 +450,9 @@ class PolicyBankTestCase(ABC):
         bank.mix_reference(1, 1.0)
         moved = bank.reference_log_probs(batch)
         now = bank.log_probs(batch)
-        torch.testing.assert_close(moved[rows_by_slot[1]], now[rows_by_slot[1]], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            moved[rows_by_slot[1]], now[rows_by_slot[1]], rtol=1e-5, atol=1e-5
+        )
         assert torch.equal(moved[rows_by_slot[2]], before[rows_by_slot[2]])
         for end in (kept, now):  # half-way between them
             assert not torch.allclose(moved[rows_by_slot[0]], end[rows_by_slot[0]], atol=1e-6)
@@ -473,7 +531,10 @@ class PolicyBankTestCase(ABC):
         invalid = [state | {"extra": torch.zeros(1)}]
         for name, values in state.items():
             invalid.append({other: tensor for other, tensor in state.items() if other != name})
-            invalid += [state | {name: torch.cat([values.view(-1)] * 3)}, state | {name: values.to(torch.complex64)}]
+            invalid += [
+                state | {name: torch.cat([values.view(-1)] * 3)},
+                state | {name: values.to(torch.complex64)},
+            ]
         for each in invalid:
             with pytest.raises(ValueError, match="state"):
                 bank.load_state(0, each)

@@ -1,7 +1,7 @@
 """Simulated accelerator as a pytest plugin: `pytest -p tests.simulated_device` runs accelerator tests on it.
 
-Its tensors wrap CPU tensors. As on a GPU, they cannot be combined with CPU tensors or converted to arrays, and oneDNN
-does not support them. So tests find mixed devices without a GPU.
+Its tensors wrap CPU tensors. As on a GPU, they cannot be combined with CPU tensors or converted to
+arrays, and oneDNN does not support them. So tests find mixed devices without a GPU.
 """
 
 import sys
@@ -61,7 +61,9 @@ class Simulated(Tensor):
         return self.held.tolist()
 
     def numpy(self, *args: object, **kwargs: object) -> Any:
-        raise TypeError(f"can't convert {NAME}:0 device type tensor to numpy. Use Tensor.cpu() first")
+        raise TypeError(
+            f"can't convert {NAME}:0 device type tensor to numpy. Use Tensor.cpu() first"
+        )
 
     __array__ = numpy
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -114,12 +116,19 @@ def _check(func, flat) -> None:
     """Raise for CPU tensors as a GPU does, except for scalars and indices."""
     if "mkldnn" in str(func):
         raise RuntimeError(f"{func} is for CPUs")
-    on_cpu = [each for each in flat if isinstance(each, Tensor) and not isinstance(each, Simulated) and each.dim()]
+    on_cpu = [
+        each
+        for each in flat
+        if isinstance(each, Tensor) and not isinstance(each, Simulated) and each.dim()
+    ]
     if str(func).startswith(INDEXING):
         on_cpu = [each for each in on_cpu if each.is_floating_point()]
     if on_cpu and not _by_tests():
         shapes = ", ".join(f"{tuple(each.shape)} {each.dtype}" for each in on_cpu)
-        raise RuntimeError(f"{func}: expected all tensors to be on the same device, found {NAME}:0 and cpu ({shapes})")
+        raise RuntimeError(
+            f"{func}: expected all tensors to be on the same device, found {NAME}:0 and cpu"
+            f" ({shapes})"
+        )
 
 
 def _by_tests() -> bool:
@@ -146,7 +155,9 @@ def pytest_configure() -> None:
 
     backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=Module())
     torch.__future__.set_swap_module_params_on_conversion(True)
-    torch._C._set_only_lift_cpu_tensors(True)  # so that torch.tensor(..., device=) reaches this mode
+    torch._C._set_only_lift_cpu_tensors(
+        True
+    )  # so that torch.tensor(..., device=) reaches this mode
     test_devices.ACCELERATORS[:] = test_devices.DEVICES[:] = [f"{NAME}:0"]
     # fast_llama requires plain weights; treat these as such.
     weight_layout.DEVICES = (*weight_layout.DEVICES, NAME)

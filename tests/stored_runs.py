@@ -1,4 +1,7 @@
-"""Finished runs that tests share. Each has three members, three generations and two learning steps per generation."""
+"""Finished runs that tests share.
+
+Each has three members, three generations and two learning steps per generation.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -21,7 +21,8 @@ LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% end
         (CHAT, {EOS}),  # assistant messages have no end
         (f"{TURNS}<u>\n{{% endfor %}}{OPEN}", {EOS, U}),  # ChatML
         (f"{TURNS} <u>{{% endfor %}}{OPEN}", {EOS, U}),
-        (f"{TURNS}<a><u>\n{{% endfor %}}{OPEN}", {EOS, U}),  # two markers: the turn ends with the second
+        # two markers: the turn ends with the second
+        (f"{TURNS}<a><u>\n{{% endfor %}}{OPEN}", {EOS, U}),
         # Phi: the conversation ends with EOS, unless a further turn begins.
         (f"{TURNS}<u>\n{{% endfor %}}{OPEN.replace('{% endif %}', '{% else %}<eos>{% endif %}')}", {EOS, U}),
         # gpt-oss: the last message ends with EOS, others with another token.
@@ -35,7 +36,9 @@ def test_end_of_turn_tokens(template, ends):
     assert set(end_of_turn_ids(build(template), {})) == ends
 
 
-@pytest.mark.parametrize("template", [LOOP, f"{{% macro loop() %}}{LOOP}{{% endmacro %}}{{{{ loop() }}}}"])
+@pytest.mark.parametrize(
+    "template", [LOOP, f"{{% macro loop() %}}{LOOP}{{% endmacro %}}{{{{ loop() }}}}"]
+)
 def test_endless_templates_are_refused(monkeypatch, template):
     monkeypatch.setattr(chat_templates, "RENDER_SECONDS", 0.1)
     with pytest.raises(ValueError, match="chat_template"):

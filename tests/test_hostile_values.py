@@ -55,7 +55,18 @@ def test_any_value_is_shown_on_one_short_line(kind):
 
 
 def test_usual_values_are_shown_as_python_shows_them():
-    for value in (None, 1, -2.5, "a'b", (1, "x"), [[1], {"a": 2}], {"lr": 0.1, "clip_coef": [2]}, {}, b"x", True):
+    for value in (
+        None,
+        1,
+        -2.5,
+        "a'b",
+        (1, "x"),
+        [[1], {"a": 2}],
+        {"lr": 0.1, "clip_coef": [2]},
+        {},
+        b"x",
+        True,
+    ):
         assert shown(value) == repr(value)
     assert shown("x" * 100, 10) == f"'{'x' * 10}'… (90 more characters)"
     assert shown(RaisesAlways()) == "<RaisesAlways object>"
@@ -69,7 +80,10 @@ def test_usual_values_are_shown_as_python_shows_them():
 @pytest.mark.parametrize(("kind", "base"), [RECORDS[1], RECORDS[4], RECORDS[6], *RECORDS[14:]])
 def test_records_refuse_hostile_values(kind, base):
     for field in dataclasses.fields(kind):
-        check(lambda value, name=field.name: kind(**{**base, name: value}), f"{kind.__name__}.{field.name}")
+        check(
+            lambda value, name=field.name: kind(**{**base, name: value}),
+            f"{kind.__name__}.{field.name}",
+        )
 
 
 @cache
@@ -110,29 +124,54 @@ def failing(value: Any) -> None:
 
 
 def questions(name: str, value: Any) -> None:
-    options = {"train_dataset": QUESTIONS[:9], "test_dataset": QUESTIONS[9:12], "tokenizer": shared_tokenizer()}
+    options = {
+        "train_dataset": QUESTIONS[:9],
+        "test_dataset": QUESTIONS[9:12],
+        "tokenizer": shared_tokenizer(),
+    }
     HuggingFaceGym(**{**options, "reward_fn": variety, name: value})
 
 
 CALLS: dict[str, Callable[[Any], Any]] = {
     **{
-        f"evolve {name}": lambda value, name=name: new_run(name, value) for name in ("strategy", "callbacks", "fitness")
+        f"evolve {name}": lambda value, name=name: new_run(name, value)
+        for name in ("strategy", "callbacks", "fitness")
     },
     "evolve run_dir": lambda value: new_run("run_dir", [value]),
     **{
         f"train {name}": lambda value, name=name: train("CartPole-v1", **{name: [value]})
-        for name in ("total_timesteps", "run_dir", "callbacks", "progress", "lr", "network", "device", "unknown")
+        for name in (
+            "total_timesteps",
+            "run_dir",
+            "callbacks",
+            "progress",
+            "lr",
+            "network",
+            "device",
+            "unknown",
+        )
     },
     **{
-        f"load_base {name}": lambda value, name=name: load_base(**{"source": "no/such/folder", name: value})
+        f"load_base {name}": lambda value, name=name: load_base(
+            **{"source": "no/such/folder", name: value}
+        )
         for name in inspect.signature(load_base).parameters
     },
     **{
         f"HuggingFaceGym {name}": lambda value, name=name: questions(name, value)
-        for name in ("train_dataset", "tokenizer", "reward_fn", "on_reward_error", "reward_timeout", "data_batch_size")
+        for name in (
+            "train_dataset",
+            "tokenizer",
+            "reward_fn",
+            "on_reward_error",
+            "reward_timeout",
+            "data_batch_size",
+        )
     },
     **{
-        f"GymnasiumGroups {name}": lambda value, name=name: GymnasiumGroups(**{"env": "CartPole-v1", name: value})
+        f"GymnasiumGroups {name}": lambda value, name=name: GymnasiumGroups(
+            **{"env": "CartPole-v1", name: value}
+        )
         for name in ("env_kwargs", "wrappers", "vectorization", "train_size", "seed")
     },
     "PettingZooGroups": lambda value: PettingZooGroups(value, train_size=value),
@@ -143,7 +182,9 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "VLLMSampler timeout": lambda value: VLLMSampler("http://a", "adapters", timeout=value),
     "read_run": read_run,
     "GRPO.load": GRPO.load,
-    "configuration": lambda value: parse_config({"task": {"env": "CartPole-v1"}, "schedule": {"generations": value}}),
+    "configuration": lambda value: parse_config(
+        {"task": {"env": "CartPole-v1"}, "schedule": {"generations": value}}
+    ),
     "reward": rewarded,
     "rewards": all_rewarded,
     "log_metric": logged,

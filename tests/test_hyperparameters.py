@@ -14,7 +14,12 @@ from evogrpo.config.hyperparameters import (
     HyperparameterOptions,
     Hyperparameters,
 )
-from evogrpo.config.search_space import HyperparameterConfig, RLParameter, check_group_size, feasible_group_sizes
+from evogrpo.config.search_space import (
+    HyperparameterConfig,
+    RLParameter,
+    check_group_size,
+    feasible_group_sizes,
+)
 from evogrpo.safe_parsing import load_yaml
 from evogrpo.validation import whole_number
 
@@ -47,7 +52,9 @@ class TestHyperparameters:
     def test_arguments_and_attributes_of_agents_have_the_types_of_the_fields(self, declared):
         hints = get_type_hints(declared)
         fields = get_type_hints(Hyperparameters)
-        auto = {"lr": float | Literal["auto"]} if declared is HyperparameterOptions else {}  # calibrated
+        auto = (
+            {"lr": float | Literal["auto"]} if declared is HyperparameterOptions else {}
+        )  # calibrated
         assert hints == fields | auto
         assert list(hints) == list(fields)
 
@@ -59,7 +66,14 @@ class TestHyperparameters:
 
     @pytest.mark.parametrize("name", HYPERPARAMETER_NAMES)
     def test_none_is_accepted_where_it_has_a_meaning(self, name):
-        if name in ("clip_low", "clip_high", "advantage_clip", "target_kl", "loss_type", "advantage"):
+        if name in (
+            "clip_low",
+            "clip_high",
+            "advantage_clip",
+            "target_kl",
+            "loss_type",
+            "advantage",
+        ):
             assert getattr(Hyperparameters(**{name: None}), name) is None
         else:
             with pytest.raises(ValueError, match=name):
@@ -68,10 +82,36 @@ class TestHyperparameters:
     @pytest.mark.parametrize(
         ("name", "value"),
         [
-            *((name, 0) for name in ("lr", "clip_coef", "temperature", "update_epochs", "max_grad_norm", "batch_size")),
-            *(("clip_low", 0), ("clip_high", 0), ("advantage_clip", 0), ("clip_coef", 1), ("group_size", 1)),
-            *(("group_size", 4.5), ("update_epochs", np.float64(2.5)), ("clip_low", 1.01), ("gamma", 1.01)),
-            *(("loss_type", "GRPO"), ("loss_type", "gdpo"), ("advantage", "grpo"), ("advantage", 1)),
+            *(
+                (name, 0)
+                for name in (
+                    "lr",
+                    "clip_coef",
+                    "temperature",
+                    "update_epochs",
+                    "max_grad_norm",
+                    "batch_size",
+                )
+            ),
+            *(
+                ("clip_low", 0),
+                ("clip_high", 0),
+                ("advantage_clip", 0),
+                ("clip_coef", 1),
+                ("group_size", 1),
+            ),
+            *(
+                ("group_size", 4.5),
+                ("update_epochs", np.float64(2.5)),
+                ("clip_low", 1.01),
+                ("gamma", 1.01),
+            ),
+            *(
+                ("loss_type", "GRPO"),
+                ("loss_type", "gdpo"),
+                ("advantage", "grpo"),
+                ("advantage", 1),
+            ),
         ],
     )
     def test_values_of_a_wrong_range_or_type_are_refused(self, name, value):
@@ -81,8 +121,21 @@ class TestHyperparameters:
     @pytest.mark.parametrize(
         ("name", "value"),
         [
-            *(("beta", 0), ("group_size", 2), ("update_epochs", 1), ("batch_size", 1), ("clip_coef", 0.999)),
-            *(("lr", 1e-300), ("clip_low", 1), ("clip_high", 5), ("entropy_coef", 0), ("gamma", 0), ("gamma", 1)),
+            *(
+                ("beta", 0),
+                ("group_size", 2),
+                ("update_epochs", 1),
+                ("batch_size", 1),
+                ("clip_coef", 0.999),
+            ),
+            *(
+                ("lr", 1e-300),
+                ("clip_low", 1),
+                ("clip_high", 5),
+                ("entropy_coef", 0),
+                ("gamma", 0),
+                ("gamma", 1),
+            ),
             ("advantage_clip", 1e-9),
         ],
     )
@@ -107,7 +160,9 @@ class TestHyperparameters:
 
 
 class TestRLParameter:
-    @pytest.mark.parametrize("fields", [fields for row in load_yaml(INVALID_RANGES, "ranges") for fields in row])
+    @pytest.mark.parametrize(
+        "fields", [fields for row in load_yaml(INVALID_RANGES, "ranges") for fields in row]
+    )
     def test_invalid_ranges_and_choices_are_refused(self, fields):
         with pytest.raises(ValueError, match=r"min|max|choices|scale|factor|founders"):
             RLParameter(**fields)
@@ -130,7 +185,11 @@ class TestRLParameter:
 
     @pytest.mark.parametrize(
         "parameter",
-        [RLParameter(min=1e-6, max=1, scale="log"), RLParameter(choices=[2, 4]), RLParameter(choices=["sapo", "grpo"])],
+        [
+            RLParameter(min=1e-6, max=1, scale="log"),
+            RLParameter(choices=[2, 4]),
+            RLParameter(choices=["sapo", "grpo"]),
+        ],
     )
     def test_json_round_trip(self, parameter):
         assert RLParameter(**json.loads(json.dumps(parameter.to_json()))) == parameter
@@ -139,7 +198,13 @@ class TestRLParameter:
 class TestHyperparameterConfig:
     @pytest.mark.parametrize(
         ("name", "parameter"),
-        [("lr", 0.1), *((name, RLParameter(**fields)) for name, fields in load_yaml(INVALID_SPACES, "spaces"))],
+        [
+            ("lr", 0.1),
+            *(
+                (name, RLParameter(**fields))
+                for name, fields in load_yaml(INVALID_SPACES, "spaces")
+            ),
+        ],
     )
     def test_bounds_and_choices_must_be_valid_values(self, name, parameter):
         with pytest.raises(ValueError, match=f"{name}"):
@@ -165,7 +230,9 @@ class TestGroupSizeLadder:
             if size in feasible_group_sizes(samples_per_step):
                 check_group_size(size, samples_per_step)
             else:
-                with pytest.raises(ValueError, match=rf"={samples_per_step},.*got {size} \(member 7\)\. Use "):
+                with pytest.raises(
+                    ValueError, match=rf"={samples_per_step},.*got {size} \(member 7\)\. Use "
+                ):
                     check_group_size(size, samples_per_step, owner="member 7")
 
     def test_choices_that_do_not_divide_are_refused(self):
@@ -174,7 +241,9 @@ class TestGroupSizeLadder:
             space.for_samples_per_step(64)
 
     def test_a_range_becomes_the_divisors_inside_it(self):
-        space = HyperparameterConfig(lr=RLParameter(min=0.1, max=1), group_size=RLParameter(min=3, max=12))
+        space = HyperparameterConfig(
+            lr=RLParameter(min=0.1, max=1), group_size=RLParameter(min=3, max=12)
+        )
         resolved = space.for_samples_per_step(24)
         assert resolved["group_size"].choices == (3, 4, 6, 8, 12)
         assert resolved["lr"] == space["lr"]

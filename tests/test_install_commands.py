@@ -15,7 +15,9 @@ from evogrpo import extras
 from evogrpo.extras import EXTRA_OF, extra_command, package_command
 
 PACKAGE = Path(extras.__file__).parent
-OPTIONAL = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+OPTIONAL = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"][
+    "optional-dependencies"
+]
 
 # Everything that is optional is blocked, as in an environment with the core alone.
 PROGRAM = """
@@ -101,7 +103,9 @@ def test_extras_install_the_modules_they_are_named_for():
 
 def test_extras_are_installed_from_the_checkout_or_by_name(monkeypatch, tmp_path):
     assert shlex.split(extra_command("video"))[-2:] == ["-e", f"{PACKAGE.parent}[video]"]
-    monkeypatch.setattr(extras, "__file__", str(tmp_path / "site-packages" / "evogrpo" / "extras.py"))
+    monkeypatch.setattr(
+        extras, "__file__", str(tmp_path / "site-packages" / "evogrpo" / "extras.py")
+    )
     assert extra_command("llm") == f'{shlex.quote(sys.executable)} -m pip install "evogrpo[llm]"'
 
 

@@ -20,24 +20,38 @@ ROOT = Path(__file__).parents[1]
 def loaded_modules(statement: str) -> set[str]:
     """Run one statement in a new interpreter and return the imported modules."""
     program = f"{statement}\nimport sys\nprint(*sys.modules)"
-    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     return set(result.stdout.split())
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"), [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")]
+    ("given", "expected"),
+    [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")],
 )
 def test_importing_the_package_limits_openmp_spinning(given, expected):
     program = "import evogrpo, os; print(os.environ.get('GOMP_SPINCOUNT'))"
-    unset = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    unset = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+    }
     result = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True, env=unset | given
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        env=unset | given,
     )
     assert result.stdout.strip() == expected
 
 
 def test_importing_the_package_imports_no_submodules():
-    assert {name for name in loaded_modules("import evogrpo") if name.startswith("evogrpo.")} == set()
+    assert {
+        name for name in loaded_modules("import evogrpo") if name.startswith("evogrpo.")
+    } == set()
 
 
 @pytest.mark.parametrize("name", evogrpo.__all__)
@@ -70,7 +84,9 @@ def test_lowest_tested_versions_are_the_lowest_allowed():
     assert extras == "all"
     assert tried.keys() >= {name for extra, name, _ in bounds if extra in ("", *parts)}
     for name in tried.keys() - {"torch"}:
-        assert Version(tried[name]) == min(Version(lowest) for _, other, lowest in bounds if other == name), name
+        assert Version(tried[name]) == min(
+            Version(lowest) for _, other, lowest in bounds if other == name
+        ), name
 
 
 def test_the_version_is_the_same_everywhere():

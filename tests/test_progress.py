@@ -34,7 +34,9 @@ def take_a_step(population, env, stop=NEVER):
 def test_every_part_of_a_step_runs_from_zero_to_its_total(make):
     updates = []
     stop = Stop()
-    stop.listener = lambda work: updates.append((f"{work.activity} {work.count} {work.noun}", work.fraction))
+    stop.listener = lambda work: updates.append(
+        (f"{work.activity} {work.count} {work.noun}", work.fraction)
+    )
     listened = take_a_step(*make(), stop)
     learning = next(label for label, _ in updates if label.startswith("learning"))
     acting = "writing 16 completions" if make is language else "playing 16 episodes"
@@ -42,8 +44,12 @@ def test_every_part_of_a_step_runs_from_zero_to_its_total(make):
     assert {acting, learning} <= set(parts)
     for label in (acting, learning, *(["scoring 16 completions"] if make is language else [])):
         # An evaluation, and each policy of a team, starts at zero again.
-        rises = [after - before for before, after in zip(parts[label], parts[label][1:], strict=False)]
-        assert all(rise >= 0 or parts[label][position + 1] == 0 for position, rise in enumerate(rises)), label
+        rises = [
+            after - before for before, after in zip(parts[label], parts[label][1:], strict=False)
+        ]
+        assert all(
+            rise >= 0 or parts[label][position + 1] == 0 for position, rise in enumerate(rises)
+        ), label
         assert len(parts[label]) > (2 if label == acting and make is not teams else 1), label
         assert max(parts[label]) == pytest.approx(1.0), label
     for state, other in zip(listened, take_a_step(*make()), strict=True):

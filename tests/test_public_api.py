@@ -11,7 +11,10 @@ SNAPSHOT = Path(__file__).with_name("public_api.txt")
 
 
 def described(name: str, value: object) -> str:
-    """Return a callable with its arguments and their defaults; annotations differ between versions of Python."""
+    """Return a callable with its arguments and their defaults.
+
+    Annotations differ between versions of Python.
+    """
     try:
         signature = inspect.signature(value)
     except (TypeError, ValueError):
@@ -19,7 +22,11 @@ def described(name: str, value: object) -> str:
     parameters = [
         parameter.replace(
             annotation=parameter.empty,
-            default=parameter.empty if parameter.default is parameter.empty else _Shown(parameter.default),
+            default=(
+                parameter.empty
+                if parameter.default is parameter.empty
+                else _Shown(parameter.default)
+            ),
         )
         for parameter in signature.parameters.values()
     ]
@@ -47,7 +54,11 @@ def public_api() -> Iterator[str]:
         inherited = [base for base in value.__mro__[1:] if base.__name__ in evogrpo.__all__]
         for member in sorted(dir(value)):
             origin = next((base for base in value.__mro__ if member in vars(base)), None)
-            if member.startswith("_") or origin is None or not origin.__module__.startswith("evogrpo."):
+            if (
+                member.startswith("_")
+                or origin is None
+                or not origin.__module__.startswith("evogrpo.")
+            ):
                 continue
             found = getattr(value, member)
             if any(getattr(base, member, None) == found for base in inherited):
@@ -58,8 +69,12 @@ def public_api() -> Iterator[str]:
 def test_public_names_and_signatures_are_as_recorded():
     recorded = SNAPSHOT.read_text(encoding="utf-8").splitlines()
     actual = list(public_api())
-    difference = "\n".join(difflib.unified_diff(recorded, actual, "recorded", "actual", n=1, lineterm=""))
-    assert not difference, f"The public API changed. If it is meant, run: python tests/test_public_api.py\n{difference}"
+    difference = "\n".join(
+        difflib.unified_diff(recorded, actual, "recorded", "actual", n=1, lineterm="")
+    )
+    assert not difference, (
+        f"The public API changed. If it is meant, run: python tests/test_public_api.py\n{difference}"
+    )
 
 
 if __name__ == "__main__":

@@ -24,7 +24,10 @@ def test_equal_names_give_equal_streams(seed, purpose, numbers):
 
 def test_different_names_give_different_streams():
     seeds = [(seed, "sample") for seed in (0, 1, 2**32)]
-    numbers = [(0, "sample", *each) for each in ((0,), (0, 0), (1,), (1, 2), (2, 1), (12,), (2**32,), (0, 1))]
+    numbers = [
+        (0, "sample", *each)
+        for each in ((0,), (0, 0), (1,), (1, 2), (2, 1), (12,), (2**32,), (0, 1))
+    ]
     names = [*seeds, *numbers, (0, "mutate"), (0, "")]
     first = [generator(*name).random() for name in names]
     assert all(a != b for a, b in itertools.combinations(first, 2))
@@ -38,8 +41,12 @@ def test_neighbouring_streams_are_uncorrelated_and_uniform():
 
 
 def test_streams_are_equal_in_another_process():
-    program = "from evogrpo.randomness import generator; print(generator(5, 'wörd', 3).random().hex())"
-    other = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    program = (
+        "from evogrpo.randomness import generator; print(generator(5, 'wörd', 3).random().hex())"
+    )
+    other = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert other.stdout.strip() == generator(5, "wörd", 3).random().hex()
 
 

@@ -19,7 +19,11 @@ STEPS = 3
 def networks():
     bank = CASES["discrete"].bank(2)
     batch = acted_batch(CASES["discrete"], bank, range(2))
-    return bank, batch, lambda rows, log_probs, entropies: (batch.rewards[rows][:, None] * log_probs).sum(1)
+    return (
+        bank,
+        batch,
+        lambda rows, log_probs, entropies: (batch.rewards[rows][:, None] * log_probs).sum(1),
+    )
 
 
 def language_models():
@@ -36,7 +40,9 @@ def learnt(work, spoil=lambda losses, first_member: losses, lr=LR):
         return spoil(loss(rows, log_probs, entropies), batch.member_ids[rows] == 0)
 
     for _ in range(STEPS):
-        bank.update(batch, spoilt, {slot: Hyperparameters(lr=lr, max_grad_norm=1e6) for slot in (0, 1)})
+        bank.update(
+            batch, spoilt, {slot: Hyperparameters(lr=lr, max_grad_norm=1e6) for slot in (0, 1)}
+        )
     return bank.state(0)
 
 
@@ -48,7 +54,9 @@ def expected(work):
 FAULTS = {
     "a thousandth too much": lambda losses, first_member: 1.001 * losses,
     "shared by the number of members": lambda losses, first_member: losses / 2,
-    "a thousandth of a term": lambda losses, first_member: losses - 1e-3 * losses * (torch.arange(len(losses)) % 2),
+    "a thousandth of a term": (
+        lambda losses, first_member: losses - 1e-3 * losses * (torch.arange(len(losses)) % 2)
+    ),
 }
 
 

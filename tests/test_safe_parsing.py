@@ -12,7 +12,9 @@ from evogrpo.training.configuration.reading import parse_override
 
 def doubled(first: str, each: str, levels: int) -> str:
     lines = [f"a0: &a0 {first}"]
-    return "\n".join(lines + [f"a{n}: &a{n} {each.format(before=f'*a{n - 1}')}" for n in range(1, levels)])
+    return "\n".join(
+        lines + [f"a{n}: &a{n} {each.format(before=f'*a{n - 1}')}" for n in range(1, levels)]
+    )
 
 
 BOMBS = {
@@ -31,7 +33,9 @@ BOMBS = {
 
 @pytest.mark.parametrize("bomb", BOMBS)
 def test_yaml_bombs_are_refused_before_they_are_built(bomb):
-    with pytest.raises(ValueError, match=r"f.yaml, line \d+, column \d+: (more than|nested|the alias)"):
+    with pytest.raises(
+        ValueError, match=r"f.yaml, line \d+, column \d+: (more than|nested|the alias)"
+    ):
         load_yaml(BOMBS[bomb], "f.yaml")
 
 
@@ -41,17 +45,26 @@ def test_ordinary_aliases_are_read():
     assert values["one"] == values["other"] == {"lr": 1e-3, "sizes": [1, 2]}
 
 
-@pytest.mark.parametrize("text", ["1e5", "7e12345", "1.e+3", "1:30", "yes", "~", "\x85", "a\u2028b", "\ufeffa", "é"])
+@pytest.mark.parametrize(
+    "text", ["1e5", "7e12345", "1.e+3", "1:30", "yes", "~", "\x85", "a\u2028b", "\ufeffa", "é"]
+)
 def test_written_text_is_read_back_as_text(text):
     assert load_yaml(dump_yaml({"a": [text, 1e5]}), "f.yaml") == {"a": [text, 1e5]}
 
 
 def test_merge_keys_are_refused():
-    with pytest.raises(ValueError, match=r"f.yaml, line 3, column 3: merge keys \(<<\) are not supported"):
+    with pytest.raises(
+        ValueError, match=r"f.yaml, line 3, column 3: merge keys \(<<\) are not supported"
+    ):
         load_yaml("base: &base {lr: 1}\none:\n  <<: *base", "f.yaml")
 
 
-NUMBERS = {"decimal": "9" * 5000, "negative": "-" + "9" * 5000, "hex": "0x" + "f" * 5000, "base 60": "1" + ":59" * 3000}
+NUMBERS = {
+    "decimal": "9" * 5000,
+    "negative": "-" + "9" * 5000,
+    "hex": "0x" + "f" * 5000,
+    "base 60": "1" + ":59" * 3000,
+}
 
 
 @pytest.mark.parametrize("number", NUMBERS.values(), ids=NUMBERS)
@@ -70,13 +83,17 @@ def test_numbers_of_too_many_digits_are_refused(number):
     assert load_json(dump_json(10**300 - 1)) == 10**300 - 1
 
 
-@pytest.mark.parametrize("value", ["2001-99-99", "!!timestamp x", "!!bool x", "!!int ''", "!!float ''", "!!set [1]"])
+@pytest.mark.parametrize(
+    "value", ["2001-99-99", "!!timestamp x", "!!bool x", "!!int ''", "!!float ''", "!!set [1]"]
+)
 def test_values_that_do_not_match_their_tag_are_refused(value):
     with pytest.raises(ValueError, match=r"f.yaml: a value cannot be read as its YAML type"):
         load_yaml(f"a: {value}", "f.yaml")
 
 
-@pytest.mark.parametrize(("name", "lines"), [("a.jsonl", '{{"question": {0}}}\n'), ("a.json", '[{{"question": {0}}}]')])
+@pytest.mark.parametrize(
+    ("name", "lines"), [("a.jsonl", '{{"question": {0}}}\n'), ("a.json", '[{{"question": {0}}}]')]
+)
 @pytest.mark.parametrize("value", ["9" * 5000, "[" * 100_000 + "]" * 100_000])
 def test_unreadable_datasets_are_named(tmp_path, name, lines, value):
     (tmp_path / name).write_text(lines.format(value))

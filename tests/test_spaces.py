@@ -31,7 +31,11 @@ SPACES = [
         (spaces.MultiDiscrete([2, 3]), (5,), 5),
         (spaces.MultiBinary([2, 2]), (4,), 4),
         (spaces.Sequence(spaces.Discrete(7)), (7,), 7),
-        (spaces.Dict({"a": spaces.Discrete(2), "b": BOX}), {"a": (2,), "b": (2, 3)}, {"a": 2, "b": 6}),
+        (
+            spaces.Dict({"a": spaces.Discrete(2), "b": BOX}),
+            {"a": (2,), "b": (2, 3)},
+            {"a": 2, "b": 6},
+        ),
         (spaces.Tuple((spaces.Discrete(2), BOX)), ((2,), (2, 3)), (2, 6)),
         ([spaces.Discrete(2), spaces.Discrete(3)], ((2,), (3,)), (2, 3)),
     ],
@@ -44,7 +48,9 @@ def test_dimensions_of_observations_and_actions(space, observed, acted):
 def shapes(tree):
     if isinstance(tree, dict):
         return {key: shapes(part) for key, part in tree.items()}
-    return tuple(shapes(part) for part in tree) if isinstance(tree, tuple) else tuple(tree.shape[1:])
+    return (
+        tuple(shapes(part) for part in tree) if isinstance(tree, tuple) else tuple(tree.shape[1:])
+    )
 
 
 @pytest.mark.parametrize("space", SPACES, ids=str)
@@ -54,7 +60,9 @@ def test_a_preprocessed_observation_has_the_declared_dimension(space):
 
 
 @pytest.mark.parametrize(
-    "space", [space for space in SPACES if not isinstance(space, spaces.Dict | spaces.Tuple)], ids=str
+    "space",
+    [space for space in SPACES if not isinstance(space, spaces.Dict | spaces.Tuple)],
+    ids=str,
 )
 def test_a_batch_equals_its_rows(space):
     space.seed(0)
@@ -66,10 +74,17 @@ def test_a_batch_equals_its_rows(space):
 
 def test_observations_become_one_hot_vectors_or_floats():
     assert preprocess_observation(-1, spaces.Discrete(3, start=-2)).tolist() == [[0, 1, 0]]
-    assert preprocess_observation(torch.tensor([1, 0]), spaces.Discrete(2)).tolist() == [[0, 1], [1, 0]]
-    assert preprocess_observation([1, 2], spaces.MultiDiscrete([2, 3])).tolist() == [[0, 1, 0, 0, 1]]
+    assert preprocess_observation(torch.tensor([1, 0]), spaces.Discrete(2)).tolist() == [
+        [0, 1],
+        [1, 0],
+    ]
+    assert preprocess_observation([1, 2], spaces.MultiDiscrete([2, 3])).tolist() == [
+        [0, 1, 0, 0, 1]
+    ]
     assert preprocess_observation([1, 0, 1], spaces.MultiBinary(3)).tolist() == [[1, 0, 1]]
-    assert preprocess_observation([[255]], spaces.Box(0, 255, (1, 1), dtype=np.uint8)).tolist() == [[[255.0]]]
+    assert preprocess_observation([[255]], spaces.Box(0, 255, (1, 1), dtype=np.uint8)).tolist() == [
+        [[255.0]]
+    ]
     tree = preprocess_observation({"a": 1, "b": np.zeros((2, 3))}, SPACES[8])
     assert tree["a"].tolist() == [[0, 1]]
     assert tree["b"].shape == (1, 2, 3)

@@ -8,7 +8,15 @@ from operator import attrgetter
 import pytest
 
 import evogrpo
-from evogrpo import GRPO, GymnasiumGroups, HuggingFaceGym, HyperparameterConfig, Objective, RLParameter, evolve
+from evogrpo import (
+    GRPO,
+    GymnasiumGroups,
+    HuggingFaceGym,
+    HyperparameterConfig,
+    Objective,
+    RLParameter,
+    evolve,
+)
 from evogrpo.algorithms.factory import Options
 from evogrpo.cli import main
 from evogrpo.evolution.strategies import BUILT_IN, Narrowing
@@ -68,8 +76,23 @@ def test_names_of_other_libraries_are_translated(line):
 @pytest.mark.parametrize(
     "typed",
     [
-        *("wandb_project", "foo", "reward_model", "trainer", "x", "generation_kwargs", "num_generations_eval", "state"),
-        *("resume_from_checkpoint", "checkpoint_path", "sapo_temperature_pos", "overwrite_checkpoints", "wrap"),
+        *(
+            "wandb_project",
+            "foo",
+            "reward_model",
+            "trainer",
+            "x",
+            "generation_kwargs",
+            "num_generations_eval",
+            "state",
+        ),
+        *(
+            "resume_from_checkpoint",
+            "checkpoint_path",
+            "sapo_temperature_pos",
+            "overwrite_checkpoints",
+            "wrap",
+        ),
     ],
 )
 def test_dissimilar_names_get_no_suggestion(typed):
@@ -79,7 +102,9 @@ def test_dissimilar_names_get_no_suggestion(typed):
 
 @pytest.mark.parametrize("typed", ["sise", "siez", "szie", "siize", "sie", "ize", "size_"])
 def test_typing_errors_get_a_suggestion(typed):
-    assert "did you mean 'size'" in str(unknown_name_error("argument", typed, ["size", "seed", "beta"]))
+    assert "did you mean 'size'" in str(
+        unknown_name_error("argument", typed, ["size", "seed", "beta"])
+    )
 
 
 def test_search_spaces_accept_pairs_and_lists():
@@ -98,8 +123,15 @@ def test_invalid_search_spaces_are_refused(value):
 def test_strategies_are_names_classes_or_objects(given):
     env = GymnasiumGroups("CartPole-v1", validation_size=2, test_size=2)
     spaces = {"observation_space": env.observation_space, "action_space": env.action_space}
-    population = GRPO.population(2, **spaces, group_size=4, hp_config=HyperparameterConfig(lr=(1e-4, 1e-2)))
-    schedule = {"generations": 1, "steps_per_generation": 1, "samples_per_step": 4, "test_questions": 0}
+    population = GRPO.population(
+        2, **spaces, group_size=4, hp_config=HyperparameterConfig(lr=(1e-4, 1e-2))
+    )
+    schedule = {
+        "generations": 1,
+        "steps_per_generation": 1,
+        "samples_per_step": 4,
+        "test_questions": 0,
+    }
     run = evolve(population, env, strategy=given, **schedule)
     assert isinstance(run.trainer.strategy, Narrowing)
 
@@ -120,7 +152,10 @@ rollout_batch_size num_return_sequences_in_group pg_clip response_length dual_cl
 n_samples_per_prompt micro_train_batch_size num_episodes max_epochs prompt_max_len generate_max_len init_kl_coef
 advantage_estimator eps_clip prompt_data input_key apply_chat_template lora_rank zero_stage reward_pretrain ckpt_path
 """
-RAY = "num_samples scheduler perturbation_interval hyperparam_mutations quantile_fraction param_space metric mode stop"
+RAY = (
+    "num_samples scheduler perturbation_interval hyperparam_mutations quantile_fraction param_space"
+    " metric mode stop"
+)
 
 
 def names_of(library: str) -> list[str]:
@@ -130,7 +165,9 @@ def names_of(library: str) -> list[str]:
         trainer = set(inspect.signature(trl.GRPOTrainer.__init__).parameters) - {"self", "args"}
         return [field.name for field in dataclasses.fields(trl.GRPOConfig)] + sorted(trainer)
     if library == "Stable-Baselines3":
-        parameters = inspect.signature(pytest.importorskip("stable_baselines3").PPO.__init__).parameters
+        parameters = inspect.signature(
+            pytest.importorskip("stable_baselines3").PPO.__init__
+        ).parameters
         return [name for name in parameters if name not in ("self", "_init_setup_model")]
     if library == "PEFT":
         return [field.name for field in dataclasses.fields(pytest.importorskip("peft").LoraConfig)]
@@ -140,7 +177,10 @@ def names_of(library: str) -> list[str]:
 def assert_public(message: str) -> None:
     """Assert that every call that a message suggests takes the named argument, and that public names exist."""
     for holder, argument in re.findall(r"([\w.]+)\((\w+)=\.\.\.\)", message):
-        assert argument in inspect.signature(attrgetter(holder.removeprefix("evogrpo."))(evogrpo)).parameters, message
+        assert (
+            argument
+            in inspect.signature(attrgetter(holder.removeprefix("evogrpo."))(evogrpo)).parameters
+        ), message
     for name in re.findall(r"evogrpo\.(\w+)", message):
         assert hasattr(evogrpo, name), message
 
@@ -180,11 +220,14 @@ def test_keys_of_other_libraries_have_an_answer_in_configurations(library):
             parse_config({**QUESTIONS, name: 1})
         except ValueError as error:
             paths = re.findall(
-                r"\b(?:schedule|hyperparameters|agent|population|logging)\.[\w.]*\w(?! \(only)\b", str(error)
+                r"\b(?:schedule|hyperparameters|agent|population|logging)\.[\w.]*\w(?! \(only)\b",
+                str(error),
             )
             for path in paths:
                 with pytest.raises(ValueError, match=path):
-                    parse_config(override(QUESTIONS, [f"{path}={{x: <nothing>}}"]))  # a wrong value of a known key
+                    parse_config(
+                        override(QUESTIONS, [f"{path}={{x: <nothing>}}"])
+                    )  # a wrong value of a known key
             if "Valid names" in str(error):
                 unanswered.append(name)
     assert unanswered == []
@@ -224,7 +267,12 @@ def test_imports_of_other_names_are_answered(name, answer):
 
 @pytest.mark.parametrize(
     ("name", "answer"),
-    [("save", "save_checkpoint"), ("train", "evolve"), ("num_generations", "group_size"), ("set_env", "test")],
+    [
+        ("save", "save_checkpoint"),
+        ("train", "evolve"),
+        ("num_generations", "group_size"),
+        ("set_env", "test"),
+    ],
 )
 def test_attributes_of_other_libraries_are_answered(name, answer):
     agent = step_agent()

@@ -6,7 +6,15 @@ import unicodedata
 
 import pytest
 
-from evogrpo.text import changes_text, count_text, duration_text, number_text, printable, score_text, user_line
+from evogrpo.text import (
+    changes_text,
+    count_text,
+    duration_text,
+    number_text,
+    printable,
+    score_text,
+    user_line,
+)
 
 
 @pytest.mark.parametrize(
@@ -27,7 +35,10 @@ def test_control_characters_are_escaped(text, shown):
 
 def test_all_control_characters_of_unicode_are_escaped():
     characters = "".join(map(chr, range(sys.maxunicode + 1)))
-    left = {unicodedata.category(character) for character in printable(characters).replace("\n", "").replace("\t", "")}
+    left = {
+        unicodedata.category(character)
+        for character in printable(characters).replace("\n", "").replace("\t", "")
+    }
     assert not left & {"Cc", "Cf", "Cs", "Zl", "Zp"}
 
 
@@ -38,14 +49,29 @@ def test_numbers_scores_and_durations_are_short():
     assert score_text(0.41249, 0.031) == "0.412 ± 0.031"
     assert score_text(0.4, None) == "0.400"
     assert (score_text(0.0, 0.0), score_text(-0.0004, 0.03)) == ("0.000 ± 0.000", "-0.000 ± 0.030")
-    assert (score_text(2.34e-5, 1e-6), score_text(-1.5e30, None)) == ("2.34e-05 ± 1e-06", "-1.5e+30")
+    assert (score_text(2.34e-5, 1e-6), score_text(-1.5e30, None)) == (
+        "2.34e-05 ± 1e-06",
+        "-1.5e+30",
+    )
     assert score_text(None, 0.1) == "–"
-    seconds = {None: "–", 0.4: "0 s", 59.6: "1 min 00 s", 61: "1 min 01 s", 3600: "1 h 00 min", 7384: "2 h 03 min"}
+    seconds = {
+        None: "–",
+        0.4: "0 s",
+        59.6: "1 min 00 s",
+        61: "1 min 01 s",
+        3600: "1 h 00 min",
+        7384: "2 h 03 min",
+    }
     assert {value: duration_text(value) for value in seconds} == seconds
 
 
 def test_changes_show_old_and_new_values():
-    changes = {"lr": (1e-4, 2e-4), "loss_type": ("grpo", "dapo"), "clip_low": (None, 0.2), "network": ("64", "\x1b[0m")}
+    changes = {
+        "lr": (1e-4, 2e-4),
+        "loss_type": ("grpo", "dapo"),
+        "clip_low": (None, 0.2),
+        "network": ("64", "\x1b[0m"),
+    }
     expected = r"lr 0.0001 → 0.0002, loss_type grpo → dapo, clip_low – → 0.2, network 64 → \x1b[0m"
     assert changes_text(changes) == expected
     assert changes_text({}) == ""

@@ -41,7 +41,9 @@ def errors_of(model, data):
 
 
 def test_records_are_frozen_and_hold_tuples():
-    record = validate(Parent, {"children": [{"lr": 1}], "by_name": {"a": {"lr": 0.5}}, "source": [1, 2]})
+    record = validate(
+        Parent, {"children": [{"lr": 1}], "by_name": {"a": {"lr": 0.5}}, "source": [1, 2]}
+    )
     assert record == Parent(children=(Child(lr=1.0),), by_name={"a": Child(lr=0.5)}, source=(1, 2))
     with pytest.raises(ValueError, match="frozen"):
         record.size = 2
@@ -57,8 +59,14 @@ def test_records_are_frozen_and_hold_tuples():
         ({"children": [{}]}, ["children[0].lr must be given"]),
         ({"children": {}}, ["children must be a list"]),
         ({"by_name": {"a": 3}}, ["by_name.a must be a mapping"]),
-        ({"by_name": {"a": {"lr": 1, "nam": "x"}}}, ["key in by_name.a 'nam'", "did you mean 'name'"]),
-        ({"children": [{"lr": 1, "nam": "x"}]}, ["key in children[0] 'nam'", "did you mean 'name'"]),
+        (
+            {"by_name": {"a": {"lr": 1, "nam": "x"}}},
+            ["key in by_name.a 'nam'", "did you mean 'name'"],
+        ),
+        (
+            {"children": [{"lr": 1, "nam": "x"}]},
+            ["key in children[0] 'nam'", "did you mean 'name'"],
+        ),
         ({"siz": 3}, ["unknown key 'siz'", "did you mean 'size'"]),
         ({"source": 3}, ["source must be text or a list, got 3"]),
         ({"source": {"a": 1}}, ["source must be text or a list, got {'a': 1}"]),

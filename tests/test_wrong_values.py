@@ -10,12 +10,27 @@ import numpy as np
 import pytest
 import torch
 
-from evogrpo import GRPO, HyperparameterConfig, Hyperparameters, Objective, RLParameter, Tournament, evolve
+from evogrpo import (
+    GRPO,
+    HyperparameterConfig,
+    Hyperparameters,
+    Objective,
+    RLParameter,
+    Tournament,
+    evolve,
+)
 from evogrpo.algorithms.factory import MultiAgentOptions, Options
 from evogrpo.config.hyperparameters import Optimizer
 from evogrpo.evolution import FitnessConfig
 from evogrpo.evolution.mutation import Mutation
-from evogrpo.evolution.strategies import Fixed, MutationOnly, Narrowing, RandomSearch, SelectionOnly, TruncationPBT
+from evogrpo.evolution.strategies import (
+    Fixed,
+    MutationOnly,
+    Narrowing,
+    RandomSearch,
+    SelectionOnly,
+    TruncationPBT,
+)
 from evogrpo.members.networks.architecture import ArchitectureLimits, NetworkConfig
 from evogrpo.training.configuration.sections import PopulationConfig
 from evogrpo.training.run_dir import LoggingConfig
@@ -26,7 +41,15 @@ from tests.tiny_training import shared_model, tiny_agent, tiny_env, tiny_options
 
 WRONG: list[Any] = [
     *(None, "x", "2", b"x", True, [], {}, (1, 2), -1, 0, 1.5, 10**18, 10**400, 1e308, 1e-320, -0.0),
-    *(math.nan, math.inf, -math.inf, np.float32(0.5), np.float64(math.nan), np.int64(3), np.bool_(True)),
+    *(
+        math.nan,
+        math.inf,
+        -math.inf,
+        np.float32(0.5),
+        np.float64(math.nan),
+        np.int64(3),
+        np.bool_(True),
+    ),
 ]
 FEW: list[Any] = [None, "x", -1, 1.5, math.nan, 10**18, [], True]
 RECORDS: list[tuple[type, dict[str, Any]]] = [
@@ -73,20 +96,36 @@ def result_or_error(name: str, call: Callable[[], Any]) -> Any:
 def test_records_refuse_invalid_values(kind, base):
     for field in dataclasses.fields(kind):
         for value in WRONG:
-            made = result_or_error(field.name, lambda field=field, value=value: kind(**{**base, field.name: value}))
+            made = result_or_error(
+                field.name, lambda field=field, value=value: kind(**{**base, field.name: value})
+            )
             if not isinstance(made, str):
                 plain(made)
-                assert kind(**{each.name: getattr(made, each.name) for each in dataclasses.fields(made)}) == made
+                assert (
+                    kind(
+                        **{each.name: getattr(made, each.name) for each in dataclasses.fields(made)}
+                    )
+                    == made
+                )
 
 
 def test_search_spaces_refuse_invalid_values():
     rng = np.random.default_rng(0)
-    spaces = [RLParameter(min=-1, max=10**18), RLParameter(min=1e-300, max=1e38), RLParameter(choices=["a", "b"])]
-    spaces += [RLParameter(min=0.1, max=0.9, factor=1e38), RLParameter(min=2, max=9), RLParameter(choices=[4, 8])]
+    spaces = [
+        RLParameter(min=-1, max=10**18),
+        RLParameter(min=1e-300, max=1e38),
+        RLParameter(choices=["a", "b"]),
+    ]
+    spaces += [
+        RLParameter(min=0.1, max=0.9, factor=1e38),
+        RLParameter(min=2, max=9),
+        RLParameter(choices=[4, 8]),
+    ]
     for name in Hyperparameters.__dataclass_fields__:
         for parameter in [*WRONG, *spaces]:
             space = result_or_error(
-                name, lambda name=name, parameter=parameter: HyperparameterConfig(**{name: parameter})
+                name,
+                lambda name=name, parameter=parameter: HyperparameterConfig(**{name: parameter}),
             )
             if not isinstance(space, str):
                 first = space.first({}, {})
@@ -113,21 +152,32 @@ def test_teams_refuse_invalid_values():
     from evogrpo.algorithms.factory import LANGUAGE_ONLY
 
     space = cart_pole()
-    spaces = {"observation_spaces": {"a": space.observation_space}, "action_spaces": {"a": space.action_space}}
+    spaces = {
+        "observation_spaces": {"a": space.observation_space},
+        "action_spaces": {"a": space.action_space},
+    }
     for name in options_of(MultiAgentOptions.__annotations__, *LANGUAGE_ONLY):
         for value in FEW:
-            result_or_error(name, lambda name=name, value=value: MultiAgentGRPO(**spaces, **{name: value}))
+            result_or_error(
+                name, lambda name=name, value=value: MultiAgentGRPO(**spaces, **{name: value})
+            )
     for name in spaces:
         for value in FEW:
-            result_or_error("spaces", lambda name=name, value=value: MultiAgentGRPO(**{**spaces, name: value}))
+            result_or_error(
+                "spaces", lambda name=name, value=value: MultiAgentGRPO(**{**spaces, name: value})
+            )
 
 
-@pytest.mark.parametrize("name", ["size", "samples_per_step", "spread", "wrapper_cls", "wrapper_kwargs"])
+@pytest.mark.parametrize(
+    "name", ["size", "samples_per_step", "spread", "wrapper_cls", "wrapper_kwargs"]
+)
 def test_populations_refuse_invalid_values(name):
     plain_options = {"size": 2, "actor_network": shared_model(), **tiny_options()}
     for value in FEW:
         if name != "wrapper_kwargs":
-            result_or_error(name, lambda value=value: GRPO.population(**{**plain_options, name: value}))
+            result_or_error(
+                name, lambda value=value: GRPO.population(**{**plain_options, name: value})
+            )
         else:
             wrapped = {**plain_options, "wrapper_cls": lambda agent: agent, "wrapper_kwargs": value}
             result_or_error(name, lambda wrapped=wrapped: GRPO.population(**wrapped))
@@ -142,12 +192,20 @@ def test_a_network_in_the_place_of_a_wrapper_is_refused():
 def test_runs_refuse_invalid_values():
     population = tiny_population(2)
     env = tiny_env()
-    base = {"generations": 1, "steps_per_generation": 1, "samples_per_step": 8, "validation_questions": 2}
+    base = {
+        "generations": 1,
+        "steps_per_generation": 1,
+        "samples_per_step": 8,
+        "validation_questions": 2,
+    }
     assert evolve(population, env, **base) is not None
     for name in [*Schedule.__dataclass_fields__, "run_dir", "keep_checkpoints", "completions"]:
         for value in FEW:
             if name != "run_dir" or not isinstance(value, str):
-                result_or_error(name, lambda name=name, value=value: evolve(population, env, **{**base, name: value}))
+                result_or_error(
+                    name,
+                    lambda name=name, value=value: evolve(population, env, **{**base, name: value}),
+                )
     result_or_error("strategy", lambda: evolve(population, env, **base, strategy=Tournament))
     with pytest.raises(ValueError, match="strateg"):
         evolve(population, env, **base, strategy=0)

@@ -21,7 +21,13 @@ from evogrpo.members.language.bank import AdapterBank
 from evogrpo.members.language.kv_cache import CachedDecoding, PlainDecoding
 from evogrpo.randomness import generator
 from evogrpo.records import Batch, Rollout, SamplingBatch
-from evogrpo.testing.samplers import PAD, as_batch, different_members, make_rows, with_robust_uniforms
+from evogrpo.testing.samplers import (
+    PAD,
+    as_batch,
+    different_members,
+    make_rows,
+    with_robust_uniforms,
+)
 from tests.policy_banks import assert_gradients_agree
 from tests.rounding import LOG_PROB
 from tests.tiny_models import EOS, tiny_model
@@ -36,7 +42,10 @@ def lora(**fields: object) -> LoraConfig:
 
 @cache
 def shared_bank(architecture: str = "llama") -> AdapterBank:
-    """Return one bank per architecture for the whole test process; tests change neither it nor its model."""
+    """Return one bank per architecture for the whole test process.
+
+    Tests change neither it nor its model.
+    """
     return different_members(tiny_model(architecture), 1)
 
 
@@ -46,13 +55,19 @@ def tiny_bank(size: int = 3, architecture: str = "llama", **settings: Any) -> Ad
     return different_members(like.base.model, size, like=like, **settings)
 
 
-def full_members(model: PreTrainedModel, size: int, *, std: float = 0.1, **settings: Any) -> AdapterBank:
+def full_members(
+    model: PreTrainedModel, size: int, *, std: float = 0.1, **settings: Any
+) -> AdapterBank:
     """Build a bank of members that train all weights, which all differ from the base."""
     bank = AdapterBank(model, size=size, **{"pad_token_id": PAD, "eos_token_ids": [EOS]} | settings)
     for slot in range(size):
         state = bank.state(slot)
-        values = generator(0, "test weights", slot).standard_normal(state["weights"].shape, dtype=np.float32)
-        bank.load_state(slot, state | {"weights": state["weights"] + std * torch.from_numpy(values)})
+        values = generator(0, "test weights", slot).standard_normal(
+            state["weights"].shape, dtype=np.float32
+        )
+        bank.load_state(
+            slot, state | {"weights": state["weights"] + std * torch.from_numpy(values)}
+        )
     return bank
 
 
@@ -76,20 +91,36 @@ def sampled_batch(bank: AdapterBank, **choices: object) -> Batch:
     return as_batch(rows, bank.sample(rows))
 
 
-def join_turns(rows: SamplingBatch, turns: Sequence[tuple[Rollout, Sequence[Sequence[int]]]]) -> Batch:
+def join_turns(
+    rows: SamplingBatch, turns: Sequence[tuple[Rollout, Sequence[Sequence[int]]]]
+) -> Batch:
     """Join turns (rollout, replies) into a batch in which only sampled tokens count."""
-    table: list[list[tuple[int, bool, float]]] = [[] for _ in range(len(rows))]  # token, counts, log-probability
+    table: list[list[tuple[int, bool, float]]] = [
+        [] for _ in range(len(rows))
+    ]  # token, counts, log-probability
     for rollout, replies in turns:
         for row, cells in enumerate(table):
             kept = rollout.present[row]
-            sampled = zip(rollout.actions[row][kept].tolist(), rollout.log_probs[row][kept].tolist(), strict=True)
+            sampled = zip(
+                rollout.actions[row][kept].tolist(),
+                rollout.log_probs[row][kept].tolist(),
+                strict=True,
+            )
             cells += [(token, True, value) for token, value in sampled]
             cells += [(token, False, 0.0) for token in replies[row]]
     width = max(map(len, table))
     padded = [[*cells, *[(PAD, False, 0.0)] * (width - len(cells))] for cells in table]
-    actions, mask, log_probs = (torch.tensor([[cell[i] for cell in cells] for cells in padded]) for i in range(3))
+    actions, mask, log_probs = (
+        torch.tensor([[cell[i] for cell in cells] for cells in padded]) for i in range(3)
+    )
     present = torch.arange(width) < torch.tensor([len(cells) for cells in table])[:, None]
-    rollout = Rollout(actions=actions, present=present, action_mask=mask, log_probs=log_probs, truncated=mask[:, 0])
+    rollout = Rollout(
+        actions=actions,
+        present=present,
+        action_mask=mask,
+        log_probs=log_probs,
+        truncated=mask[:, 0],
+    )
     return replace(as_batch(rows, rollout), chosen=mask)
 
 
@@ -102,7 +133,9 @@ def off_policy(log_probs: Tensor) -> Tensor:
 def grpo_loss(batch: Batch, *, beta: float = 0.1, per_token: bool = False) -> LossFunction:
     """Return a clipped GRPO loss with a KL term and one clip_coef per member."""
     advantages = group_advantages(batch.rewards, batch.group_ids)[:, None]
-    weights = loss_weights("dapo" if per_token else "grpo", None, batch.action_mask, batch.member_ids)
+    weights = loss_weights(
+        "dapo" if per_token else "grpo", None, batch.action_mask, batch.member_ids
+    )
     old = off_policy(batch.sampler_log_probs)
     clips = [CLIPS[slot % 3] for slot in batch.member_ids.tolist()]
     clip = torch.tensor(clips, device=batch.member_ids.device)[:, None]
@@ -118,12 +151,15 @@ def grpo_loss(batch: Batch, *, beta: float = 0.1, per_token: bool = False) -> Lo
 def assert_banks_agree(one: AdapterBank, other: AdapterBank, rows: SamplingBatch) -> None:
     """Compare samples, scores and gradients of two banks with equal members.
 
-    With equal draws they may choose other tokens only where a draw lies within rounding of the boundary between two.
+    With equal draws they may choose other tokens only where a draw lies within rounding of the
+    boundary between two.
     """
     rows = with_robust_uniforms(one, rows)
     sampled = [bank.sample(rows) for bank in (one, other)]
     assert torch.equal(sampled[0].actions, sampled[1].actions)
-    torch.testing.assert_close(sampled[0].log_probs, sampled[1].log_probs, rtol=LOG_PROB, atol=LOG_PROB)
+    torch.testing.assert_close(
+        sampled[0].log_probs, sampled[1].log_probs, rtol=LOG_PROB, atol=LOG_PROB
+    )
     batch = as_batch(rows, sampled[0])
     for name in ("log_probs", "reference_log_probs", "entropies"):
         scores = [getattr(bank, name)(batch) for bank in (one, other)]

@@ -49,7 +49,11 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "gemma": GemmaConfig(**COMMON),
     # A window shorter than the sequences, and a soft-capped vocabulary head.
     "gemma2": Gemma2Config(
-        **COMMON, sliding_window=6, query_pre_attn_scalar=8, final_logit_softcapping=2.0, attn_implementation="eager"
+        **COMMON,
+        sliding_window=6,
+        query_pre_attn_scalar=8,
+        final_logit_softcapping=2.0,
+        attn_implementation="eager",
     ),
     "granite": GraniteConfig(**COMMON, logits_scaling=4.0),  # divides its logits
     "gpt2": GPT2Config(
@@ -94,10 +98,14 @@ def tiny_model(architecture: str = "llama", seed: int = 0) -> PreTrainedModel:
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
     """Build a tokenizer with one token per character."""
-    vocabulary = {"<pad>": PAD, "<eos>": EOS, "<unk>": 2} | {c: 3 + i for i, c in enumerate(CHARACTERS)}
+    vocabulary = {"<pad>": PAD, "<eos>": EOS, "<unk>": 2} | {
+        c: 3 + i for i, c in enumerate(CHARACTERS)
+    }
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
     fast.chat_template = TEMPLATE
     return fast

@@ -54,7 +54,9 @@ class Case:
 
     observations: spaces.Space[Any] = field(default_factory=lambda: VECTOR)
     actions: spaces.Space[Any]
-    network: NetworkConfig | torch.nn.Module = field(default_factory=lambda: NetworkConfig(hidden=(8, 6)))
+    network: NetworkConfig | torch.nn.Module = field(
+        default_factory=lambda: NetworkConfig(hidden=(8, 6))
+    )
     architectures: tuple[NetworkConfig, ...] = ()
     masked: bool = False
     own_reference: bool = False
@@ -74,8 +76,12 @@ class Case:
                 config = self.architectures[slot % len(self.architectures)]
                 bank.rebuild(slot, config, generator(0, "test architecture", slot))
             state = bank.state(slot)
-            values = generator(0, "test weights", slot).standard_normal(state["weights"].shape, dtype=np.float32)
-            bank.load_state(slot, state | {"weights": state["weights"] + std * torch.from_numpy(values)})
+            values = generator(0, "test weights", slot).standard_normal(
+                state["weights"].shape, dtype=np.float32
+            )
+            bank.load_state(
+                slot, state | {"weights": state["weights"] + std * torch.from_numpy(values)}
+            )
         return bank
 
 
@@ -92,11 +98,17 @@ CASES = {
     ),
     "some alike": Case(
         actions=spaces.Discrete(5),
-        architectures=(NetworkConfig(hidden=(8, 6)), NetworkConfig(hidden=(9, 6)), NetworkConfig(hidden=(8, 6))),
+        architectures=(
+            NetworkConfig(hidden=(8, 6)),
+            NetworkConfig(hidden=(9, 6)),
+            NetworkConfig(hidden=(8, 6)),
+        ),
         masked=True,
         own_reference=True,
     ),
-    "box": Case(actions=spaces.Box(np.array([-2.0, 0.0]), np.array([2.0, np.inf]), dtype=np.float64)),
+    "box": Case(
+        actions=spaces.Box(np.array([-2.0, 0.0]), np.array([2.0, np.inf]), dtype=np.float64)
+    ),
     "images": Case(observations=MIXED, actions=spaces.MultiBinary((2, 2))),
     "module": Case(actions=spaces.Discrete(4), network=Branching(3, 4), own_reference=True),
 }
@@ -150,13 +162,19 @@ def acted_batch(
         for start in range(STARTS)
         for replica in range(groups[member % 3])
     ]
-    rngs = [generator(seed, "test steps", *address, step) for _, *address in work for step in range(STEPS)]
+    rngs = [
+        generator(seed, "test steps", *address, step)
+        for _, *address in work
+        for step in range(STEPS)
+    ]
     seen = stacked([observe(case.observations, rng) for rng in rngs])
     uniforms = np.stack([rng.random(bank.distribution.uniforms_per_action) for rng in rngs])
     masks = None
     if case.masked:
         counts = getattr(case.actions, "nvec", np.array([getattr(case.actions, "n", 0)])).ravel()
-        masks = np.concatenate([np.stack([rng.permutation(n) for rng in rngs]) < n - 1 for n in counts], axis=1)
+        masks = np.concatenate(
+            [np.stack([rng.permutation(n) for rng in rngs]) < n - 1 for n in counts], axis=1
+        )
     n = len(work)
     slots = np.array([slot for slot, *_ in work])
     temperature = np.array([TEMPERATURES[member % 3] for _, member, *_ in work], dtype=np.float32)
@@ -168,11 +186,15 @@ def acted_batch(
         action_mask=masks,
         base=base,
     )
-    lengths = torch.tensor([STEPS if equal_shapes else 1 + (start + replica) % STEPS for *_, start, replica in work])
+    lengths = torch.tensor(
+        [STEPS if equal_shapes else 1 + (start + replica) % STEPS for *_, start, replica in work]
+    )
     present = torch.arange(STEPS) < lengths[:, None]
     actions = torch.from_numpy(acted.actions).unflatten(0, (n, STEPS))
     log_probs = torch.from_numpy(acted.log_probs).view(n, STEPS)
-    value = torch.sin(3.0 * actions.double().flatten(2) if actions.ndim > 2 else 3.0 * actions.double()[..., None])
+    value = torch.sin(
+        3.0 * actions.double().flatten(2) if actions.ndim > 2 else 3.0 * actions.double()[..., None]
+    )
     member_ids = torch.from_numpy(slots)
     return Batch(
         inputs=ObservationInputs(

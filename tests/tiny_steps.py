@@ -22,12 +22,19 @@ STEP_SPACE = HyperparameterConfig(
     group_size=RLParameter(choices=[2, 4, 8]),
 )
 LIMITS = ArchitectureLimits(min_units=2, max_units=12, unit_steps=(2, 3), probability=0.8)
-QUICK: dict[str, Any] = {"generations": 3, "steps_per_generation": 2, "samples_per_step": 8, "test_questions": 4}
+QUICK: dict[str, Any] = {
+    "generations": 3,
+    "steps_per_generation": 2,
+    "samples_per_step": 8,
+    "test_questions": 4,
+}
 
 
 def cart_pole(**options: Any) -> GymnasiumGroups:
     """Return short episodes of CartPole, few of them held out."""
-    return GymnasiumGroups("CartPole-v1", **({"max_episode_steps": 40, "validation_size": 6} | options))
+    return GymnasiumGroups(
+        "CartPole-v1", **({"max_episode_steps": 40, "validation_size": 6} | options)
+    )
 
 
 def step_options(env: GymnasiumGroups, **options: Any) -> dict[str, Any]:
@@ -72,9 +79,14 @@ def step_run(
     options: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> Trainer:
-    """Return a small run that has not started, with evolving hyperparameters and networks; see `start_run`."""
+    """Return a small run that has not started, with evolving hyperparameters and networks.
+
+    See `start_run`.
+    """
     env = env or cart_pole()
-    chosen = {"hp_config": STEP_SPACE, "update_epochs": 2, "evolve_network": LIMITS} | dict(options or {})
+    chosen = {"hp_config": STEP_SPACE, "update_epochs": 2, "evolve_network": LIMITS} | dict(
+        options or {}
+    )
     return start_run(step_population(size, env, **chosen), env, folder, **(QUICK | settings))
 
 

@@ -46,7 +46,9 @@ SPACE = HyperparameterConfig(
     group_size=RLParameter(choices=[2, 4, 8]),
 )
 DAMPED = Optimizer(eps=1e-5)  # Adam divides rounding errors of vanishing gradients by eps
-REWARDS = torch.tensor([[0.1, 0.4, 0.2, 0.9], [0.1, 0.1, 0.1, 0.1], [1.0, 0.2, 0.7, 0.3]])  # no signal in the second
+REWARDS = torch.tensor(
+    [[0.1, 0.4, 0.2, 0.9], [0.1, 0.1, 0.1, 0.1], [1.0, 0.2, 0.7, 0.3]]
+)  # no signal in the second
 HOLES = torch.tensor([[0.1, 0.4, 0.2, 0.9], [0.1, 0.1, 0.1, 0.1], [1.0, torch.nan, 0.7, 0.3]])
 
 
@@ -101,12 +103,21 @@ def tiny_env(**options: Any) -> HuggingFaceGym:
     train = QUESTIONS[:64]
     test = QUESTIONS[64:]
     if "reward_funcs" in options:
-        train, test = ([{"prompt": row["question"], "answer": row["answer"]} for row in rows] for rows in (train, test))
+        train, test = (
+            [{"prompt": row["question"], "answer": row["answer"]} for row in rows]
+            for rows in (train, test)
+        )
     return HuggingFaceGym(train, test, shared_tokenizer(), **(defaults | options))
 
 
 def tiny_options(**options: Any) -> dict[str, Any]:
-    defaults = {"pad_token_id": PAD, "max_output_tokens": 6, "group_size": 4, "lr": 1e-3, "lora_config": lora()}
+    defaults = {
+        "pad_token_id": PAD,
+        "max_output_tokens": 6,
+        "group_size": 4,
+        "lr": 1e-3,
+        "lora_config": lora(),
+    }
     return defaults | options
 
 
@@ -124,7 +135,9 @@ def randomise_adapter(agent: Agent, seed: int = 0, std: float = 0.2) -> None:
     state = bank.state(agent.slot)
     for name in ("exp_avg", "exp_avg_sq", "step"):
         state[name].zero_()
-    values = generator(seed, "test adapter").standard_normal(state["adapter"].shape, dtype=np.float32)
+    values = generator(seed, "test adapter").standard_normal(
+        state["adapter"].shape, dtype=np.float32
+    )
     bank.load_state(agent.slot, state | {"adapter": std * torch.from_numpy(values)})
 
 
@@ -199,7 +212,9 @@ def learn_from(agent: Agent, batch: Batch, step: int | None = None) -> LearnRepo
     return learn(agent.members, [agent.learner(step)], {"default": batch})[agent.slot]
 
 
-def collect_alone(agent: Agent, env: Any, step: int = 0, *, samples: int = 16, block: int = 8) -> RolloutBatch:
+def collect_alone(
+    agent: Agent, env: Any, step: int = 0, *, samples: int = 16, block: int = 8
+) -> RolloutBatch:
     """Collect the samples of a learning step with an agent alone."""
     population = Population([agent], agent.members)
     return population.collect(env, step=step, samples_per_step=samples, block=block)
@@ -235,7 +250,9 @@ def tiny_run(
 
     `first_group` is the first member's group size; see `start_run` for the other settings.
     """
-    population = tiny_population(size, kind, **({"hp_config": SPACE, "update_epochs": 2} | dict(options or {})))
+    population = tiny_population(
+        size, kind, **({"hp_config": SPACE, "update_epochs": 2} | dict(options or {}))
+    )
     if first_group is not None:
         population[0].group_size = first_group
     if make_sampler is not None:
@@ -255,7 +272,9 @@ def resumed_run(
     """Return a run of any kind as another process would load it: new model, new bank, new environment."""
     saved = open_run(folder, writable=True)
     kind = saved.base["kind"]
-    population, run_state = saved.restore(equal_model() if kind == "language" and model is None else model)
+    population, run_state = saved.restore(
+        equal_model() if kind == "language" and model is None else model
+    )
     if make_sampler is not None:
         population.sample_with(make_sampler(population))
     return Trainer(
@@ -273,7 +292,9 @@ def finish(run: Trainer) -> list[Any]:
     return list(run.reports())
 
 
-def start_or_resume(folder: str, strategy_class: type[Strategy] | None = None, **schedule: Any) -> None:
+def start_or_resume(
+    folder: str, strategy_class: type[Strategy] | None = None, **schedule: Any
+) -> None:
     """Start or resume a run of three members and finish it."""
     torch.set_num_threads(1)
     try:
@@ -296,7 +317,9 @@ def events_of(folder: Path) -> list[Any]:
     events = read_journal(folder / "journal.jsonl")
     steps = {event["step"]: event for event in events if event["event"] == "step"}
     last = {event["event"]: event for event in events if event["event"] in ("baseline", "test")}
-    return without_times([*last.values(), *(steps[number] for number in sorted(steps)), *latest_generations(events)])
+    return without_times(
+        [*last.values(), *(steps[number] for number in sorted(steps)), *latest_generations(events)]
+    )
 
 
 def without_run_id(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,7 +26,9 @@ def guess(text: str) -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class GuessTwice:
-    """Behind each box, named by two letters, is a digit; the reward is 1 less the distance of the last guess.
+    """Behind each box, named by two letters, is a digit.
+
+    The reward is 1 less the distance of the last guess.
 
     A second guess follows a wrong first one, after the hint.
 
@@ -53,14 +55,18 @@ class GuessTwice:
 
     def open(self, split: Split, starts: Sequence[int]) -> "Boxes":
         if split not in SIZES or not all(0 <= start < SIZES[split] for start in starts):
-            raise ValueError(f"boxes of {split} are numbered up to {SIZES.get(split, 0)}, got {list(starts)}")
+            raise ValueError(
+                f"boxes of {split} are numbered up to {SIZES.get(split, 0)}, got {list(starts)}"
+            )
         first = sum(SIZES[earlier] for earlier in SPLITS[: SPLITS.index(split)])
         digits = generator(self.seed, "boxes").integers(10, size=sum(SIZES.values()))
         letters = string.ascii_lowercase
         numbers = [first + start for start in starts]
         return Boxes(
             tokenizer=self.tokenizer,
-            questions=tuple(f"{letters[number // 26]}{letters[number % 26]}?" for number in numbers),
+            questions=tuple(
+                f"{letters[number // 26]}{letters[number % 26]}?" for number in numbers
+            ),
             digits=tuple(int(digits[number]) for number in numbers),
         )
 
@@ -82,7 +88,9 @@ class Boxes:
         return [self._hint(conversation) for conversation in conversations]
 
     def score(self, conversations: Sequence[Conversation]) -> Scores:
-        closeness = np.array([self._closeness(conversation) for conversation in conversations], dtype=np.float64)
+        closeness = np.array(
+            [self._closeness(conversation) for conversation in conversations], dtype=np.float64
+        )
         return Scores(
             rewards=closeness,
             components={"closeness": closeness},

@@ -1,7 +1,7 @@
 """A vLLM server of tests: the part of its HTTP interface that the sampler uses, over the bank of a tiny model.
 
-Answers have the fields that vLLM sends. Adapters are read from disk when they are loaded, as by vLLM. `RealServer`
-starts vLLM itself.
+Answers have the fields that vLLM sends. Adapters are read from disk when they are loaded, as by
+vLLM. `RealServer` starts vLLM itself.
 """
 
 import contextlib
@@ -28,7 +28,9 @@ from evogrpo.members.language.lora import read_adapter
 from evogrpo.records import Batch, SamplingBatch, SamplingOptions, TokenInputs
 
 Fault = Callable[[dict[str, Any], dict[str, Any]], dict[str, Any] | tuple[int, bytes] | None]
-"""(request, answer) -> another answer, (status, content), or None to close the connection without an answer."""
+"""(request, answer) -> another answer, (status, content), or None to close the connection without
+an answer.
+"""
 
 
 BASE = "models/base"
@@ -74,7 +76,9 @@ class VLLMServer:
         self.adapters: dict[str, str] = {}
         self._banks: dict[str, AdapterBank] = {}
         # Other banks are made like this one, which saves them the checks of the model.
-        self._base = AdapterBank(model, size=1, pad_token_id=0, eos_token_ids=[1], lora_config=lora_config)
+        self._base = AdapterBank(
+            model, size=1, pad_token_id=0, eos_token_ids=[1], lora_config=lora_config
+        )
         self._lock = threading.Lock()
         self._port = 0
         self.start()
@@ -135,7 +139,10 @@ class VLLMServer:
             return 200, b""
         if path == "/v1/models":
             cards = [{"id": BASE, "root": BASE, "parent": None, "max_model_len": 128}]
-            cards += [{"id": name, "root": folder, "parent": BASE} for name, folder in self.adapters.items()]
+            cards += [
+                {"id": name, "root": folder, "parent": BASE}
+                for name, folder in self.adapters.items()
+            ]
             return 200, json.dumps({"object": "list", "data": cards}).encode()
         return 404, b'{"detail":"Not Found"}'
 
@@ -154,7 +161,11 @@ class VLLMServer:
             return _error(404, f"The model `{body['model']}` does not exist.")
         salt = body["cache_salt"]
         if not 1 <= len(salt) <= 128 or set(salt) & set("@/\\\0"):
-            return _error(400, "Parameter 'cache_salt' must be at most 128 characters and must not contain '@', '/'.")
+            return _error(
+                400,
+                "Parameter 'cache_salt' must be at most 128 characters and must not contain '@',"
+                " '/'.",
+            )
         with self._lock:
             answer = self._complete(body)
         time.sleep(self.delay)
@@ -172,9 +183,20 @@ class VLLMServer:
             return _error(400, f"The lora adapter '{name}' has already been loaded.")
         adapter = read_adapter(folder)
         if adapter.lora_config.r > self.max_lora_rank:
-            return _error(500, f"LoRA rank {adapter.lora_config.r} is greater than max_lora_rank {self.max_lora_rank}.")
+            return _error(
+                500,
+                f"LoRA rank {adapter.lora_config.r} is greater than max_lora_rank"
+                f" {self.max_lora_rank}.",
+            )
         with self._lock:
-            bank = AdapterBank(self.model, size=1, pad_token_id=0, eos_token_ids=[1], start=adapter, like=self._base)
+            bank = AdapterBank(
+                self.model,
+                size=1,
+                pad_token_id=0,
+                eos_token_ids=[1],
+                start=adapter,
+                like=self._base,
+            )
         self.adapters[name], self._banks[name] = folder, bank
         return 200, b"Success"
 
@@ -191,15 +213,21 @@ class VLLMServer:
             temperature=torch.full((len(prompts),), float(body["temperature"])),
             max_new_tokens=body["max_tokens"],
             min_new_tokens=body["min_tokens"],
-            options=SamplingOptions(**{name: body[name] for name in ("top_k", "top_p", "min_p", "repetition_penalty")}),
+            options=SamplingOptions(
+                **{name: body[name] for name in ("top_k", "top_p", "min_p", "repetition_penalty")}
+            ),
         )
         base = body["model"] == BASE
         rollout = bank.sample(rows, base=base)
         log_probs = rollout.log_probs
-        # 2. vLLM gives greedy tokens their log-probability at temperature 1, and so all tokens in raw mode.
+        # 2. vLLM gives greedy tokens their log-probability at temperature 1, and so all tokens in
+        #    raw mode.
         if not self.processed or not body["temperature"]:
             inputs = TokenInputs(
-                prompts=rows.prompts, prompt_ids=rows.prompt_ids, temperature=torch.ones(len(prompts)), min_new_tokens=0
+                prompts=rows.prompts,
+                prompt_ids=rows.prompt_ids,
+                temperature=torch.ones(len(prompts)),
+                min_new_tokens=0,
             )
             batch = Batch(
                 inputs=inputs,
@@ -224,7 +252,11 @@ class VLLMServer:
                 "top_logprobs": [{f"token_{token}": 0.0} for token in ids],
             }
             ended = ids[-1] in body["stop_token_ids"]
-            reason = {"finish_reason": "stop", "stop_reason": ids[-1]} if ended else {"finish_reason": "length"}
+            reason = (
+                {"finish_reason": "stop", "stop_reason": ids[-1]}
+                if ended
+                else {"finish_reason": "length"}
+            )
             choices.append(
                 {
                     "index": index,
@@ -235,14 +267,21 @@ class VLLMServer:
                     **reason,
                 }
             )
-        return {"id": "cmpl-1", "object": "text_completion", "model": body["model"], "choices": choices, "usage": {}}
+        return {
+            "id": "cmpl-1",
+            "object": "text_completion",
+            "model": body["model"],
+            "choices": choices,
+            "usage": {},
+        }
 
 
 class RawServer:
     """Serves bytes that need not be HTTP on a loopback port.
 
     Args:
-        answer: Gets each connection and the first bytes of its request; the connection is closed when it returns.
+        answer: Gets each connection and the first bytes of its request; the connection is closed
+            when it returns.
 
     Attributes:
         requests: First bytes of all requests.
@@ -288,9 +327,14 @@ class RealServer:
         variable, _, *words = shlex.split(command)
         name, _, value = variable.partition("=")
         self._words = [os.environ["VLLM_PYTHON"], *words, "--enforce-eager"]
-        # PYTHONPATH is for this interpreter. Compiling a few small functions would take longer than all tests.
+        # PYTHONPATH is for this interpreter. Compiling a few small functions would take longer than
+        # all tests.
         self._environment = {key: each for key, each in os.environ.items() if key != "PYTHONPATH"}
-        self._environment |= {name: value, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        self._environment |= {
+            name: value,
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        }
         self._environment |= {"TORCH_COMPILE_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1"}
         self.url = f"http://127.0.0.1:{words[words.index('--port') + 1]}"
         self.start()
@@ -299,7 +343,11 @@ class RealServer:
         """Start the process, and wait until it answers."""
         with tempfile.TemporaryFile() as output:
             self._process = subprocess.Popen(
-                self._words, env=self._environment, start_new_session=True, stdout=output, stderr=subprocess.STDOUT
+                self._words,
+                env=self._environment,
+                start_new_session=True,
+                stdout=output,
+                stderr=subprocess.STDOUT,
             )
             self.group = self._process.pid
             deadline = time.monotonic() + 1200
@@ -316,7 +364,11 @@ class RealServer:
             self.stop()
             output.seek(0)
             end = output.read().decode(errors="replace")[-5000:]
-        reason = "did not start within 20 minutes" if status is None else f"ended with status {status} at its start"
+        reason = (
+            "did not start within 20 minutes"
+            if status is None
+            else f"ended with status {status} at its start"
+        )
         raise AssertionError(f"vLLM {reason}. vllm-cpu needs a CPU with AVX2. {end}")
 
     def stop(self) -> None:
@@ -327,4 +379,9 @@ class RealServer:
 
 
 def _error(status: int, message: str) -> tuple[int, bytes]:
-    return status, json.dumps({"error": {"message": message, "type": "Error", "param": None, "code": status}}).encode()
+    return (
+        status,
+        json.dumps(
+            {"error": {"message": message, "type": "Error", "param": None, "code": status}}
+        ).encode(),
+    )

@@ -1,6 +1,7 @@
 """Robust averages over few runs: the interquartile mean, with intervals from a stratified bootstrap.
 
-Source: Agarwal et al., Deep Reinforcement Learning at the Edge of the Statistical Precipice (arXiv:2108.13264).
+Source: Agarwal et al., Deep Reinforcement Learning at the Edge of the Statistical Precipice
+(arXiv:2108.13264).
 """
 
 from __future__ import annotations
@@ -77,9 +78,12 @@ def stratified_bootstrap(
     strata = [np.asarray(values, dtype=np.float64) for values in scores.values()]
     rng = np.random.default_rng(seed)
     drawn = np.concatenate(
-        [stratum[rng.integers(stratum.size, size=(draws, stratum.size))] for stratum in strata], axis=1
+        [stratum[rng.integers(stratum.size, size=(draws, stratum.size))] for stratum in strata],
+        axis=1,
     )
-    low, high = np.quantile([statistic(sample) for sample in drawn], [(1 - level) / 2, (1 + level) / 2])
+    low, high = np.quantile(
+        [statistic(sample) for sample in drawn], [(1 - level) / 2, (1 + level) / 2]
+    )
     return Interval(value=statistic(np.concatenate(strata)), low=float(low), high=float(high))
 
 

@@ -56,8 +56,12 @@ class Job:
         parser.add_argument("--task", choices=TASKS, required=True)
         parser.add_argument("--seed", type=int, required=True)
         parser.add_argument("--episodes", type=int, default=32, help="episodes of an evaluation")
-        parser.add_argument("--clock", choices=CLOCKS, default="processor", help="clock of the time budget")
-        parser.add_argument("--scale", type=float, default=1.0, help="factor on both budgets, for short trials")
+        parser.add_argument(
+            "--clock", choices=CLOCKS, default="processor", help="clock of the time budget"
+        )
+        parser.add_argument(
+            "--scale", type=float, default=1.0, help="factor on both budgets, for short trials"
+        )
         parser.add_argument("--contestant", default="")
         parser.add_argument("--out", type=Path, required=True)
         given = vars(parser.parse_args())
@@ -71,8 +75,8 @@ class Job:
 class Recorder:
     """Stopwatch that is paused during evaluations, and the learning curve.
 
-    The clock starts when the recorder is created: building agents counts, imports do not. All methods play the same
-    evaluation episodes greedily.
+    The clock starts when the recorder is created: building agents counts, imports do not. All
+    methods play the same evaluation episodes greedily.
 
     Args:
         job: The run.
@@ -109,7 +113,9 @@ class Recorder:
         seconds = (self._wall, self._processor)[self._column - 1]
         spent = steps >= task.steps and seconds >= task.seconds
         due = steps >= self._next_steps or seconds >= self._next_seconds
-        crossed = self._crosses(0, task.steps, steps) or self._crosses(self._column, task.seconds, seconds)
+        crossed = self._crosses(0, task.steps, steps) or self._crosses(
+            self._column, task.seconds, seconds
+        )
         unseen = not self.curve or (last and self.curve[-1][0] != steps)
         if due or crossed or spent or unseen:
             self.curve.append((steps, self._wall, self._processor, self._mean_return(act)))
@@ -123,7 +129,9 @@ class Recorder:
 
     def _mean_return(self, act: Act) -> float:
         """Play all evaluation episodes in parallel, each to its end."""
-        seen = [env.reset(seed=EVALUATION_SEED + number)[0] for number, env in enumerate(self._envs)]
+        seen = [
+            env.reset(seed=EVALUATION_SEED + number)[0] for number, env in enumerate(self._envs)
+        ]
         returns = np.zeros(len(self._envs))
         running = list(range(len(self._envs)))
         while running:

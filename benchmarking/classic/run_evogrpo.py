@@ -9,7 +9,15 @@ from typing import Any
 import numpy as np
 from recording import Job, Recorder
 
-from evogrpo import GRPO, GymnasiumGroups, HyperparameterConfig, NetworkConfig, Population, RLParameter, evolve
+from evogrpo import (
+    GRPO,
+    GymnasiumGroups,
+    HyperparameterConfig,
+    NetworkConfig,
+    Population,
+    RLParameter,
+    evolve,
+)
 from evogrpo.envs.control.rollout import Episodes
 
 SIZES = {"grpo": 1, "grpo-8": 8}
@@ -23,7 +31,8 @@ class Recipe:
     """Settings of one task.
 
     Attributes:
-        hyperparameters: Hyperparameters of the single agent and of the first member of a population.
+        hyperparameters: Hyperparameters of the single agent and of the first member of a
+            population.
         samples_per_step: Episodes per member and learning step.
         normalise_observations: Normalise observations by running statistics.
         evolving: Search space of a population.
@@ -43,7 +52,13 @@ class Recipe:
 
 RECIPES: dict[str, Recipe] = {
     "CartPole-v1": Recipe(
-        hyperparameters={"lr": 5e-3, "gamma": 1.0, "group_size": 8, "batch_size": 1024, "update_epochs": 1},
+        hyperparameters={
+            "lr": 5e-3,
+            "gamma": 1.0,
+            "group_size": 8,
+            "batch_size": 1024,
+            "update_epochs": 1,
+        },
         samples_per_step=16,
         evolving=HyperparameterConfig(
             lr=RLParameter(min=2e-3, max=1e-2, scale="log"),
@@ -52,17 +67,41 @@ RECIPES: dict[str, Recipe] = {
         ),
     ),
     "Acrobot-v1": Recipe(
-        hyperparameters={"lr": 5e-3, "gamma": 0.99, "group_size": 8, "batch_size": 2048, "update_epochs": 2}
+        hyperparameters={
+            "lr": 5e-3,
+            "gamma": 0.99,
+            "group_size": 8,
+            "batch_size": 2048,
+            "update_epochs": 2,
+        }
     ),
     "Pendulum-v1": Recipe(
-        hyperparameters={"lr": 5e-3, "gamma": 0.95, "group_size": 8, "batch_size": 1024, "update_epochs": 4}
+        hyperparameters={
+            "lr": 5e-3,
+            "gamma": 0.95,
+            "group_size": 8,
+            "batch_size": 1024,
+            "update_epochs": 4,
+        }
     ),
     "MountainCar-v0": Recipe(
-        hyperparameters={"lr": 5e-3, "gamma": 0.99, "group_size": 8, "batch_size": 2048, "update_epochs": 2},
+        hyperparameters={
+            "lr": 5e-3,
+            "gamma": 0.99,
+            "group_size": 8,
+            "batch_size": 2048,
+            "update_epochs": 2,
+        },
         normalise_observations=True,
     ),
     "LunarLander-v3": Recipe(
-        hyperparameters={"lr": 3e-3, "gamma": 0.99, "group_size": 8, "batch_size": 2048, "update_epochs": 4}
+        hyperparameters={
+            "lr": 3e-3,
+            "gamma": 0.99,
+            "group_size": 8,
+            "batch_size": 2048,
+            "update_epochs": 4,
+        }
     ),
 }
 
@@ -98,7 +137,9 @@ def make_population(size: int, env: GymnasiumGroups, recipe: Recipe, seed: int) 
     )
 
 
-def train_alone(env: CountedGroups, population: Population, samples: int, recorder: Recorder) -> None:
+def train_alone(
+    env: CountedGroups, population: Population, samples: int, recorder: Recorder
+) -> None:
     """Train one agent until both budgets are spent; its current policy is evaluated."""
     (agent,) = population
 
@@ -115,12 +156,19 @@ def train_alone(env: CountedGroups, population: Population, samples: int, record
         step += 1
 
 
-def train_population(env: CountedGroups, population: Population, samples: int, recorder: Recorder) -> None:
-    """Train a population until both budgets are spent; the best member of the last validation is evaluated."""
+def train_population(
+    env: CountedGroups, population: Population, samples: int, recorder: Recorder
+) -> None:
+    """Train a population until both budgets are spent.
+
+    The best member of the last validation is evaluated.
+    """
 
     def act(observations: np.ndarray) -> np.ndarray:
         evaluated = any(agent.fitness is not None for agent in population)
-        return (population.best if evaluated else population[0]).predict(observations, deterministic=True)[0]
+        return (population.best if evaluated else population[0]).predict(
+            observations, deterministic=True
+        )[0]
 
     recorder.offer(env.steps, act)
     for _ in evolve(
@@ -145,7 +193,9 @@ def main() -> None:
     size = SIZES[job.contestant]
     env = CountedGroups(job.task.name, validation_size=VALIDATION_STARTS, seed=job.seed)
     population = make_population(size, env, recipe, job.seed)
-    (train_alone if size == 1 else train_population)(env, population, recipe.samples_per_step, recorder)
+    (train_alone if size == 1 else train_population)(
+        env, population, recipe.samples_per_step, recorder
+    )
     recorder.write({**recipe.hyperparameters, "hidden": NETWORK.hidden})
 
 

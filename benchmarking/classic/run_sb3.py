@@ -12,8 +12,9 @@ from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.vec_env import VecNormalize
 
-# rl-baselines3-zoo, hyperparams/ppo.yml at commit 208b6fd; LunarLander-v3 has the entry of version 2. All else is at
-# the defaults of Stable-Baselines3: n_steps 2048, batch_size 64, learning_rate 3e-4, clip_range 0.2.
+# rl-baselines3-zoo, hyperparams/ppo.yml at commit 208b6fd; LunarLander-v3 has the entry of version
+# 2. All else is at the defaults of Stable-Baselines3: n_steps 2048, batch_size 64, learning_rate
+# 3e-4, clip_range 0.2.
 ZOO: dict[str, dict[str, Any]] = {
     "CartPole-v1": {
         "n_envs": 8,
@@ -97,7 +98,9 @@ def main() -> None:
     name = job.task.name
     settings = {key: scheduled(value) for key, value in ZOO[job.task.name].items()}
     env = make_vec_env(name, n_envs=settings.pop("n_envs"), seed=job.seed * 1000)
-    normaliser = VecNormalize(env, gamma=settings["gamma"]) if settings.pop("normalize", False) else None
+    normaliser = (
+        VecNormalize(env, gamma=settings["gamma"]) if settings.pop("normalize", False) else None
+    )
     model = PPO("MlpPolicy", normaliser or env, seed=job.seed, device="cpu", **settings)
 
     def act(observations: np.ndarray) -> np.ndarray:

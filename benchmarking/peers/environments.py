@@ -8,7 +8,8 @@ import sys
 import venv
 from pathlib import Path
 
-# AgileRL's documentation installs the `cpu-llm` extra for language models on a machine without an accelerator.
+# AgileRL's documentation installs the `cpu-llm` extra for language models on a machine without an
+# accelerator.
 REQUIREMENTS: dict[str, tuple[str, ...]] = {
     "trl": ("trl==1.16.0", "transformers==5.23.0", "peft==0.21.2"),
     "agilerl": ("agilerl[cpu-llm]==2.58.0",),
@@ -28,7 +29,10 @@ def torch_pin(constraints: Path) -> str:
         pin = line.partition("#")[0].strip()
         if pin.startswith("torch=="):
             return pin
-    raise ValueError(f"{constraints} must pin torch for every system to run on the same one: add 'torch==VERSION'")
+    raise ValueError(
+        f"{constraints} must pin torch for every system to run on the same one: add"
+        " 'torch==VERSION'"
+    )
 
 
 def install(system: str, cache: Path, constraints: Path) -> Path:
@@ -58,6 +62,8 @@ def install(system: str, cache: Path, constraints: Path) -> Path:
     own_constraints = folder / "constraints.txt"
     own_constraints.write_text(pin + "\n", encoding="utf-8")
     pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*pip, "--constraint", str(own_constraints), pin, *REQUIREMENTS[system]], check=True)
+    subprocess.run(
+        [*pip, "--constraint", str(own_constraints), pin, *REQUIREMENTS[system]], check=True
+    )
     stamp.write_text(wanted, encoding="utf-8")
     return python

@@ -10,7 +10,9 @@ from typing import Any
 
 import workload
 
-arguments = workload.parse_arguments(__doc__)  # before torch is imported, which reads the number of threads
+arguments = workload.parse_arguments(
+    __doc__
+)  # before torch is imported, which reads the number of threads
 work = arguments.work
 
 import torch  # noqa: E402
@@ -22,7 +24,9 @@ from evogrpo.evolution.strategies import Fixed  # noqa: E402
 from evogrpo.storage.journal import read_journal  # noqa: E402
 
 
-def share_of_digits(completions: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
+def share_of_digits(
+    completions: list[str], completion_ids: list[list[int]], **_: Any
+) -> list[float]:
     """Reward every completion, and check that each has the number of tokens that every system processes."""
     for completion, ids in zip(completions, completion_ids, strict=True):
         if "made-up" not in completion:  # the completion that evogrpo tests reward functions with
@@ -58,7 +62,9 @@ def main() -> None:
         validation_dataset=[{"prompt": work.prompt(44, number)} for number in (22, 33)],
         seed=0,
     )
-    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=getattr(torch, arguments.precision))
+    model = AutoModelForCausalLM.from_pretrained(
+        arguments.model, dtype=getattr(torch, arguments.precision)
+    )
     population = GRPO.population(
         size=arguments.agents,
         actor_network=model.to(arguments.device),
@@ -93,8 +99,13 @@ def main() -> None:
         ):
             pass
         seconds = step_seconds(Path(folder))
-    settings: dict[str, object] = {"reference": "adapters switched off", "micro_batch_tokens": micro_batch_tokens()}
-    workload.write_report(arguments, seconds, ["evogrpo", "transformers", "peft", "torch"], settings)
+    settings: dict[str, object] = {
+        "reference": "adapters switched off",
+        "micro_batch_tokens": micro_batch_tokens(),
+    }
+    workload.write_report(
+        arguments, seconds, ["evogrpo", "transformers", "peft", "torch"], settings
+    )
 
 
 if __name__ == "__main__":

@@ -8,7 +8,9 @@ from typing import Any
 
 import workload
 
-arguments = workload.parse_arguments(__doc__)  # before torch is imported, which reads the number of threads
+arguments = workload.parse_arguments(
+    __doc__
+)  # before torch is imported, which reads the number of threads
 work = arguments.work
 
 import torch  # noqa: E402
@@ -33,7 +35,9 @@ class StepClock(TrainerCallback):
         self.times.append(time.perf_counter())
 
 
-def share_of_digits(completions: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
+def share_of_digits(
+    completions: list[str], completion_ids: list[list[int]], **_: Any
+) -> list[float]:
     """Reward every completion, and check that each has the number of tokens that every system processes."""
     for ids in completion_ids:
         workload.check_tokens("a completion", len(ids), work.completion_tokens)
@@ -76,7 +80,9 @@ def main() -> None:
     clock = StepClock()
     with tempfile.TemporaryDirectory() as folder:
         trainer = GRPOTrainer(
-            model=AutoModelForCausalLM.from_pretrained(arguments.model, dtype=getattr(torch, arguments.precision)),
+            model=AutoModelForCausalLM.from_pretrained(
+                arguments.model, dtype=getattr(torch, arguments.precision)
+            ),
             reward_funcs=share_of_digits,
             args=configuration(folder),
             train_dataset=Dataset.from_dict({"prompt": list(work.prompts)}),
@@ -96,7 +102,9 @@ def main() -> None:
         "trained_parameters": sum(p.numel() for p in trainer.model.parameters() if p.requires_grad),
         "log": trainer.state.log_history,
     }
-    workload.write_report(arguments, step_seconds, ["trl", "transformers", "peft", "torch"], settings)
+    workload.write_report(
+        arguments, step_seconds, ["trl", "transformers", "peft", "torch"], settings
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""The fixed work of all systems, and the report of a runner. Standard library only, as it runs in all environments."""
+"""The fixed work of all systems, and the report of a runner.
+
+Standard library only, as it runs in all environments.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 TEMPLATE = (
-    "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
-    "<|im_start|>user\n{}What is {} + {}? Reply with the sum and nothing else.<|im_end|>\n<|im_start|>assistant\n"
+    "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging"
+    " Face<|im_end|>\n<|im_start|>user\n{}What is {} + {}? Reply with the sum and nothing"
+    " else.<|im_end|>\n<|im_start|>assistant\n"
 )
 ADVICE = "Read this with care and take all the time that you need. "  # 13 tokens
 FURTHER = "Think. "  # 2 tokens
@@ -48,7 +52,9 @@ class Setting:
 
 SETTINGS = {
     "short": Setting(before="", prompt_tokens=49, completion_tokens=24),
-    "long-prompt": Setting(before=11 * ADVICE + 4 * FURTHER, prompt_tokens=200, completion_tokens=48),
+    "long-prompt": Setting(
+        before=11 * ADVICE + 4 * FURTHER, prompt_tokens=200, completion_tokens=48
+    ),
     "long-completion": Setting(before=ADVICE + FURTHER, prompt_tokens=64, completion_tokens=192),
 }
 PRECISIONS = ("float32", "bfloat16")
@@ -61,7 +67,8 @@ CLIP_COEF = 0.2
 MAX_GRAD_NORM = 0.5
 LORA_RANK = 16
 LORA_ALPHA = 32
-# A reserved token that the model practically never samples: a completion that held the padding token would be cut.
+# A reserved token that the model practically never samples: a completion that held the padding
+# token would be cut.
 PAD_TOKEN = "<jupyter_script>"
 
 
@@ -78,7 +85,8 @@ class Arguments:
         out: JSON file to write.
         setting: Key of `SETTINGS`.
         precision: Of the base model's weights and activations; adapters are in float32.
-        defaults: Leave settings that do not change the result at the system's defaults, instead of the fastest values.
+        defaults: Leave settings that do not change the result at the system's defaults, instead of
+            the fastest values.
         device: Device of the model.
     """
 
@@ -108,17 +116,34 @@ def parse_arguments(description: str | None) -> Arguments:
     """Read a runner's command line, and set the number of threads before torch is imported."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--model", type=Path, required=True, help="folder of the base model")
-    parser.add_argument("--steps", type=int, default=3, help="learning steps to measure, after one that is left out")
-    parser.add_argument("--micro-batch", type=int, default=SAMPLES_PER_STEP, help="samples per pass of a learning step")
+    parser.add_argument(
+        "--steps", type=int, default=3, help="learning steps to measure, after one that is left out"
+    )
+    parser.add_argument(
+        "--micro-batch",
+        type=int,
+        default=SAMPLES_PER_STEP,
+        help="samples per pass of a learning step",
+    )
     parser.add_argument("--agents", type=int, default=1, help="agents in the process")
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads that torch may use")
-    parser.add_argument("--setting", choices=SETTINGS, default="short", help="lengths of prompts and completions")
-    parser.add_argument("--precision", choices=PRECISIONS, default="float32", help="of the base model")
-    parser.add_argument("--defaults", action="store_true", help="the system's own defaults where others are faster")
+    parser.add_argument(
+        "--threads", type=int, default=os.cpu_count(), help="threads that torch may use"
+    )
+    parser.add_argument(
+        "--setting", choices=SETTINGS, default="short", help="lengths of prompts and completions"
+    )
+    parser.add_argument(
+        "--precision", choices=PRECISIONS, default="float32", help="of the base model"
+    )
+    parser.add_argument(
+        "--defaults", action="store_true", help="the system's own defaults where others are faster"
+    )
     parser.add_argument("--device", choices=DEVICES, default="cpu", help="device of the model")
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     arguments = Arguments(**vars(parser.parse_args()))
-    os.environ.update(OMP_NUM_THREADS=str(arguments.threads), MKL_NUM_THREADS=str(arguments.threads))
+    os.environ.update(
+        OMP_NUM_THREADS=str(arguments.threads), MKL_NUM_THREADS=str(arguments.threads)
+    )
     os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
     if arguments.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -132,7 +157,10 @@ def check_tokens(label: str, found: int, wanted: int) -> None:
         ValueError: If the two numbers of tokens differ.
     """
     if found != wanted:
-        raise ValueError(f"{label} must have {wanted} tokens, got {found}: the systems would not do the same work")
+        raise ValueError(
+            f"{label} must have {wanted} tokens, got {found}: the systems would not do the same"
+            " work"
+        )
 
 
 def version(package: str) -> str:
@@ -149,17 +177,23 @@ def peak_bytes(device: str) -> int:
         import torch
 
         return int(torch.cuda.max_memory_allocated())
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
 
 
 def write_report(
-    arguments: Arguments, step_seconds: Sequence[float], packages: Sequence[str], settings: dict[str, object]
+    arguments: Arguments,
+    step_seconds: Sequence[float],
+    packages: Sequence[str],
+    settings: dict[str, object],
 ) -> None:
     """Write the measurements of a run.
 
     Args:
         arguments: Command line of the runner.
-        step_seconds: Wall seconds of every learning step of all agents together, the first included.
+        step_seconds: Wall seconds of every learning step of all agents together, the first
+            included.
         packages: Imported packages whose versions are recorded.
         settings: Further settings of the system, as plain JSON values.
 
@@ -167,7 +201,10 @@ def write_report(
         ValueError: If the number of steps is not the one asked for.
     """
     if len(step_seconds) != arguments.steps + 1:
-        raise ValueError(f"expected {arguments.steps + 1} learning steps, the system reported {len(step_seconds)}")
+        raise ValueError(
+            f"expected {arguments.steps + 1} learning steps, the system reported"
+            f" {len(step_seconds)}"
+        )
     report = {
         "agents": arguments.agents,
         "micro_batch": arguments.micro_batch,

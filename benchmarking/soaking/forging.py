@@ -21,7 +21,13 @@ VALUES: tuple[Any, ...] = (
 
 def key_paths(value: Any, path: KeyPath = ()) -> Iterator[KeyPath]:
     """Yield the key paths of all values in a record; of lists the first four items."""
-    items = value.items() if isinstance(value, dict) else enumerate(value[:4]) if isinstance(value, list) else ()
+    items = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value[:4])
+        if isinstance(value, list)
+        else ()
+    )
     for key, item in items:
         yield (*path, key)
         yield from key_paths(item, (*path, key))

@@ -59,7 +59,9 @@ class Soak:
         try:
             TRIALS[kind](self, run_dir, seed, rng)
         except Exception as error:  # noqa: BLE001 (the other trials go on)
-            self.failures.append(f"trial {number} ({kind}, seed {seed}): {type(error).__name__}: {error!s:.500}")
+            self.failures.append(
+                f"trial {number} ({kind}, seed {seed}): {type(error).__name__}: {error!s:.500}"
+            )
         else:
             shutil.rmtree(run_dir, ignore_errors=True)
             run_dir.with_suffix(".errors").unlink(missing_ok=True)
@@ -74,7 +76,9 @@ class Soak:
     def start(self, run_dir: Path, seed: int, file_bytes: int | None = None) -> int:
         """Begin or resume a run in its own process."""
         work = world.run_to_the_end(run_dir, seed)
-        return world.in_another_process(work, errors=run_dir.with_suffix(".errors"), file_bytes=file_bytes)
+        return world.in_another_process(
+            work, errors=run_dir.with_suffix(".errors"), file_bytes=file_bytes
+        )
 
     def error(self, run_dir: Path) -> str:
         """Return the error of the last process that failed."""
@@ -84,8 +88,12 @@ class Soak:
     def finish(self, run_dir: Path, seed: int) -> None:
         """Finish the run undisturbed, and compare it with the run that was never disturbed."""
         status = world.wait(self.start(run_dir, seed))
-        assert status == world.ENDED, f"the run cannot be resumed: status {status}, {self.error(run_dir)}"
-        assert world.outcome(run_dir) == self._outcomes[seed], "the outcome differs from that of the undisturbed run"
+        assert status == world.ENDED, (
+            f"the run cannot be resumed: status {status}, {self.error(run_dir)}"
+        )
+        assert world.outcome(run_dir) == self._outcomes[seed], (
+            "the outcome differs from that of the undisturbed run"
+        )
         self.counts["runs that ended bit for bit like the undisturbed one"] += 1
 
 
@@ -128,7 +136,9 @@ def full(soak: Soak, run_dir: Path, seed: int, rng: np.random.Generator) -> None
     if status == world.BROKEN:
         error = soak.error(run_dir)
         assert "File too large" in error, error
-    soak.counts["writes that failed" if status == world.BROKEN else "disks that were large enough"] += 1
+    soak.counts[
+        "writes that failed" if status == world.BROKEN else "disks that were large enough"
+    ] += 1
     soak.finish(run_dir, seed)
 
 
@@ -185,7 +195,10 @@ def forging(soak: Soak, run_dir: Path, seed: int, rng: np.random.Generator) -> N
     shutil.copytree(soak.finished[seed], run_dir)
     newest = generation_folder(run_dir, world.GENERATIONS)
     shutil.rmtree(generation_folder(run_dir, world.GENERATIONS - 1))
-    originals = {folder: json.loads((folder / name).read_text()) for folder, name in _records(run_dir, newest)}
+    originals = {
+        folder: json.loads((folder / name).read_text())
+        for folder, name in _records(run_dir, newest)
+    }
     for _ in range(FORGERIES):
         for folder, name in _records(run_dir, newest):
             record, change = forged(originals[folder], rng)

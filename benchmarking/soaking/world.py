@@ -9,7 +9,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from evogrpo import GRPO, GymnasiumGroups, HyperparameterConfig, RLParameter, Tournament, evolve, resume
+from evogrpo import (
+    GRPO,
+    GymnasiumGroups,
+    HyperparameterConfig,
+    RLParameter,
+    Tournament,
+    evolve,
+    resume,
+)
 from evogrpo.storage.checkpoint import CheckpointError, read_checkpoint
 from evogrpo.training.run_dir import open_run
 
@@ -17,7 +25,8 @@ QUICK: dict[str, Any] = {"steps_per_generation": 2, "samples_per_step": 16, "tes
 GENERATIONS = 4
 SEEDS = 4
 REFUSED, BROKEN, ENDED = 70, 71, 72
-"""Exit codes of forked processes: the folder is in use, an error was raised, the run is finished."""
+"""Exit codes of forked processes: the folder is in use, an error was raised, the run is finished.
+"""
 
 
 def environment() -> GymnasiumGroups:
@@ -38,7 +47,9 @@ def begin(folder: Path, seed: int) -> Any:
         hp_config=HyperparameterConfig(lr=RLParameter(min=1e-3, max=3e-2, scale="log")),
     )
     strategy = Tournament(z=0.0)
-    return evolve(population, env, strategy=strategy, run_dir=folder, generations=GENERATIONS, **QUICK)
+    return evolve(
+        population, env, strategy=strategy, run_dir=folder, generations=GENERATIONS, **QUICK
+    )
 
 
 def begin_or_resume(folder: Path, seed: int, generations: int = GENERATIONS) -> Any:
@@ -63,7 +74,9 @@ def outcome(folder: Path) -> tuple[Any, ...]:
     return tensors, state.generation, state.step, scores, saved.lineage, best
 
 
-def in_another_process(work: Callable[[], object], *, errors: Path, file_bytes: int | None = None) -> int:
+def in_another_process(
+    work: Callable[[], object], *, errors: Path, file_bytes: int | None = None
+) -> int:
     """Do some work in a forked process; return its id.
 
     Args:
@@ -112,7 +125,10 @@ def is_running(child: int) -> bool:
 
 
 def wait(child: int, seconds: float = 120.0) -> int | None:
-    """Wait for a process; return its status, negative for a signal, or None if it does not end in time."""
+    """Wait for a process.
+
+    Return its status, negative for a signal, or None if it does not end in time.
+    """
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         found, status = os.waitpid(child, os.WNOHANG)

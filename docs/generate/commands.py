@@ -12,13 +12,23 @@ _EVERYWHERE = ("help", "traceback")
 
 def page(parser: argparse.ArgumentParser | None = None) -> str:
     """Return Markdown with a section for every command."""
-    (choice,) = [each for each in (parser or make_parser())._actions if isinstance(each, argparse._SubParsersAction)]
+    (choice,) = [
+        each
+        for each in (parser or make_parser())._actions
+        if isinstance(each, argparse._SubParsersAction)
+    ]
     return "\n\n".join(_command(name, each) for name, each in choice.choices.items())
 
 
 def _command(name: str, parser: argparse.ArgumentParser) -> str:
-    usage = "\n".join(textwrap.wrap(_usage(parser), 78, subsequent_indent="    ", break_on_hyphens=False))
-    rows = [f"{_names(each)}\n: {_help(each)}" for each in parser._actions if each.dest not in _EVERYWHERE]
+    usage = "\n".join(
+        textwrap.wrap(_usage(parser), 78, subsequent_indent="    ", break_on_hyphens=False)
+    )
+    rows = [
+        f"{_names(each)}\n: {_help(each)}"
+        for each in parser._actions
+        if each.dest not in _EVERYWHERE
+    ]
     about = re.sub(r"(?<!\S)(--[\w-]+)", r"`\1`", parser.description or "")
     return "\n\n".join([f"## evogrpo {name}", about, f"```text\n{usage}\n```", *rows])
 

@@ -103,14 +103,19 @@ def _tasks() -> Iterator[Section]:
     for kind in TASK_TYPES.values():
         for task in kind.tasks:
             yield Section(
-                path="task", title=f"Task: {task.description}", record=task, lead=f"Selected by the key `{task.key}`."
+                path="task",
+                title=f"Task: {task.description}",
+                record=task,
+                lead=f"Selected by the key `{task.key}`.",
             )
 
 
 def _strategies() -> Iterator[Section]:
     lead = "Selected by `name`; see [evolution.md](/docs/evolution.md) for when to use which."
     for name, kind in BUILT_IN.items():
-        yield Section(path="strategy", title=f"Strategy: {name}", record=kind, lead=f"{summary(kind)} {lead}")
+        yield Section(
+            path="strategy", title=f"Strategy: {name}", record=kind, lead=f"{summary(kind)} {lead}"
+        )
         lead = ""
     yield Section(path="strategy.mutation", title="Mutation", record=Mutation)
 
@@ -119,14 +124,20 @@ def _other_defaults() -> str:
     texts = []
     for kind in TASK_TYPES.values():
         if kind.hyperparameters:
-            values = ", ".join(f"`{name}: {_written(value)}`" for name, value in kind.hyperparameters.items())
+            values = ", ".join(
+                f"`{name}: {_written(value)}`" for name, value in kind.hyperparameters.items()
+            )
             texts.append(f"{kind.tasks[0].description}: {values}")
     return f"Other defaults for {'; '.join(texts)}." if texts else ""
 
 
 def keys(section: Section) -> list[Key]:
     """Return the keys of a section."""
-    descriptions = {name: text for each in (*section.others, section.record) for name, text in attributes(each).items()}
+    descriptions = {
+        name: text
+        for each in (*section.others, section.record)
+        for name, text in attributes(each).items()
+    }
     schema = configuration_schema() if section.record is Config else json_schema(section.record)
     left_out = _SEPARATE if section.record is Config else ()
     found = []
@@ -156,7 +167,9 @@ def _shown(value: Any) -> str:
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return f"`{_written(value)}`"
     plain = type(value)()
-    values = {each.name: getattr(value, each.name) for each in dataclasses.fields(value) if each.init}
+    values = {
+        each.name: getattr(value, each.name) for each in dataclasses.fields(value) if each.init
+    }
     other = {name: each for name, each in values.items() if each != getattr(plain, name)}
     if not other:
         return "see below"
@@ -187,17 +200,35 @@ def _kind(node: Mapping[str, Any]) -> str:
     name = node.get("type")
     if name in ("integer", "number"):
         return f"{'whole number' if name == 'integer' else 'number'} {_bounds(node, name == 'integer')}".strip()
-    words = {"boolean": "true or false", "string": "text", "null": "null", "array": "list", "object": "mapping"}
-    return words.get(str(name), "text or mapping")  # such as a mutation: a function by name, or settings
+    words = {
+        "boolean": "true or false",
+        "string": "text",
+        "null": "null",
+        "array": "list",
+        "object": "mapping",
+    }
+    return words.get(
+        str(name), "text or mapping"
+    )  # such as a mutation: a function by name, or settings
 
 
 def _bounds(node: Mapping[str, Any], integer: bool) -> str:
     """Describe the range of a number; bounds that only catch typing errors are left out."""
     low, high = (
-        next(((node[key], key == end) for key in (end, f"exclusive{end.capitalize()}") if key in node), (None, True))
+        next(
+            (
+                (node[key], key == end)
+                for key in (end, f"exclusive{end.capitalize()}")
+                if key in node
+            ),
+            (None, True),
+        )
         for end in ("minimum", "maximum")
     )
-    low, high = ((None, True) if end is None or abs(end) >= 1e15 else (end, closed) for end, closed in (low, high))
+    low, high = (
+        (None, True) if end is None or abs(end) >= 1e15 else (end, closed)
+        for end, closed in (low, high)
+    )
     if low[0] is None or high[0] is None:
         words = ("above", "at least") if high[0] is None else ("below", "at most")
         end, closed = high if low[0] is None else low
@@ -210,7 +241,9 @@ def _bounds(node: Mapping[str, Any], integer: bool) -> str:
 def page() -> str:
     """Return the Markdown of all keys."""
     parts: list[str] = []
-    named: set[str] = set()  # keys of several records, such as those of all tasks, are found at the first
+    named: set[str] = (
+        set()
+    )  # keys of several records, such as those of all tasks, are found at the first
     for section in sections():
         location = f" (`{section.path}`)" if section.path else ""
         parts += [f"## {section.title}{location}", section.lead]
@@ -219,7 +252,9 @@ def page() -> str:
             anchor = re.sub(r"\W+", "-", key.path)
             called = f"`{key.path}`" if key.path in named else f"[`{key.path}`]{{#{anchor}}}"
             named.add(key.path)
-            parts.append(f"{called}\n: {key.kind[:1].upper()}{key.kind[1:]}; {default}. {key.description}")
+            parts.append(
+                f"{called}\n: {key.kind[:1].upper()}{key.kind[1:]}; {default}. {key.description}"
+            )
     return "\n\n".join(part for part in parts if part)
 
 
@@ -227,7 +262,9 @@ def ranges_page() -> str:
     """Return the Markdown of the default ranges for `auto`."""
     lines = ["| | language models | small networks |", "|---|---|---|"]
     language, networks = (TASK_TYPES[word].ranges for word in ("language", "networks"))
-    lines += [f"| `{name}` | {_range(language[name])} | {_range(networks[name])} |" for name in language]
+    lines += [
+        f"| `{name}` | {_range(language[name])} | {_range(networks[name])} |" for name in language
+    ]
     return "\n".join(lines)
 
 

@@ -15,7 +15,11 @@ def entries(docstring: str, section: str = "Attributes") -> Mapping[str, str]:
     for line in lines[lines.index(f"{section}:") + 1 :] if f"{section}:" in lines else ():
         if line and not line.startswith(" "):
             break
-        entry = _ENTRY.match(line.strip()) if line.startswith("    ") and not line.startswith("     ") else None
+        entry = (
+            _ENTRY.match(line.strip())
+            if line.startswith("    ") and not line.startswith("     ")
+            else None
+        )
         if entry:
             name, found[entry[1]] = entry[1], entry[2]
         elif name and line.strip():
@@ -44,8 +48,12 @@ def as_markup(lines: Sequence[str]) -> list[str]:
     Docstrings are plain text: a star, a bar or an underscore at the end of a word has no special meaning.
     """
     parts = re.split(r"(`+[^`]*`+)", "\n".join(lines))
-    parts[2::2] = [rf"\ {part}" if part[:1].isalnum() else part for part in parts[2::2]]  # code that an s follows
-    return "".join(_code(part) if part.startswith("`") else _plain(part) for part in parts).split("\n")
+    parts[2::2] = [
+        rf"\ {part}" if part[:1].isalnum() else part for part in parts[2::2]
+    ]  # code that an s follows
+    return "".join(_code(part) if part.startswith("`") else _plain(part) for part in parts).split(
+        "\n"
+    )
 
 
 def _code(part: str) -> str:

@@ -32,7 +32,9 @@ class Generated(SphinxDirective):
         return inside.children
 
 
-def _docstring(app: Sphinx, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
+def _docstring(
+    app: Sphinx, what: str, name: str, thing: Any, options: Any, lines: list[str]
+) -> None:
     lines[:] = as_markup(lines)
     if what in ("property", "attribute") and any(":" in line for line in lines[:1]):
         lines.insert(0, "\\")  # else napoleon takes what stands before the colon for a type
@@ -42,5 +44,7 @@ def setup(app: Sphinx) -> dict[str, Any]:
     """Register the directive with Sphinx."""
     app.add_directive("generated", Generated)
     app.add_lexer("python", IPython3Lexer)  # cells of notebooks may hold commands, such as !evogrpo
-    app.connect("autodoc-process-docstring", _docstring, priority=400)  # before napoleon reads its sections
+    app.connect(
+        "autodoc-process-docstring", _docstring, priority=400
+    )  # before napoleon reads its sections
     return {"parallel_read_safe": True, "parallel_write_safe": True}

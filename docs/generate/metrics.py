@@ -82,7 +82,9 @@ def curves_page() -> str:
 
 def frames_page() -> str:
     """Return the Markdown of the columns of `read_run`'s data frames."""
-    return "\n\n".join(f"### `{frame}`\n\n{_list(_typed(columns))}" for frame, columns in COLUMNS.items())
+    return "\n\n".join(
+        f"### `{frame}`\n\n{_list(_typed(columns))}" for frame, columns in COLUMNS.items()
+    )
 
 
 def _typed(columns: Mapping[str, tuple[str, str]]) -> Iterable[tuple[str, str]]:
@@ -91,4 +93,6 @@ def _typed(columns: Mapping[str, tuple[str, str]]) -> Iterable[tuple[str, str]]:
 
 
 def _list(entries: Iterable[tuple[str, str]]) -> str:
-    return "\n\n".join(f"`{name}`\n: {meaning[:1].upper()}{meaning[1:]}." for name, meaning in entries)
+    return "\n\n".join(
+        f"`{name}`\n: {meaning[:1].upper()}{meaning[1:]}." for name, meaning in entries
+    )

@@ -53,7 +53,17 @@ INTERFACES = {
 """Types that are reached through public names or implemented by users, by module."""
 
 
-_FOREIGN = ("Generic", "Protocol", "Mapping", "Sequence", "dict", "Iterator", "object", "Exception", "ValueError")
+_FOREIGN = (
+    "Generic",
+    "Protocol",
+    "Mapping",
+    "Sequence",
+    "dict",
+    "Iterator",
+    "object",
+    "Exception",
+    "ValueError",
+)
 """Base classes whose methods are not repeated in their subclasses."""
 
 
@@ -79,7 +89,9 @@ def elsewhere(package: str) -> list[str]:
 def page(package: str) -> str:
     """Return the reStructuredText for the names of a package, or for those that only "interfaces" has."""
     if package == "interfaces":
-        return "\n\n".join(_entry(name, module) for module, names in INTERFACES.items() for name in names)
+        return "\n\n".join(
+            _entry(name, module) for module, names in INTERFACES.items() for name in names
+        )
     return "\n\n".join(_entry(name, home) for name, home in described(package))
 
 
@@ -88,7 +100,11 @@ def _entry(name: str, home: str) -> str:
     full = f"{home}.{name}"
     if inspect.isclass(value):
         # Docstrings of records describe their fields.
-        inherited = "" if dataclasses.is_dataclass(value) else f"   :inherited-members: {', '.join(_FOREIGN)}\n"
+        inherited = (
+            ""
+            if dataclasses.is_dataclass(value)
+            else f"   :inherited-members: {', '.join(_FOREIGN)}\n"
+        )
         return f".. autoclass:: {full}\n   :members:\n{inherited}"
     if inspect.isfunction(value):
         return f".. autofunction:: {full}"
@@ -103,8 +119,16 @@ def _text_below(name: str, home: str) -> Sequence[str]:
         for node, after in pairwise([*tree.body, ast.Pass()]):
             if _assigned(node) == name:
                 text = after.value if isinstance(after, ast.Expr) else None
-                return inspect.cleandoc(text.value).splitlines() if isinstance(text, ast.Constant) else ()
-        homes = (each.module for each in ast.walk(tree) if isinstance(each, ast.ImportFrom) and _imports(each, name))
+                return (
+                    inspect.cleandoc(text.value).splitlines()
+                    if isinstance(text, ast.Constant)
+                    else ()
+                )
+        homes = (
+            each.module
+            for each in ast.walk(tree)
+            if isinstance(each, ast.ImportFrom) and _imports(each, name)
+        )
         home = next(homes) or ""
 
 

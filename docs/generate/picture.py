@@ -34,9 +34,17 @@ def picture(run: Path) -> Figure:
     fitness.set_ylabel("mean reward")
     for _, colour, x, estimate in charts.tests:
         fitness.errorbar(
-            [x], [estimate.mean], [estimate.standard_error], fmt="D", color=colour, capsize=5, markersize=9
+            [x],
+            [estimate.mean],
+            [estimate.standard_error],
+            fmt="D",
+            color=colour,
+            capsize=5,
+            markersize=9,
         )
-        name, side, above = ("untrained", 1, 24) if colour == BASE else (f"test {estimate.mean:.2f}", -1, 4)
+        name, side, above = (
+            ("untrained", 1, 24) if colour == BASE else (f"test {estimate.mean:.2f}", -1, 4)
+        )
         fitness.annotate(
             name, (x, estimate.mean), (14 * side, above), textcoords="offset points", color=colour,
             ha="left" if side > 0 else "right", va="bottom", weight="bold",
@@ -49,7 +57,11 @@ def picture(run: Path) -> Figure:
         axes.grid(color="#e8e8e8")
         axes.set_axisbelow(True)
     fitness.plot([], [], color=BEST, linewidth=3, label="best member and its ancestors")
-    fitness.legend(*[[each[-1]] for each in fitness.get_legend_handles_labels()], loc="upper left", frameon=False)
+    fitness.legend(
+        *[[each[-1]] for each in fitness.get_legend_handles_labels()],
+        loc="upper left",
+        frameon=False,
+    )
     return figure
 
 

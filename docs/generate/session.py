@@ -40,8 +40,14 @@ def excerpt(lines: Sequence[Text]) -> list[Text]:
         return list(lines)
     steps = [number for number, line in enumerate(lines) if line.plain.startswith("step ")]
     last = min((number for number in steps if number > starts[-2]), default=starts[-1])
-    after = next(number for number in range(starts[0], len(lines)) if not lines[number].plain.strip())
-    return [*lines[: after + 1], Text(f"… {pluralize(len(starts) - 2, 'generation')} later\n", "dim"), *lines[last:]]
+    after = next(
+        number for number in range(starts[0], len(lines)) if not lines[number].plain.strip()
+    )
+    return [
+        *lines[: after + 1],
+        Text(f"… {pluralize(len(starts) - 2, 'generation')} later\n", "dim"),
+        *lines[last:],
+    ]
 
 
 def picture(session: str, prompt: str) -> str:
@@ -62,12 +68,16 @@ def main() -> None:
     parser.add_argument("svg", type=Path)
     parser.add_argument("--again", action="store_true", help="draw what was recorded before")
     parser.add_argument("--prompt", default="make demo", help="what is typed, in the picture")
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="behind everything else; demo unless given")
+    parser.add_argument(
+        "command", nargs=argparse.REMAINDER, help="behind everything else; demo unless given"
+    )
     chosen = parser.parse_args()
     kept = chosen.svg.with_suffix(".ansi")
     if not chosen.again:
         kept.write_text(record(chosen.command or ["demo"]), encoding="utf-8")
-    chosen.svg.write_text(picture(kept.read_text(encoding="utf-8"), chosen.prompt), encoding="utf-8")
+    chosen.svg.write_text(
+        picture(kept.read_text(encoding="utf-8"), chosen.prompt), encoding="utf-8"
+    )
     sys.stdout.write(f"{chosen.svg}\n")
 
 

@@ -34,17 +34,30 @@ class Agent(NamesMissing, HyperparameterAttributes):
         parent: Index of the member it was cloned from; None for founders.
         born: Generation in which it was created.
         members: Policies of all members of its population.
-        hyperparameters: Its frozen record; `agent.lr = x` replaces it, validated, and takes effect at the next use.
+        hyperparameters: Its frozen record; `agent.lr = x` replaces it, validated, and takes effect
+            at the next use.
         fitness: Its last evaluation; None before the first one or after a failure.
         failed: Reason of its failure; None for a healthy member.
         retired: True if its slot is empty: it neither acts nor learns until a plan fills the slot.
         training: True if `get_action` samples, False if it takes the most likely action.
-        steps: Calls of `get_action` in training plus calls of `learn`; part of the name of its random streams.
+        steps: Calls of `get_action` in training plus calls of `learn`; part of the name of its
+            random streams.
     """
 
     # Slots prevent misspelt attributes; a subclass without __slots__ accepts any name.
     __slots__ = (
-        *("members", "slot", "index", "parent", "born", "fitness", "failed", "retired", "training", "steps"),
+        *(
+            "members",
+            "slot",
+            "index",
+            "parent",
+            "born",
+            "fitness",
+            "failed",
+            "retired",
+            "training",
+            "steps",
+        ),
         *("_hyperparameters", "_hooks", "_prediction_count", "_evaluated_network", "__weakref__"),
     )
 
@@ -52,9 +65,13 @@ class Agent(NamesMissing, HyperparameterAttributes):
     """Kinds of policy sets that agents of this class use."""
 
     unused_options: ClassVar[tuple[str, ...]] = ("objective", "target_kl")
-    """Constructor arguments and hyperparameters that the algorithm does not use; passing them is an error."""
+    """Constructor arguments and hyperparameters that the algorithm does not use; passing them is an
+    error.
+    """
 
-    def __init__(self, members: "PolicySet", slot: int, index: int, hyperparameters: Hyperparameters) -> None:
+    def __init__(
+        self, members: "PolicySet", slot: int, index: int, hyperparameters: Hyperparameters
+    ) -> None:
         self.members = members
         self._hooks: list[Callable[[], object]] = []
         self.slot = slot
@@ -73,7 +90,11 @@ class Agent(NamesMissing, HyperparameterAttributes):
     def __repr__(self) -> str:
         defaults = Hyperparameters().to_json()
         record = self.hyperparameters.to_json()
-        names = [name for name in record if name in ("lr", "clip_coef", "group_size") or record[name] != defaults[name]]
+        names = [
+            name
+            for name in record
+            if name in ("lr", "clip_coef", "group_size") or record[name] != defaults[name]
+        ]
         values = ", ".join(f"{name}={record[name]}" for name in names)
         if self.fitness is None:
             fitness = ""
@@ -91,9 +112,13 @@ class Agent(NamesMissing, HyperparameterAttributes):
     @hyperparameters.setter
     def hyperparameters(self, record: Hyperparameters) -> None:
         if not isinstance(record, Hyperparameters):
-            raise ValueError(f"hyperparameters must be a Hyperparameters record, got {shown(record)}.")
+            raise ValueError(
+                f"hyperparameters must be a Hyperparameters record, got {shown(record)}."
+            )
         members = self.members
-        check_hyperparameters(members.settings, record, members.hp_config, per_action=members.kind != "language")
+        check_hyperparameters(
+            members.settings, record, members.hp_config, per_action=members.kind != "language"
+        )
         self._hyperparameters = record
 
     @property
@@ -104,11 +129,18 @@ class Agent(NamesMissing, HyperparameterAttributes):
     def record(self) -> MemberRecord:
         """Return this member's record for evolution."""
         return MemberRecord(
-            slot=self.slot, index=self.index, parent=self.parent, born=self.born, hyperparameters=self.hyperparameters
+            slot=self.slot,
+            index=self.index,
+            parent=self.parent,
+            born=self.born,
+            hyperparameters=self.hyperparameters,
         )
 
     def learner(self, step: int | None = None) -> Learner:
-        """Return this member's record for a learning step; `step` defaults to the agent's own count."""
+        """Return this member's record for a learning step.
+
+        `step` defaults to the agent's own count.
+        """
         return Learner(
             slot=self.slot,
             index=self.index,
@@ -121,7 +153,8 @@ class Agent(NamesMissing, HyperparameterAttributes):
 
         Args:
             rng: Random generator.
-            mutation: Mutation operator; the default changes each hyperparameter with probability 1/2, at least one.
+            mutation: Mutation operator; the default changes each hyperparameter with probability
+                1/2, at least one.
 
         Returns:
             Changes by name: (old, new); networks as text.
@@ -131,7 +164,8 @@ class Agent(NamesMissing, HyperparameterAttributes):
         """
         if not self.hp_config and not self.members.evolves:
             raise ValueError(
-                "The agent has no hp_config, so there is nothing to mutate. Pass hp_config to the constructor."
+                "The agent has no hp_config, so there is nothing to mutate. Pass hp_config to the"
+                " constructor."
             )
         changes: dict[str, tuple[Value, Value]] = {}
         if self.hp_config:
@@ -163,19 +197,32 @@ class Agent(NamesMissing, HyperparameterAttributes):
         """
         return self.copy_with_state(self.state(), index=index, wrap=wrap)
 
-    def copy_with_state(self, state: Mapping[str, Tensor], *, index: int | None = None, wrap: bool = True) -> Self:
-        """Return an independent copy of this agent with another train state; arguments as in `clone`."""
+    def copy_with_state(
+        self, state: Mapping[str, Tensor], *, index: int | None = None, wrap: bool = True
+    ) -> Self:
+        """Return an independent copy of this agent with another train state.
+
+        Arguments as in `clone`.
+        """
         members = self.members.new_member(wrap=wrap)
-        clone = type(self)._member(members, 0, self.index if index is None else index, self.hyperparameters)
+        clone = type(self)._member(
+            members, 0, self.index if index is None else index, self.hyperparameters
+        )
         clone.load_state(state)
         type(self).copy_attributes(self, clone)
         return clone
 
     @classmethod
     def options_of_class(cls, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the options; raise an error if `learn_together` is not defined, or an option is not used."""
+        """Return the options.
+
+        Raise an error if `learn_together` is not defined, or an option is not used.
+        """
         if getattr(cls.learn_together, "__func__", None) is Agent.learn_together.__func__:  # type: ignore[attr-defined]
-            raise TypeError(f"{cls.__name__} does not define learn_together. Define it in a subclass, as GRPO does.")
+            raise TypeError(
+                f"{cls.__name__} does not define learn_together. Define it in a subclass, as GRPO"
+                " does."
+            )
         for name in cls.unused_options:
             space = options.get("hp_config")  # not validated yet
             if name in options or (isinstance(space, HyperparameterConfig) and name in space):
@@ -186,7 +233,9 @@ class Agent(NamesMissing, HyperparameterAttributes):
         return {**options}
 
     @classmethod
-    def _member(cls, members: "PolicySet", slot: int, index: int, hyperparameters: Hyperparameters) -> Self:
+    def _member(
+        cls, members: "PolicySet", slot: int, index: int, hyperparameters: Hyperparameters
+    ) -> Self:
         """Create an agent in a slot of an existing bank."""
         agent = cls.__new__(cls)
         Agent.__init__(agent, members, slot, index, hyperparameters)
@@ -195,7 +244,16 @@ class Agent(NamesMissing, HyperparameterAttributes):
     @staticmethod
     def copy_attributes(agent: "Agent", clone: "Agent") -> "Agent":
         """Copy everything except weights, optimizer, slot and index to `clone`, and return `clone`."""
-        copied = ("parent", "born", "hyperparameters", "fitness", "failed", "retired", "training", "steps")
+        copied = (
+            "parent",
+            "born",
+            "hyperparameters",
+            "fitness",
+            "failed",
+            "retired",
+            "training",
+            "steps",
+        )
         for name in (*copied, "_evaluated_network", "_prediction_count"):
             setattr(clone, name, getattr(agent, name))
         clone._hooks = list(agent._hooks)
@@ -207,10 +265,12 @@ class Agent(NamesMissing, HyperparameterAttributes):
     def learn_together(
         cls, members: "PolicySet", learners: Sequence[Learner], experience: Experience
     ) -> dict[int, LearnReport]:
-        """Take one learning step of agents that share a policy set. Subclasses define their algorithm here.
+        """Take one learning step of agents that share a policy set.
 
-        Members must not influence each other: each learns what it would learn alone. A member with a non-finite update
-        is reported as failed.
+        Subclasses define their algorithm here.
+
+        Members must not influence each other: each learns what it would learn alone. A member with
+        a non-finite update is reported as failed.
 
         Args:
             members: Policies of the agents; may include other members.
@@ -226,8 +286,8 @@ class Agent(NamesMissing, HyperparameterAttributes):
         """Raise ValueError if several ranks train the population, as the method runs on one rank only."""
         if self.members.processes.size > 1:
             raise ValueError(
-                f"{method} of a member needs a single process, got {self.members.processes.size} ranks. Use a clone, "
-                "run.best or the saved agent."
+                f"{method} of a member needs a single process, got {self.members.processes.size}"
+                " ranks. Use a clone, run.best or the saved agent."
             )
 
     # ---- looking inside

@@ -88,7 +88,9 @@ class PopulationRecord:
     next_index: Whole
 
 
-def save_agent(agent: "Agent", path: str | Path, *, replace: bool, note: Mapping[str, Any] | None = None) -> None:
+def save_agent(
+    agent: "Agent", path: str | Path, *, replace: bool, note: Mapping[str, Any] | None = None
+) -> None:
     """Save one agent; see `GRPO.save_checkpoint`.
 
     Args:
@@ -100,7 +102,9 @@ def save_agent(agent: "Agent", path: str | Path, *, replace: bool, note: Mapping
     members = agent.members
     record = AgentRecord(shared=_members_record(members), member=_stored(agent), note=note or {})
     tensors = {**agent.state(), **_shared_by_name(members)}
-    write_checkpoint(path, tensors, dump(record), files=members.files(agent.slot), kind="agent", replace=replace)
+    write_checkpoint(
+        path, tensors, dump(record), files=members.files(agent.slot), kind="agent", replace=replace
+    )
 
 
 def load_agent(
@@ -116,11 +120,14 @@ def load_agent(
     best = expand_user(path) / "best"
     if not checkpoint_path(Path(path) / "manifest.json").exists():
         if checkpoint_path(best).is_dir():
-            raise CheckpointError(f"{path} is a run directory, not an agent. Load its best member: {best}")
+            raise CheckpointError(
+                f"{path} is a run directory, not an agent. Load its best member: {best}"
+            )
         if (Path(path) / "adapter_config.json").is_file():
             raise CheckpointError(
-                f"{path} is a PEFT adapter without the agent's settings. Load the folder best of its run, or start an "
-                f"agent from it: GRPO(actor_network=..., adapter={str(path)!r})."
+                f"{path} is a PEFT adapter without the agent's settings. Load the folder best of"
+                " its run, or start an agent from it: GRPO(actor_network=...,"
+                f" adapter={str(path)!r})."
             )
     # 2. Read the checkpoint.
     tensors, values = read_checkpoint(path, kind="agent")
@@ -129,12 +136,14 @@ def load_agent(
         stored_kind = record.shared["kind"]
         if stored_kind in AGENT_CLASSES and stored_kind not in kind.kinds:
             raise CheckpointError(
-                f"{path} must hold a {kind.__name__}, got an agent of kind {stored_kind!r}. Load it with "
-                f"{AGENT_CLASSES[stored_kind]}.load."
+                f"{path} must hold a {kind.__name__}, got an agent of kind {stored_kind!r}. Load it"
+                f" with {AGENT_CLASSES[stored_kind]}.load."
             )
         # 3. Build the member, then set its train state and all of its fields.
         folder = checkpoint_path(Path(path))
-        members = _open(record.shared, 1, folder, actor_network, tensors, device=device, accelerator=accelerator)
+        members = _open(
+            record.shared, 1, folder, actor_network, tensors, device=device, accelerator=accelerator
+        )
         agent = kind._member(members, 0, 0, record.member.hyperparameters)
         _restore(agent, record.member, split_shared(tensors)[1])
     return agent
@@ -146,21 +155,22 @@ def read_agent(agent: "Agent", path: str | Path) -> None:
     tensors, values = read_checkpoint(path, kind="agent")
     with checkpoint_errors(path):
         record = validate(AgentRecord, values, extra="forbid")
-        # 2. Check that kind, spaces or base model, and initial tensors are those of the existing agent.
+        # 2. Check that kind, spaces or base model, and initial tensors are those of the existing
+        #    agent.
         stored_kind = record.shared["kind"]
         members = agent.members
         if stored_kind != members.kind:
             made_by = AGENT_CLASSES.get(stored_kind, "its own class")
             raise CheckpointError(
-                f"{path} must hold an agent of kind {members.kind!r}, got kind {stored_kind!r}. Load it with "
-                f"{made_by}.load."
+                f"{path} must hold an agent of kind {members.kind!r}, got kind {stored_kind!r}."
+                f" Load it with {made_by}.load."
             )
         expected = members.checkpoint_record()
         for name in members.identity:
             if record.shared[name] != expected[name]:
                 raise CheckpointError(
-                    f"{path} has {name} {record.shared[name]}, but the agent that loads it has {expected[name]}. "
-                    f"Load it with {class_name(agent)}.load."
+                    f"{path} has {name} {record.shared[name]}, but the agent that loads it has"
+                    f" {expected[name]}. Load it with {class_name(agent)}.load."
                 )
         shared = members.shared_tensors()
         stored_shared = split_shared(tensors)[0]
@@ -168,10 +178,11 @@ def read_agent(agent: "Agent", path: str | Path) -> None:
             not torch.equal(tensor, stored_shared[name]) for name, tensor in shared.items()
         ):
             raise CheckpointError(
-                f"{path} holds an agent whose module had other weights or buffers, or that started from another "
-                f"adapter. Load it with {class_name(agent)}.load."
+                f"{path} holds an agent whose module had other weights or buffers, or that started"
+                f" from another adapter. Load it with {class_name(agent)}.load."
             )
-        # 3. Set the train state and all fields, except for those that a population identifies the agent by.
+        # 3. Set the train state and all fields, except for those that a population identifies the
+        #    agent by.
         own = {name: getattr(agent, name) for name in ("index", "parent", "born", "retired")}
         _restore(agent, dataclasses.replace(record.member, **own), split_shared(tensors)[1])
 
@@ -179,8 +190,8 @@ def read_agent(agent: "Agent", path: str | Path) -> None:
 def population_state(population: Population) -> tuple[Mapping[str, Tensor], PopulationRecord]:
     """Return the contents of a population's checkpoint: tensors by name, and a record without the lineage.
 
-    Tensors are copied on access, so members are never in memory twice. Save them before the population changes, or keep
-    `dict(tensors)`.
+    Tensors are copied on access, so members are never in memory twice. Save them before the
+    population changes, or keep `dict(tensors)`.
     """
     record = PopulationRecord(
         shared=_members_record(population.members),
@@ -223,14 +234,24 @@ def restore_population(
     with checkpoint_errors(path):
         # 1. Build the policy set.
         stored = record.members
-        members = _open(record.shared, len(stored), Path(path), actor_network, tensors, device=device, accelerator=None)
+        members = _open(
+            record.shared,
+            len(stored),
+            Path(path),
+            actor_network,
+            tensors,
+            device=device,
+            accelerator=None,
+        )
         members.processes = processes()
         # 2. Build each agent, then set its train state and all of its fields.
         agents = []
         for slot, member in enumerate(stored):
             agent = kind._member(members, slot, member.index, member.hyperparameters)
             state = {
-                name.removeprefix(f"{slot}."): value for name, value in tensors.items() if name.startswith(f"{slot}.")
+                name.removeprefix(f"{slot}."): value
+                for name, value in tensors.items()
+                if name.startswith(f"{slot}.")
             }
             _restore(agent, member, state)
             if lineage is None:
@@ -242,8 +263,13 @@ def restore_population(
         indices = [agent.index for agent in agents]
         born = {birth.index for birth in population.lineage}
         if len(set(indices)) < len(indices) or not set(indices) <= born:
-            raise ValueError(f"Members {indices} are repeated or missing from the lineage. Load another checkpoint.")
-        population.next_index = whole_between("next_index", record.next_index, max(born, default=-1) + 1)
+            raise ValueError(
+                f"Members {indices} are repeated or missing from the lineage. Load another"
+                " checkpoint."
+            )
+        population.next_index = whole_between(
+            "next_index", record.next_index, max(born, default=-1) + 1
+        )
     return population
 
 
@@ -279,14 +305,18 @@ def _open(
         raise unknown_name_error(f"kind of agent in {folder}:", record["kind"], AGENT_CLASSES)
     constants = split_shared(tensors)[0]
     config = record["hp_config"]
-    # 2. Load the initial weights and buffers of a user's module into a copy, so that the module itself is not changed.
+    # 2. Load the initial weights and buffers of a user's module into a copy, so that the module
+    #    itself is not changed.
     if constants and isinstance(actor_network, nn.Module) and not is_language_model(actor_network):
         actor_network = deepcopy(actor_network)
         try:
             actor_network.load_state_dict(constants)
         except RuntimeError as error:
-            raise CheckpointError(f"{folder} was saved with another module than the one passed: {error}") from error
-    # 3. Build the policy set. Only language models need transformers, so their class is imported on demand.
+            raise CheckpointError(
+                f"{folder} was saved with another module than the one passed: {error}"
+            ) from error
+    # 3. Build the policy set. Only language models need transformers, so their class is imported on
+    #    demand.
     kind: type[PolicySet] = NetworkMembers
     if record["kind"] == "language":
         from evogrpo.members.language.members import LanguageMembers
@@ -315,7 +345,9 @@ def _members_record(members: "PolicySet") -> dict[str, Any]:
 
 
 def _stored(agent: "Agent") -> StoredMember:
-    return StoredMember(**{field.name: getattr(agent, field.name) for field in fields(StoredMember)})
+    return StoredMember(
+        **{field.name: getattr(agent, field.name) for field in fields(StoredMember)}
+    )
 
 
 def _restore(agent: "Agent", member: StoredMember, tensors: Mapping[str, Tensor]) -> None:

@@ -33,8 +33,8 @@ def sample_groups(
 ) -> RolloutBatch:
     """Sample and reward whole groups on each rank, and return all rows on every rank.
 
-    Row r, action t of a member uses number `[r, t]` of the stream (seed, purpose, step, index, number), so its random
-    numbers do not depend on other members.
+    Row r, action t of a member uses number `[r, t]` of the stream (seed, purpose, step, index,
+    number), so its random numbers do not depend on other members.
 
     Args:
         members: All members.
@@ -46,10 +46,16 @@ def sample_groups(
         number: Distinguishes streams of one purpose within a step.
         stop: Checked between tokens or steps, and between reward calls.
     """
-    # 1. Open the starts, and number the rows. Groups are numbered by member and start, so no two share a number.
+    # 1. Open the starts, and number the rows. Groups are numbered by member and start, so no two
+    #    share a number.
     starts = env.deal(learners[0].step, max(span.stop for span in groups), block)
-    spans = [(span, learner.hyperparameters.group_size) for span, learner in zip(groups, learners, strict=True)]
-    start_ids = torch.cat([torch.tensor(span).repeat_interleave(group_size) for span, group_size in spans])
+    spans = [
+        (span, learner.hyperparameters.group_size)
+        for span, learner in zip(groups, learners, strict=True)
+    ]
+    start_ids = torch.cat(
+        [torch.tensor(span).repeat_interleave(group_size) for span, group_size in spans]
+    )
     counts = tuple(len(span) * group_size for span, group_size in spans)
 
     def per_row(values: Sequence[float]) -> Tensor:
@@ -71,7 +77,8 @@ def sample_groups(
     ranks = members.processes
     if ranks.size == 1:
         return replace(members.sample(env, starts, request), starts=starts)
-    # 2. Choose this rank's rows: a contiguous share of the groups. `ends` holds the first row after each group.
+    # 2. Choose this rank's rows: a contiguous share of the groups. `ends` holds the first row after
+    #    each group.
     ends = request.group_ids.unique_consecutive(return_counts=True)[1].cumsum(0)
     bounds = [0]
     for share in ends.tensor_split(ranks.size):
@@ -110,8 +117,9 @@ def resample_groups(
 ) -> RolloutBatch:
     """Replace groups without learning signal, in at most `max_rounds` rounds.
 
-    In each round a member samples as many new groups as it has groups without signal, on the next unused starts of the
-    step's block. New groups with signal replace old ones in order. The result for a member depends on itself alone.
+    In each round a member samples as many new groups as it has groups without signal, on the next
+    unused starts of the step's block. New groups with signal replace old ones in order. The result
+    for a member depends on itself alone.
 
     Args:
         members: All members.
@@ -119,7 +127,8 @@ def resample_groups(
         learners: The members that act.
         sampled: Samples of these members so far, on the first starts of the block.
         used: Number of starts of the block that are used, by slot; updated.
-        block: Length of the step's block: `1 + max_rounds` times the starts that a member uses without refills.
+        block: Length of the step's block: `1 + max_rounds` times the starts that a member uses
+            without refills.
         max_rounds: Maximum number of rounds, at least 1.
         stop: See `sample_groups`.
 
@@ -128,7 +137,10 @@ def resample_groups(
 
     Source: DAPO (arXiv:2503.14476), section 3.2, there without a limit.
     """
-    kinds = {each.slot: members.settings.objective.of(each.hyperparameters).advantage for each in learners}
+    kinds = {
+        each.slot: members.settings.objective.of(each.hyperparameters).advantage
+        for each in learners
+    }
     (policy,) = sampled.experience  # objectives of several agents do not allow dynamic sampling
     for number in range(1, max_rounds + 1):
         # 1. Sample as many new groups as each member has groups without signal.
@@ -141,8 +153,11 @@ def resample_groups(
         for each in acting:
             groups.append(range(used[each.slot], used[each.slot] + len(without_signal[each.slot])))
             used[each.slot] = groups[-1].stop
-        drawn = sample_groups(members, env, acting, groups, block=block, purpose="refill", number=number, stop=stop)
-        # 2. Replace old groups by new ones with signal: `order[i]` is the row, old or new, that becomes row i.
+        drawn = sample_groups(
+            members, env, acting, groups, block=block, purpose="refill", number=number, stop=stop
+        )
+        # 2. Replace old groups by new ones with signal: `order[i]` is the row, old or new, that
+        #    becomes row i.
         new_batch = drawn.experience[policy]
         new_without_signal = groups_without_signal(new_batch, kinds)
         order = torch.arange(len(batch), device=batch.group_ids.device)
@@ -151,21 +166,29 @@ def resample_groups(
             useful = [group for group in own_groups if group not in new_without_signal[slot]]
             for old, new in zip(without_signal[slot], useful, strict=False):
                 order[_rows_of(batch, slot, old)] = len(order) + _rows_of(new_batch, slot, new)
-        # 3. Select these rows of both; groups and members stay, and costs add up. Rounds follow each other, so their
-        #    scoring times are added; `merge_rollouts` takes the longest, as ranks score at the same time.
+        # 3. Select these rows of both; groups and members stay, and costs add up. Rounds follow
+        #    each other, so their scoring times are added; `merge_rollouts` takes the longest, as
+        #    ranks score at the same time.
         both = merge_rollouts([sampled, drawn])
         rows = order.tolist()
         scores = both.scores
         longer = max(sampled, drawn, key=lambda each: len(each.starts))
         sampled = replace(
             both,
-            experience={policy: replace(both.experience[policy].select(order), group_ids=batch.group_ids)},
+            experience={
+                policy: replace(both.experience[policy].select(order), group_ids=batch.group_ids)
+            },
             scores=replace(
                 scores,
                 rewards=scores.rewards[rows],
                 components={name: values[rows] for name, values in scores.components.items()},
-                completions=tuple(scores.completions[row] for row in rows) if scores.completions else (),
-                columns={name: tuple(values[row] for row in rows) for name, values in scores.columns.items()},
+                completions=(
+                    tuple(scores.completions[row] for row in rows) if scores.completions else ()
+                ),
+                columns={
+                    name: tuple(values[row] for row in rows)
+                    for name, values in scores.columns.items()
+                },
                 metrics=sampled.scores.metrics,
             ),
             member_ids=sampled.member_ids,
@@ -187,12 +210,17 @@ def groups_without_signal(batch: Batch, kinds: Mapping[int, str]) -> dict[int, l
     """
     without_signal: dict[int, list[int]] = {}
     for slot, member_batch in _by_member(batch).items():
-        groups, (number, count) = member_batch.group_ids.unique(), consecutive_ids(member_batch.group_ids)
+        groups, (number, count) = (
+            member_batch.group_ids.unique(),
+            consecutive_ids(member_batch.group_ids),
+        )
         equal = zero_variance_groups(member_batch.rewards, number, count)
         if kinds[slot] in STEP_ADVANTAGES and member_batch.step_rewards is not None:
             rewarded = member_batch.present & ~member_batch.step_rewards.isnan()
             expanded = number[:, None].expand(rewarded.shape)
-            equal &= zero_variance_groups(member_batch.step_rewards[rewarded], expanded[rewarded], count)
+            equal &= zero_variance_groups(
+                member_batch.step_rewards[rewarded], expanded[rewarded], count
+            )
         if kinds[slot] == "gdpo" and member_batch.reward_components is not None:
             for values in member_batch.reward_components.unbind(1):
                 equal &= zero_variance_groups(values, number, count)
@@ -210,16 +238,18 @@ def _rows_of(batch: Batch, slot: int, group: int) -> Tensor:
 
 def merge_rollouts(parts: Sequence[RolloutBatch]) -> RolloutBatch:
     """Return the rows of several rollouts of one learning step, one after another."""
-    # 1. Join the batches. Groups get other numbers where two parts use the same, as environments may number their own
-    #    from 0.
+    # 1. Join the batches. Groups get other numbers where two parts use the same, as environments
+    #    may number their own from 0.
     experience: dict[str, Batch] = {}
     for policy in dict.fromkeys(policy for part in parts for policy in part.experience):
         batches = [part.experience[policy] for part in parts if policy in part.experience]
         if any(batch.step_rewards is not None for batch in batches):
             batches = [
-                replace(batch, step_rewards=place_on_last_action(batch.rewards, batch.present))
-                if batch.step_rewards is None
-                else batch
+                (
+                    replace(batch, step_rewards=place_on_last_action(batch.rewards, batch.present))
+                    if batch.step_rewards is None
+                    else batch
+                )
                 for batch in batches
             ]
         merged = batches[0]
@@ -234,7 +264,10 @@ def merge_rollouts(parts: Sequence[RolloutBatch]) -> RolloutBatch:
     all_scores = replace(
         first,
         rewards=np.concatenate([each.rewards for each in scores]),
-        components={name: np.concatenate([each.components[name] for each in scores]) for name in first.components},
+        components={
+            name: np.concatenate([each.components[name] for each in scores])
+            for name in first.components
+        },
         completions=tuple(text for each in scores for text in each.completions),
         columns={
             name: tuple(value for each in scores for value in each.columns[name])
@@ -266,6 +299,7 @@ def check_groups(env: object) -> None:
     """Raise ValueError for an environment without groups, such as a plain Gymnasium environment."""
     if not hasattr(env, "deal"):
         raise ValueError(
-            f"Expected a group environment, got {class_name(env)}. Wrap it: evogrpo.GymnasiumGroups(...) with the "
-            "environment's id or a function that makes it, or use evogrpo.HuggingFaceGym(...)."
+            f"Expected a group environment, got {class_name(env)}. Wrap it:"
+            " evogrpo.GymnasiumGroups(...) with the environment's id or a function that makes it,"
+            " or use evogrpo.HuggingFaceGym(...)."
         )

@@ -41,11 +41,12 @@ def evaluate_questions(
     """Evaluate members on held-out questions, on part of them on each rank.
 
     Returns:
-        `[slots, questions]` raw task rewards, averaged over the answers that have one; NaN where none has. And the
-        tokens (or environment steps) of each slot.
+        `[slots, questions]` raw task rewards, averaged over the answers that have one; NaN where
+        none has. And the tokens (or environment steps) of each slot.
 
     Raises:
-        ValueError: If no reward applies to a completion and the environment does not exclude failures.
+        ValueError: If no reward applies to a completion and the environment does not exclude
+            failures.
     """
     # 1. Evaluate all questions, or this rank's part of them.
     members.prepare_sampling()
@@ -54,7 +55,10 @@ def evaluate_questions(
     if ranks.size == 1:
         rewards, tokens = members.evaluate(env, request)
     else:
-        parts = [tuple(part.tolist()) for part in np.array_split(np.asarray(request.questions), ranks.size)]
+        parts = [
+            tuple(part.tolist())
+            for part in np.array_split(np.asarray(request.questions), ranks.size)
+        ]
         questions = parts[ranks.rank]
 
         def work() -> tuple[NDArray[np.float64], tuple[int, ...]] | None:
@@ -62,7 +66,8 @@ def evaluate_questions(
                 return members.evaluate(env, replace(request, questions=questions))
             return None
 
-        # Shares are contiguous and results come in rank order, so the columns are in the order of the questions.
+        # Shares are contiguous and results come in rank order, so the columns are in the order of
+        # the questions.
         results = [result for result in ranks.run_section(work) if result is not None]
         rewards = np.hstack([values.reshape(len(request.slots), -1) for values, _ in results])
         tokens = tuple(map(sum, zip(*(spent for _, spent in results), strict=True)))
@@ -73,8 +78,8 @@ def evaluate_questions(
         if missing < rewards.size:
             fix += ", or set on_reward_error='exclude'"
         raise ValueError(
-            f"{missing} of {rewards.size} {request.split} completions have no reward, but fitness needs one for "
-            f"each. {fix}."
+            f"{missing} of {rewards.size} {request.split} completions have no reward, but fitness"
+            f" needs one for each. {fix}."
         )
     rewards = rewards.reshape(shape)
     scored = np.isfinite(rewards)
@@ -93,7 +98,9 @@ def evaluate(
     base: bool = False,
     answers: int | None = None,
 ) -> NDArray[np.float64]:
-    """Evaluate members on held-out questions, all in one batch; training random streams are not touched.
+    """Evaluate members on held-out questions, all in one batch.
+
+    Training random streams are not touched.
 
     Args:
         members: All members.
@@ -105,10 +112,12 @@ def evaluate(
         answers: Number of sampled answers per question, averaged; None = one greedy answer.
 
     Returns:
-        `[members, questions]` raw task rewards, float64; NaN where the environment excludes a completion.
+        `[members, questions]` raw task rewards, float64; NaN where the environment excludes a
+        completion.
 
     Raises:
-        ValueError: If the split is empty, or a completion has no reward and the environment does not exclude failures.
+        ValueError: If the split is empty, or a completion has no reward and the environment does
+            not exclude failures.
     """
     if questions is None:
         count = env.size(split)
@@ -136,8 +145,8 @@ def measure_fitness(
 ) -> tuple[dict[int, Fitness], dict[int, int]]:
     """Measure the fitness of members on the first questions of a split, in racing rounds if configured.
 
-    A race ends when only the leader is left. The leader still answers all questions, unless it is clearly behind the
-    rival, so the best member so far always has a complete evaluation.
+    A race ends when only the leader is left. The leader still answers all questions, unless it is
+    clearly behind the rival, so the best member so far always has a complete evaluation.
 
     Args:
         members: All members.
@@ -147,14 +156,16 @@ def measure_fitness(
         config: Sampling and racing settings.
         questions: Maximum number of questions; None = all.
         rival: Fitness of the best member so far, on the same split.
-        base: Evaluate the untrained base instead; `slots` then has a single slot, whose value has no effect.
+        base: Evaluate the untrained base instead; `slots` then has a single slot, whose value has
+            no effect.
         stop: See `EvaluationRequest`.
 
     Returns:
         Fitness, and tokens (or environment steps) processed, by slot.
 
     Raises:
-        ValueError: If the split is empty, or fewer than half of its questions have a reward for all members.
+        ValueError: If the split is empty, or fewer than half of its questions have a reward for all
+            members.
     """
     # 1. Set up the race. Scores are NaN until a member has answered.
     if questions is None:
@@ -166,7 +177,8 @@ def measure_fitness(
     scores = np.full((len(slots), count), np.nan)
     tokens = dict.fromkeys(slots, 0)
     evaluated = np.zeros(scores.shape, dtype=np.bool_)
-    # The error of the whole race is divided among its comparisons and all pairs with the leader (Bonferroni).
+    # The error of the whole race is divided among its comparisons and all pairs with the leader
+    # (Bonferroni).
     comparisons = len(list(rounds(count, racing=True))) - 1  # one after each round but the last
     error = config.race_error / max(1, comparisons) / max(1, len(slots) - 1)
     running = list(range(len(slots)))  # rows of `scores`: members that are still in the race
@@ -214,16 +226,20 @@ def evaluate_states(
     """Return the fitness of train states on the test split, and the tokens processed.
 
     Args:
-        members: Members whose policies have these states. The first slot holds them during the evaluation.
+        members: Members whose policies have these states. The first slot holds them during the
+            evaluation.
         states: Train states; None = the untrained base.
         env: Provides questions and rewards.
-        questions: Positions of the questions; None = all. Those without a reward for all states are left out.
+        questions: Positions of the questions; None = all. Those without a reward for all states are
+            left out.
         config: Greedy or sampled answers.
         stop: See `EvaluationRequest`.
     """
     rewards = []
     tokens = 0
-    untrained = members.new_member().banks.state(0)  # its observation statistics are those of the base, too
+    untrained = members.new_member().banks.state(
+        0
+    )  # its observation statistics are those of the base, too
     before = members.banks.state(0)
     try:
         for state in states:
@@ -241,10 +257,14 @@ def evaluate_states(
             tokens += sum(spent)
     finally:
         members.banks.load_state(0, before)
-    return [Fitness.from_scores(row) for row in common_scores(np.concatenate(rewards), "test").tolist()], tokens
+    return [
+        Fitness.from_scores(row) for row in common_scores(np.concatenate(rewards), "test").tolist()
+    ], tokens
 
 
-def common_questions(rewards: NDArray[np.float64], evaluated: NDArray[np.bool_], split: Split) -> NDArray[np.bool_]:
+def common_questions(
+    rewards: NDArray[np.float64], evaluated: NDArray[np.bool_], split: Split
+) -> NDArray[np.bool_]:
     """Return `[questions]` True for questions that have a reward for every member evaluated on them.
 
     Args:
@@ -256,21 +276,29 @@ def common_questions(rewards: NDArray[np.float64], evaluated: NDArray[np.bool_],
         ValueError: If these are fewer than half of the evaluated questions.
     """
     any_member = np.any(evaluated, axis=0)
-    kept: NDArray[np.bool_] = np.logical_and(any_member, np.all(np.isfinite(rewards) | ~evaluated, axis=0))
+    kept: NDArray[np.bool_] = np.logical_and(
+        any_member, np.all(np.isfinite(rewards) | ~evaluated, axis=0)
+    )
     total = int(any_member.sum())
     left = int(kept.sum())
     if 2 * left < total:
         raise ValueError(
-            f"Only {left} of {total} {split} questions have a reward for all members; half are needed. Fix the "
-            "reward function, or return a number where it fails."
+            f"Only {left} of {total} {split} questions have a reward for all members; half are"
+            " needed. Fix the reward function, or return a number where it fails."
         )
     if left < total:
-        warn(f"{total - left} of {total} {split} questions are left out: not all members have a reward for them.")
+        warn(
+            f"{total - left} of {total} {split} questions are left out: not all members have a"
+            " reward for them."
+        )
     return kept
 
 
 def common_scores(rewards: NDArray[np.float64], split: Split) -> NDArray[np.float64]:
-    """Return `[members, k]` rewards of the questions that have one for all members; see `common_questions`."""
+    """Return `[members, k]` rewards of the questions that have one for all members.
+
+    See `common_questions`.
+    """
     return rewards[:, common_questions(rewards, np.ones(rewards.shape, dtype=np.bool_), split)]
 
 
@@ -280,8 +308,9 @@ def common_scores(rewards: NDArray[np.float64], split: Split) -> NDArray[np.floa
 class SingleEnvironment:
     """Group environment around an existing Gymnasium environment, which stays open.
 
-    Starts are the reset seeds 0, 1, 2, ..., the same for every split. Episodes without a time limit are truncated after
-    1,000 steps, or after the limit in the environment's attributes if that is larger.
+    Starts are the reset seeds 0, 1, 2, ..., the same for every split. Episodes without a time limit
+    are truncated after 1,000 steps, or after the limit in the environment's attributes if that is
+    larger.
 
     Args:
         env: The environment.
@@ -299,7 +328,8 @@ class SingleEnvironment:
         limits = (time_limit(env), env.spec and env.spec.max_episode_steps)
         limit = next((each for each in limits if each is not None), None)
         if limit is None:
-            # As in GymnasiumGroups: environments with a limit of their own end their episodes themselves.
+            # As in GymnasiumGroups: environments with a limit of their own end their episodes
+            # themselves.
             limit = declared_limit(env.unwrapped)
             env = TimeLimit(env, max(DEFAULT_MAX_EPISODE_STEPS, limit or 0))
         self._env = _KeepOpen(env)
@@ -318,7 +348,9 @@ class SingleEnvironment:
         """Open starts, which are reset seeds."""
         return StartBatch(env=self, seeds=tuple(starts))
 
-    def play_request(self, actors: Mapping[str, Actor], mapping: PolicyMapping, request: EpisodeRequest) -> Episodes:
+    def play_request(
+        self, actors: Mapping[str, Actor], mapping: PolicyMapping, request: EpisodeRequest
+    ) -> Episodes:
         """Play one episode after the other; see `StartBatch.play`."""
         vector_env = GymnasiumVectorEnv(lambda: self._env)
         return play_episodes(vector_env, 1, actors, mapping, request, self.max_episode_steps)

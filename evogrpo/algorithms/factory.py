@@ -9,14 +9,25 @@ import torch
 from gymnasium import spaces
 from torch import jit, nn
 
-from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES, HyperparameterOptions, Hyperparameters, Optimizer
+from evogrpo.config.hyperparameters import (
+    HYPERPARAMETER_NAMES,
+    HyperparameterOptions,
+    Hyperparameters,
+    Optimizer,
+)
 from evogrpo.config.objective import Objective, default_space
 from evogrpo.config.search_space import (
     LANGUAGE_RANGES,
     NETWORK_RANGES,
     HyperparameterConfig,
 )
-from evogrpo.envs.control.policy_mapping import AgentSpaces, Policies, PolicyMapping, map_policies, single_agent
+from evogrpo.envs.control.policy_mapping import (
+    AgentSpaces,
+    Policies,
+    PolicyMapping,
+    map_policies,
+    single_agent,
+)
 from evogrpo.members.members import autocast_context, choose_device
 from evogrpo.members.networks.architecture import ArchitectureLimits, NetworkConfig
 from evogrpo.members.networks.members import NetworkMembers
@@ -43,23 +54,25 @@ if TYPE_CHECKING:
 class CommonOptions(HyperparameterOptions, total=False):
     """Optional arguments of all agents, in addition to the hyperparameters of the first member.
 
-    Some defaults differ for small networks: lr 5e-3, batch_size 2048, update_epochs 4, gamma 0.99, and an objective
-    of loss_type "dapo" with advantage "return_to_go_timestep" (`NETWORK_DEFAULTS` and `STEPWISE` of
-    `evogrpo.members.settings`).
+    Some defaults differ for small networks: lr 5e-3, batch_size 2048, update_epochs 4, gamma 0.99,
+    and an objective of loss_type "dapo" with advantage "return_to_go_timestep" (`NETWORK_DEFAULTS`
+    and `STEPWISE` of `evogrpo.members.settings`).
 
     Attributes:
-        hp_config: Search space; None (default) = nothing evolves. "auto", for a population: the most important
-            hyperparameters that are not set here, over wide ranges (`evogrpo.config.search_space`).
+        hp_config: Search space; None (default) = nothing evolves. "auto", for a population: the
+            most important hyperparameters that are not set here, over wide ranges
+            (`evogrpo.config.search_space`).
         index: Identity in the lineage; 0 by default. A population counts up from it.
         objective: The loss, advantages, KL, reference and reward switches.
         optimizer: AdamW settings: betas, eps, weight decay, warm-up and schedule.
         seed: Root of every random stream; 0 by default.
         device: Device of the model; by default where it is, and the CPU for small networks.
-        network: Small networks only, as the next two: initial architecture; by default two tanh layers of 64, after
-            convolutions for images.
-        evolve_network: Limits within which mutation changes architectures; None (default) = architectures are fixed.
-        normalise_observations: Standardise floating-point observations by each member's running mean and variance;
-            False by default.
+        network: Small networks only, as the next two: initial architecture; by default two tanh
+            layers of 64, after convolutions for images.
+        evolve_network: Limits within which mutation changes architectures; None (default) =
+            architectures are fixed.
+        normalise_observations: Standardise floating-point observations by each member's running
+            mean and variance; False by default.
     """
 
     hp_config: HyperparameterConfig | Literal["auto"] | None
@@ -78,31 +91,39 @@ class Options(CommonOptions, total=False):
 
     Attributes:
         accelerator: Chooses the device and the precision of forward passes.
-        calc_position_embeddings: Language models only, as all that follow: pass position ids, counted without padding;
-            True by default. False is for models that take none.
-        reduce_memory_peak: Compute logits in chunks of a few hundred tokens; True by default. False computes the
-            logits of a whole micro-batch at once. Same results, up to rounding.
+        calc_position_embeddings: Language models only, as all that follow: pass position ids,
+            counted without padding; True by default. False is for models that take none.
+        reduce_memory_peak: Compute logits in chunks of a few hundred tokens; True by default. False
+            computes the logits of a whole micro-batch at once. Same results, up to rounding.
         min_output_tokens: Minimum tokens before an end of sequence; 0 by default.
-        max_output_tokens: Maximum tokens of a completion, or of one turn of a conversation; 128 by default.
-        max_episode_tokens: Maximum tokens of a conversation, replies included; the model's context by default.
-        top_k: Sample from the k most likely tokens; 0 (default) = all. Learning uses the full distribution: if this or
-            one of the next three truncates it, old log-probabilities are computed by the trainer, and
-            `Objective.importance_correction` can correct for the difference.
+        max_output_tokens: Maximum tokens of a completion, or of one turn of a conversation; 128 by
+            default.
+        max_episode_tokens: Maximum tokens of a conversation, replies included; the model's context
+            by default.
+        top_k: Sample from the k most likely tokens; 0 (default) = all. Learning uses the full
+            distribution: if this or one of the next three truncates it, old log-probabilities are
+            computed by the trainer, and `Objective.importance_correction` can correct for the
+            difference.
         top_p: Sample from the most likely tokens with this total probability; 1 by default.
-        min_p: Sample from tokens at least this many times as likely as the most likely one; 0 by default.
-        repetition_penalty: Divisor of the logits of tokens that occurred before, also in greedy decoding; 1 (default) =
-            none.
-        eos_token_ids: Token or tokens that end a completion; by default all that the model's configurations, the
-            tokenizer or its chat template name as the end of a turn.
-        lora_config: A `peft.LoraConfig`; None (default) = rank 16, alpha 32, on all linear layers except the head.
-        full_finetuning: Train all weights of the model instead of adapters; False by default. Each member needs at
-            least three times the memory of a base in float32, and members do not share passes.
-        adapter: Folder of a PEFT adapter, such as an export or a checkpoint, that all members start from; its
-            lora_config is used. The reference and the baseline are the base without adapters.
-        micro_batch_tokens: Maximum tokens in one forward pass with gradients. Default: 1024 on CPUs; on CUDA the
-            largest power of two estimated to fit into half of the memory left by the base and the members. Halved if
-            memory runs out.
-        source: Name that the base model was loaded by, for checkpoints; the model's own name by default.
+        min_p: Sample from tokens at least this many times as likely as the most likely one; 0 by
+            default.
+        repetition_penalty: Divisor of the logits of tokens that occurred before, also in greedy
+            decoding; 1 (default) = none.
+        eos_token_ids: Token or tokens that end a completion; by default all that the model's
+            configurations, the tokenizer or its chat template name as the end of a turn.
+        lora_config: A `peft.LoraConfig`; None (default) = rank 16, alpha 32, on all linear layers
+            except the head.
+        full_finetuning: Train all weights of the model instead of adapters; False by default. Each
+            member needs at least three times the memory of a base in float32, and members do not
+            share passes.
+        adapter: Folder of a PEFT adapter, such as an export or a checkpoint, that all members start
+            from; its lora_config is used. The reference and the baseline are the base without
+            adapters.
+        micro_batch_tokens: Maximum tokens in one forward pass with gradients. Default: 1024 on
+            CPUs; on CUDA the largest power of two estimated to fit into half of the memory left by
+            the base and the members. Halved if memory runs out.
+        source: Name that the base model was loaded by, for checkpoints; the model's own name by
+            default.
     """
 
     accelerator: "Accelerator | None"
@@ -127,11 +148,12 @@ class MultiAgentOptions(CommonOptions, total=False):
     """Optional arguments of `MultiAgentGRPO` and `MultiAgentGRPO.population`, in addition to the common ones.
 
     Attributes:
-        policies: "shared" (default): one policy for all agents; "prefix": one for each group of agents whose names
-            agree before the last underscore; "independent": one for each agent.
-        credit: "team" (default): rewards of all agents; "agent": the agent's own rewards, as in a competition.
-        agent_ids: Add the agent's identity to the observations of a policy shared by several agents; False by
-            default.
+        policies: "shared" (default): one policy for all agents; "prefix": one for each group of
+            agents whose names agree before the last underscore; "independent": one for each agent.
+        credit: "team" (default): rewards of all agents; "agent": the agent's own rewards, as in a
+            competition.
+        agent_ids: Add the agent's identity to the observations of a policy shared by several
+            agents; False by default.
     """
 
     policies: Policies
@@ -150,7 +172,9 @@ class MultiAgentPopulationOptions(MultiAgentOptions, total=False):
 
 
 AGENT_CLASSES = {"language": "GRPO", "networks": "GRPO", "joint": "MultiAgentGRPO"}
-"""Names of the agents' classes by kind in checkpoints; "joint" are small networks of several agents."""
+"""Names of the agents' classes by kind in checkpoints; "joint" are small networks of several
+agents.
+"""
 
 
 def is_language_model(network: object) -> TypeGuard["PreTrainedModel"]:
@@ -187,36 +211,49 @@ def build_policy_set(
     Raises:
         ValueError: If an argument is unknown, missing or out of range.
     """
-    # 1. Check the names of the arguments and the spaces, whose names are the first two of FIRST_ARGUMENTS.
+    # 1. Check the names of the arguments and the spaces, whose names are the first two of
+    #    FIRST_ARGUMENTS.
     refuse_unknown("argument", options, [*Options.__annotations__, *FIRST_ARGUMENTS])
     both = observation_space, action_space
     for name, space in zip(FIRST_ARGUMENTS, both, strict=False):
         if space is not None and not isinstance(space, spaces.Space):
             raise ValueError(
-                f"{name} must be a Gymnasium space, got {shown(space)}. Use GRPO(env.observation_space, "
-                "env.action_space), or evogrpo.train(env, total_timesteps=...) to train in an environment."
+                f"{name} must be a Gymnasium space, got {shown(space)}. Use"
+                " GRPO(env.observation_space, env.action_space), or evogrpo.train(env,"
+                " total_timesteps=...) to train in an environment."
             )
-    # 2. Choose the kind of policy set. Small networks need both spaces, and a module of torch or none.
+    # 2. Choose the kind of policy set. Small networks need both spaces, and a module of torch or
+    #    none.
     if is_language_model(actor_network):
         return _language_policy_set(size, both, actor_network, pad_token_id, options)
     if actor_network is None and both.count(None) == 1:
-        raise ValueError("observation_space and action_space must both be given to train small networks.")
+        raise ValueError(
+            "observation_space and action_space must both be given to train small networks."
+        )
     plain = actor_network is None or (
-        isinstance(actor_network, nn.Module) and not isinstance(actor_network, nn.DataParallel | jit.ScriptModule)
+        isinstance(actor_network, nn.Module)
+        and not isinstance(actor_network, nn.DataParallel | jit.ScriptModule)
     )
     if not plain or any(space is None or isinstance(space, spaces.Sequence) for space in both):
         raise ValueError(
-            "actor_network must be a transformers model without wrappers, or a torch module with its observation_space "
-            f"and action_space, got {class_name(actor_network)}: {shown(actor_network)}. "
-            "evogrpo.load_base(...).model returns a transformers model."
+            "actor_network must be a transformers model without wrappers, or a torch module with"
+            f" its observation_space and action_space, got {class_name(actor_network)}:"
+            f" {shown(actor_network)}. evogrpo.load_base(...).model returns a transformers model."
         )
-    # 3. Refuse arguments of other kinds. None = not given, except for target_kl, where None turns calibration off.
-    options = {name: value for name, value in options.items() if value is not None or name == "target_kl"}
+    # 3. Refuse arguments of other kinds. None = not given, except for target_kl, where None turns
+    #    calibration off.
+    options = {
+        name: value for name, value in options.items() if value is not None or name == "target_kl"
+    }
     _refuse_other_kind(LANGUAGE_ONLY, options, "language models")
     if pad_token_id is not None:
-        raise ValueError("pad_token_id is for language models. Leave it out, or pass a transformers model.")
+        raise ValueError(
+            "pad_token_id is for language models. Leave it out, or pass a transformers model."
+        )
     if actor_network is not None and "network" in options:
-        raise ValueError("network is for evogrpo's own networks. Leave it out if you pass actor_network.")
+        raise ValueError(
+            "network is for evogrpo's own networks. Leave it out if you pass actor_network."
+        )
     # 4. Build the policy set of a single agent.
     chosen = {name: options[name] for name in _NETWORKS if name in options}
     mapping = single_agent(observation_space, action_space)  # type: ignore[arg-type]  # both are given
@@ -230,7 +267,10 @@ def _language_policy_set(
     pad_token_id: int | None,
     options: Mapping[str, Any],
 ) -> Built:
-    """Validate the arguments for a language model, and build the policy set; `both` are the spaces, if given."""
+    """Validate the arguments for a language model, and build the policy set.
+
+    `both` are the spaces, if given.
+    """
     from peft import LoraConfig
 
     from evogrpo.members.language.compatibility import check_causal_class
@@ -290,27 +330,51 @@ def build_joint_policy_set(
     Raises:
         ValueError: If an argument is unknown or out of range.
     """
-    refuse_unknown("argument", options, [*MultiAgentOptions.__annotations__, "observation_spaces", "action_spaces"])
-    for name, by_agent in (("observation_spaces", observation_spaces), ("action_spaces", action_spaces)):
+    refuse_unknown(
+        "argument",
+        options,
+        [*MultiAgentOptions.__annotations__, "observation_spaces", "action_spaces"],
+    )
+    for name, by_agent in (
+        ("observation_spaces", observation_spaces),
+        ("action_spaces", action_spaces),
+    ):
         if not isinstance(by_agent, Mapping) or not by_agent:
-            raise ValueError(f"{name} must be spaces by agent, such as env.{name}, got {shown(by_agent)}.")
+            raise ValueError(
+                f"{name} must be spaces by agent, such as env.{name}, got {shown(by_agent)}."
+            )
     assert observation_spaces is not None and action_spaces is not None
     chosen = {name: options[name] for name in JointSettings.__dataclass_fields__ if name in options}
     settings = JointSettings(**chosen)
-    mapping = map_policies(observation_spaces, action_spaces, settings.policies, agent_ids=settings.agent_ids)
+    mapping = map_policies(
+        observation_spaces, action_spaces, settings.policies, agent_ids=settings.agent_ids
+    )
     return _network_policy_set(size, mapping, settings, options, None)
 
 
 def _network_policy_set(
-    size: int, mapping: PolicyMapping, settings: NetworkSettings, options: Mapping[str, Any], module: nn.Module | None
+    size: int,
+    mapping: PolicyMapping,
+    settings: NetworkSettings,
+    options: Mapping[str, Any],
+    module: nn.Module | None,
 ) -> Built:
     first = _first_hyperparameters(options, settings, NETWORK_DEFAULTS)
     device = choose_device(options.get("accelerator"), options.get("device")) or "cpu"
-    return NetworkMembers(mapping, size, settings, options.get("hp_config"), module=module, device=device), first
+    return (
+        NetworkMembers(
+            mapping, size, settings, options.get("hp_config"), module=module, device=device
+        ),
+        first,
+    )
 
 
 def auto_space(
-    options: Mapping[str, Any], samples_per_step: int | None, *, language: bool, unused: Collection[str]
+    options: Mapping[str, Any],
+    samples_per_step: int | None,
+    *,
+    language: bool,
+    unused: Collection[str],
 ) -> HyperparameterConfig:
     """Return the search space "auto": the most important hyperparameters that are neither set nor unused.
 
@@ -342,12 +406,19 @@ def _refuse_other_kind(names: tuple[str, ...], options: Mapping[str, Any], kind:
 
 
 def _first_hyperparameters(
-    options: Mapping[str, Any], settings: LanguageSettings | NetworkSettings, defaults: Mapping[str, Any]
+    options: Mapping[str, Any],
+    settings: LanguageSettings | NetworkSettings,
+    defaults: Mapping[str, Any],
 ) -> Hyperparameters:
     """Return the first member's hyperparameters, checked against the settings and the search space."""
     space = options.get("hp_config")
     if space is not None:
-        instance("hp_config", space, HyperparameterConfig, "HyperparameterConfig(lr=RLParameter(min=1e-5, max=1e-3))")
+        instance(
+            "hp_config",
+            space,
+            HyperparameterConfig,
+            "HyperparameterConfig(lr=RLParameter(min=1e-5, max=1e-3))",
+        )
     space = space or HyperparameterConfig()
     whole_between("index", options.get("index", 0), 0)
     chosen = {name: options[name] for name in HYPERPARAMETER_NAMES if name in options}

@@ -48,7 +48,14 @@ from evogrpo.records import LearnReport, map_tensors
 from evogrpo.spaces import action_dim, observation_dim, preprocess_observation
 from evogrpo.synonyms import unknown_name_error
 from evogrpo.text import shown
-from evogrpo.validation import flag, instance, lists_options, names_unknown, refuse_unknown, whole_between
+from evogrpo.validation import (
+    flag,
+    instance,
+    lists_options,
+    names_unknown,
+    refuse_unknown,
+    whole_between,
+)
 from evogrpo.warnings import warn
 
 if TYPE_CHECKING:
@@ -70,17 +77,21 @@ _NETWORKS = ("actor", "base")
 
 
 class EvolvableAlgorithm(Agent):
-    """Base class of agents that learn from groups of completions or episodes; subclasses define `learn_together`.
+    """Base class of agents that learn from groups of completions or episodes.
 
-    The constructor creates one agent in a bank of its own. `population` creates several agents that share one bank and
-    learn in the same batches. The bank (`members.policies[name].bank`) computes log-probabilities and takes optimizer
-    steps for all members under any loss; see `evogrpo.members.bank.PolicyBank.update`.
+    Subclasses define `learn_together`.
+
+    The constructor creates one agent in a bank of its own. `population` creates several agents that
+    share one bank and learn in the same batches. The bank (`members.policies[name].bank`) computes
+    log-probabilities and takes optimizer steps for all members under any loss; see
+    `evogrpo.members.bank.PolicyBank.update`.
 
     Args:
         observation_space: Observation space; may be None for a language model.
         action_space: Action space; may be None for a language model.
-        actor_network: A causal language model of transformers; its weights and flags are never changed. None = a small
-            network for the spaces. A torch module of your own replaces the default network.
+        actor_network: A causal language model of transformers; its weights and flags are never
+            changed. None = a small network for the spaces. A torch module of your own replaces the
+            default network.
         pad_token_id: Token used for padding, for language models.
         options: All other options, with defaults; see `evogrpo.algorithms.factory.Options`.
 
@@ -106,10 +117,13 @@ class EvolvableAlgorithm(Agent):
         count = getattr(options.get("accelerator"), "num_processes", 1)
         if count != 1:
             raise ValueError(
-                f"A single agent is trained by one process, got an accelerator with {count} processes. Use "
-                "GRPO.population(...), or start the program without a multi-process launcher."
+                f"A single agent is trained by one process, got an accelerator with {count}"
+                " processes. Use GRPO.population(...), or start the program without a"
+                " multi-process launcher."
             )
-        members, first = self._build(1, observation_space, action_space, actor_network, pad_token_id, used)
+        members, first = self._build(
+            1, observation_space, action_space, actor_network, pad_token_id, used
+        )
         super().__init__(members, 0, options.get("index", 0), first)
 
     @classmethod
@@ -131,29 +145,37 @@ class EvolvableAlgorithm(Agent):
     ) -> Population:
         """Create agents that share one bank: language models over one base model, or small networks.
 
-        The first member has the given hyperparameters; those that evolve are spread over their ranges for the others.
+        The first member has the given hyperparameters; those that evolve are spread over their
+        ranges for the others.
 
         Args:
             size: Number of members.
             observation_space: As for one agent.
             action_space: As for one agent.
-            wrapper_cls: Class that wraps every agent: `population[i]` is `wrapper_cls(agent, **wrapper_kwargs)`.
+            wrapper_cls: Class that wraps every agent: `population[i]` is
+                `wrapper_cls(agent, **wrapper_kwargs)`.
             wrapper_kwargs: Keyword arguments of `wrapper_cls`.
             actor_network: As for one agent; one for all.
             pad_token_id: As for one agent.
-            samples_per_step: Completions (or episodes) per member and learning step. Only needed if group_size evolves
-                over a range: values are then divisors of it.
+            samples_per_step: Completions (or episodes) per member and learning step. Only needed if
+                group_size evolves over a range: values are then divisors of it.
             spread: False starts all members with the given hyperparameters.
-            founders: Hyperparameters of the first members, as `evogrpo.best_hyperparameters(RUN)` returns them; the
-                others are spread. Values outside their ranges are moved to the nearest bound, with a warning.
+            founders: Hyperparameters of the first members, as `evogrpo.best_hyperparameters(RUN)`
+                returns them; the others are spread. Values outside their ranges are moved to the
+                nearest bound, with a warning.
             options: As for one agent.
 
         Raises:
             ValueError: If an argument is unknown, missing or out of range.
         """
-        # 1. Check what is not checked with the policies, and replace hp_config="auto" by the default search space.
+        # 1. Check what is not checked with the policies, and replace hp_config="auto" by the
+        #    default search space.
         if size is None:
-            refuse_unknown("argument", options, ["size", *Options.__annotations__, *MultiAgentOptions.__annotations__])
+            refuse_unknown(
+                "argument",
+                options,
+                ["size", *Options.__annotations__, *MultiAgentOptions.__annotations__],
+            )
             raise ValueError("size must be given: the number of members.")
         size = whole_between("size", size, 1, MAX_MEMBERS)
         flag("spread", spread)
@@ -161,15 +183,21 @@ class EvolvableAlgorithm(Agent):
         if options.get("hp_config") == "auto":
             language = is_language_model(actor_network)
             unused = cls.unused_options
-            arguments["hp_config"] = auto_space(options, samples_per_step, language=language, unused=unused)
+            arguments["hp_config"] = auto_space(
+                options, samples_per_step, language=language, unused=unused
+            )
         arguments = cls.options_of_class(arguments)
         # 2. Build the policies.
-        members, first = cls._build(size, observation_space, action_space, actor_network, pad_token_id, arguments)
+        members, first = cls._build(
+            size, observation_space, action_space, actor_network, pad_token_id, arguments
+        )
         members.processes = processes()
         space = members.hp_config or HyperparameterConfig()
         # 3. Choose the number of samples that group sizes must divide.
         if samples_per_step is None:
-            samples = common_samples(options.get("group_size") or Hyperparameters().group_size, space)
+            samples = common_samples(
+                options.get("group_size") or Hyperparameters().group_size, space
+            )
         else:
             samples = whole_between("samples_per_step", samples_per_step, 2, MAX_SAMPLES)
         # 4. Choose the founders: the user's, then a spread over the ranges of what evolves.
@@ -181,8 +209,8 @@ class EvolvableAlgorithm(Agent):
                 or not all(isinstance(each, Hyperparameters) for each in founders)
             ):
                 raise ValueError(
-                    "founders must be a list of Hyperparameters, as evogrpo.best_hyperparameters(RUN) returns, got "
-                    f"{shown(founders)}."
+                    "founders must be a list of Hyperparameters, as"
+                    f" evogrpo.best_hyperparameters(RUN) returns, got {shown(founders)}."
                 )
             chosen, moved = warm_start_founders(founders, first, space, samples)
             for change in moved:
@@ -197,7 +225,9 @@ class EvolvableAlgorithm(Agent):
         )
         # 5. Create the agents, with consecutive indices.
         index = options.get("index", 0)
-        agents = [cls._member(members, slot, index + slot, record) for slot, record in enumerate(records)]
+        agents = [
+            cls._member(members, slot, index + slot, record) for slot, record in enumerate(records)
+        ]
         return Population(agents, members, wrapper_cls=wrapper_cls, wrapper_kwargs=wrapper_kwargs)
 
     # ---- acting and learning
@@ -207,25 +237,29 @@ class EvolvableAlgorithm(Agent):
         """Complete prompts, or choose actions.
 
         Args:
-            states: For a language model, prompts `{"input_ids": [1, P], "attention_mask": [1, P]}`, as `HuggingFaceGym`
-                returns them; for a small network, one observation or a batch along a leading axis; for several agents,
-                observations by agent, as the environment returns them. Agents whose mask allows no action get none.
-            training: True samples `group_size` completions per prompt, or one action per observation; False takes the
-                most likely one. None = the agent's training mode.
-            action_mask: Legal values of Discrete and MultiDiscrete actions, as environments return them in `info`, or
-                by agent; None = all.
+            states: For a language model, prompts `{"input_ids": [1, P], "attention_mask": [1, P]}`,
+                as `HuggingFaceGym` returns them; for a small network, one observation or a batch
+                along a leading axis; for several agents, observations by agent, as the environment
+                returns them. Agents whose mask allows no action get none.
+            training: True samples `group_size` completions per prompt, or one action per
+                observation; False takes the most likely one. None = the agent's training mode.
+            action_mask: Legal values of Discrete and MultiDiscrete actions, as environments return
+                them in `info`, or by agent; None = all.
 
         Returns:
-            For prompts, the completion ids `[g, P + C]` and the action masks `[g, P + C - 1]` of each prompt. The ids
-            include the prompt and are padded on the right. Mask j is True where token j + 1 was sampled. For
-            observations, an array of actions; pass them to `learn` unchanged. Box actions are not clipped to their
-            bounds. For several agents, actions by agent, in the environment's format.
+            For prompts, the completion ids `[g, P + C]` and the action masks `[g, P + C - 1]` of
+            each prompt. The ids include the prompt and are padded on the right. Mask j is True
+            where token j + 1 was sampled. For observations, an array of actions; pass them to
+            `learn` unchanged. Box actions are not clipped to their bounds. For several agents,
+            actions by agent, in the environment's format.
 
         Raises:
             ValueError: If the states or the mask do not fit.
         """
         training = self.training if training is None else training
-        chosen = self.members.act(self.learner(), states, training=training, action_mask=action_mask)
+        chosen = self.members.act(
+            self.learner(), states, training=training, action_mask=action_mask
+        )
         self.steps += int(training)
         return chosen
 
@@ -238,7 +272,9 @@ class EvolvableAlgorithm(Agent):
         deterministic: bool = False,
         action_masks: Any = None,
     ) -> tuple[NDArray[Any], Any]:
-        """Choose actions in the environment's format, with Box actions clipped; compatible with Stable-Baselines3.
+        """Choose actions in the environment's format, with Box actions clipped.
+
+        Compatible with Stable-Baselines3.
 
         Training random streams are not touched, so it may be called at any time.
 
@@ -247,9 +283,9 @@ class EvolvableAlgorithm(Agent):
             state: Returned unchanged; there are no recurrent networks.
             episode_start: Ignored.
             deterministic: Take the most likely action.
-            action_masks: Legal values, as in the environment's `info["action_mask"]` or from its `action_masks()`;
-                None = all. Pass them if the environment has them: the policy was trained with them. A mask in the
-                observation is used anyway.
+            action_masks: Legal values, as in the environment's `info["action_mask"]` or from its
+                `action_masks()`; None = all. Pass them if the environment has them: the policy was
+                trained with them. A mask in the observation is used anyway.
 
         Returns:
             The action, or actions along a leading axis; and `state`.
@@ -283,19 +319,21 @@ class EvolvableAlgorithm(Agent):
         Training random streams are not touched, so it may be called at any time.
 
         Args:
-            prompts: Texts to continue, or conversations: lists of {"role": ..., "content": ...}, formatted by the
-                tokenizer's chat template.
+            prompts: Texts to continue, or conversations: lists of {"role": ..., "content": ...},
+                formatted by the tokenizer's chat template.
             tokenizer: Tokenizer of the base model; loaded from the base model's source by default.
             n: Completions per prompt.
-            temperature: 0 (default) is greedy; above 0, tokens are sampled with probabilities p^(1/T), differently in
-                every call.
+            temperature: 0 (default) is greedy; above 0, tokens are sampled with probabilities
+                p^(1/T), differently in every call.
             max_output_tokens: Maximum tokens of a completion; the agent's own by default.
 
         Returns:
-            `len(prompts) * n` texts without special tokens; the n completions of a prompt are next to each other.
+            `len(prompts) * n` texts without special tokens; the n completions of a prompt are next
+            to each other.
 
         Raises:
-            ValueError: If the agent is a small network, a prompt is invalid or too long, or the tokenizer is unknown.
+            ValueError: If the agent is a small network, a prompt is invalid or too long, or the
+                tokenizer is unknown.
         """
         texts = self.members.generate(
             self.learner(),
@@ -315,12 +353,14 @@ class EvolvableAlgorithm(Agent):
         """Learn from rewarded completions or episodes of your own loop.
 
         Args:
-            experiences: For a language model `(completion_ids, action_masks, rewards)`: the first two as `get_action`
-                returns them, rewards `[prompts, group_size]`; NaN = no reward applies. For a small network
-                `(observations, actions, action_masks, rewards)`, each `[starts, group_size, steps, ...]`: whole
-                episodes, padded to the longest, `group_size` from each start (reset seed); actions as `get_action`
-                returns them, masks True for steps taken, and the reward of each step. If `get_action` was called with
-                an `action_mask`, these masks are a fifth part, `[starts, group_size, steps, k]`.
+            experiences: For a language model `(completion_ids, action_masks, rewards)`: the first
+                two as `get_action` returns them, rewards `[prompts, group_size]`; NaN = no reward
+                applies. For a small network `(observations, actions, action_masks, rewards)`, each
+                `[starts, group_size, steps, ...]`: whole episodes, padded to the longest,
+                `group_size` from each start (reset seed); actions as `get_action` returns them,
+                masks True for steps taken, and the reward of each step. If `get_action` was called
+                with an `action_mask`, these masks are a fifth part,
+                `[starts, group_size, steps, k]`.
 
         Returns:
             A report that unpacks as `loss, kl`; other metrics are its attributes.
@@ -331,8 +371,9 @@ class EvolvableAlgorithm(Agent):
         self.check_single_rank("learn")
         if isinstance(experiences, int | float | str):
             raise ValueError(
-                f"experiences must be a tuple of sampled data and rewards, got {shown(experiences)}. To train in an "
-                "environment, use evogrpo.train(env, total_timesteps=...) or evogrpo.evolve(population, env)."
+                "experiences must be a tuple of sampled data and rewards, got"
+                f" {shown(experiences)}. To train in an environment, use evogrpo.train(env,"
+                " total_timesteps=...) or evogrpo.evolve(population, env)."
             )
         learner = self.learner()
         experience, observed = self.members.experience(learner, experiences)
@@ -355,15 +396,17 @@ class EvolvableAlgorithm(Agent):
         """Return the mean greedy reward (or undiscounted return) on a held-out split.
 
         Args:
-            env: A group environment; or a single Gymnasium environment, which is reset with seeds 0, 1, ... and stays
-                open. With render_mode="human" it shows a window.
-            loop: Number of passes over the split. More than one is useful only if rewards are random.
+            env: A group environment; or a single Gymnasium environment, which is reset with seeds
+                0, 1, ... and stays open. With render_mode="human" it shows a window.
+            loop: Number of passes over the split. More than one is useful only if rewards are
+                random.
             split: "validation", or "test" for the final report.
-            episodes: Number of starts, from the first on; None = all, but 1 for a single environment.
+            episodes: Number of starts, from the first on; None = all, but 1 for a single
+                environment.
 
         Raises:
-            ValueError: If an argument is out of range, the environment does not fit the agent, or the agent belongs to
-                a population that is divided among ranks.
+            ValueError: If an argument is out of range, the environment does not fit the agent, or
+                the agent belongs to a population that is divided among ranks.
         """
         loop = whole_between("loop", loop, 1)
         refuse_unknown("split", [split], SPLITS)
@@ -378,7 +421,8 @@ class EvolvableAlgorithm(Agent):
         check_groups(groups)
         self.members.check(groups)
         rounds = [
-            evaluate(self.members, [self.slot], groups, split, questions=episodes, base=base) for _ in range(loop)
+            evaluate(self.members, [self.slot], groups, split, questions=episodes, base=base)
+            for _ in range(loop)
         ]
         return float(np.mean([common_scores(rewards, split).mean() for rewards in rounds]))
 
@@ -387,9 +431,10 @@ class EvolvableAlgorithm(Agent):
     def get_policy(self) -> Any:
         """Return the policy as a module.
 
-        For a language model, `policy(input_ids, attention_mask)` returns logits `[n, t, v]`; it shares the agent's
-        weights. For a small network, it is a copy: `policy(observations)` returns the distribution parameters `[m, o]`
-        (see `StackedPolicy.module`). For several agents, a dictionary of such modules by policy.
+        For a language model, `policy(input_ids, attention_mask)` returns logits `[n, t, v]`; it
+        shares the agent's weights. For a small network, it is a copy: `policy(observations)`
+        returns the distribution parameters `[m, o]` (see `StackedPolicy.module`). For several
+        agents, a dictionary of such modules by policy.
         """
         return self.members.policy(self.slot, base=self._evaluated_network == "base")
 
@@ -408,7 +453,9 @@ class EvolvableAlgorithm(Agent):
 
     @names_unknown
     def save_checkpoint(self, path: str | Path, *, replace: bool = False) -> None:
-        """Save the agent as a checkpoint folder. For a language model it is also a PEFT adapter, or a full model.
+        """Save the agent as a checkpoint folder.
+
+        For a language model it is also a PEFT adapter, or a full model.
 
         Args:
             path: Folder to create.
@@ -434,14 +481,17 @@ class EvolvableAlgorithm(Agent):
             path: Folder written by `save_checkpoint`.
             device: Device of the model; by default that of `actor_network`, or the CPU.
             accelerator: See the constructor.
-            actor_network: The base model; by default the demo model or hub id named in the checkpoint. Paths named in
-                a checkpoint are never followed. For small networks, only needed for a module of your own.
+            actor_network: The base model; by default the demo model or hub id named in the
+                checkpoint. Paths named in a checkpoint are never followed. For small networks, only
+                needed for a module of your own.
 
         Raises:
             CheckpointError: If the checkpoint is damaged, or of another base model.
             ValueError: If the base model cannot be found, or a module is missing.
         """
-        return load_agent(cls, path, device=device, accelerator=accelerator, actor_network=actor_network)
+        return load_agent(
+            cls, path, device=device, accelerator=accelerator, actor_network=actor_network
+        )
 
     def load_checkpoint(self, path: str | Path) -> None:
         """Load a saved agent's weights, optimizer, hyperparameters and counters into this agent.
@@ -449,13 +499,16 @@ class EvolvableAlgorithm(Agent):
         This agent keeps its identity in a population: `index`, `parent`, `born` and `retired`.
 
         Raises:
-            CheckpointError: If the checkpoint is damaged or of another base model; the agent is unchanged then.
+            CheckpointError: If the checkpoint is damaged or of another base model; the agent is
+                unchanged then.
         """
         read_agent(self, path)
 
     # ---- further methods of AgileRL's agents
 
-    def evolvable_attributes(self, networks_only: bool = False) -> dict[str, dict[str, torch.Tensor]]:
+    def evolvable_attributes(
+        self, networks_only: bool = False
+    ) -> dict[str, dict[str, torch.Tensor]]:
         """Return copies of what selection copies: weights, own reference, optimizer state and running statistics.
 
         Args:
@@ -485,7 +538,10 @@ class EvolvableAlgorithm(Agent):
             "index": agent.index,
             "hp_config": agent.hp_config,
             **agent.hyperparameters.to_json(),
-            **{field.name: getattr(members.settings, field.name) for field in fields(cast(Any, members.settings))},
+            **{
+                field.name: getattr(members.settings, field.name)
+                for field in fields(cast(Any, members.settings))
+            },
             **members.arguments(),
         }
         if input_args_only:
@@ -494,7 +550,9 @@ class EvolvableAlgorithm(Agent):
         return {**arguments, **{name: getattr(agent, name) for name in state}}
 
     def register_network_group(self, group: NetworkGroup) -> None:
-        """Set the network of `get_policy`, `predict`, `generate` and `test`. `get_action` and learning do not use it.
+        """Set the network of `get_policy`, `predict`, `generate` and `test`.
+
+        `get_action` and learning do not use it.
 
         Raises:
             ValueError: If the agent has no network of that name.
@@ -515,9 +573,14 @@ class EvolvableAlgorithm(Agent):
         return action_dim(action_space)
 
     def preprocess_observation(self, observation: Any) -> Any:
-        """Turn an observation into tensors on the agent's device; see `evogrpo.spaces.preprocess_observation`."""
+        """Turn an observation into tensors on the agent's device.
+
+        See `evogrpo.spaces.preprocess_observation`.
+        """
         if self.observation_space is None:
-            raise ValueError("preprocess_observation needs observation_space. Pass it to the constructor.")
+            raise ValueError(
+                "preprocess_observation needs observation_space. Pass it to the constructor."
+            )
         return preprocess_observation(observation, self.observation_space, self.device)
 
     def to_device(self, *experiences: Any) -> tuple[Any, ...]:
@@ -528,13 +591,15 @@ class EvolvableAlgorithm(Agent):
 class GRPO(EvolvableAlgorithm):
     """An agent trained by group relative policy optimisation.
 
-    The constructor creates one agent in a bank of its own; `GRPO.population` creates several that share one bank.
+    The constructor creates one agent in a bank of its own; `GRPO.population` creates several that
+    share one bank.
 
     Args:
         observation_space: Observation space; may be None for a language model.
         action_space: Action space; may be None for a language model.
-        actor_network: A causal language model of transformers; its weights and flags are never changed. None = a small
-            network for the spaces. A torch module of your own replaces the default network.
+        actor_network: A causal language model of transformers; its weights and flags are never
+            changed. None = a small network for the spaces. A torch module of your own replaces the
+            default network.
         pad_token_id: Token used for padding, for language models.
         options: All other options, with defaults; see `evogrpo.algorithms.factory.Options`.
 
@@ -554,20 +619,24 @@ class GRPO(EvolvableAlgorithm):
 class MultiAgentGRPO(GRPO):
     """A member that acts for all agents of a multi-agent environment, trained by group relative policy optimisation.
 
-    A group is `group_size` joint episodes from one joint reset seed. Each agent's part of an episode is compared with
-    the same agent's parts of the group's other episodes: an advantage is relative within (seed, agent). A policy that
-    several agents share learns from all their rows.
+    A group is `group_size` joint episodes from one joint reset seed. Each agent's part of an
+    episode is compared with the same agent's parts of the group's other episodes: an advantage is
+    relative within (seed, agent). A policy that several agents share learns from all their rows.
 
-    Everything else is as in `GRPO`; `learn` takes the `experience` that `collect` returned. The constructor creates one
-    member in banks of its own; `MultiAgentGRPO.population` creates several that share them.
+    Everything else is as in `GRPO`; `learn` takes the `experience` that `collect` returned. The
+    constructor creates one member in banks of its own; `MultiAgentGRPO.population` creates several
+    that share them.
 
     Args:
-        observation_spaces: Observation space of each agent by name, as in `PettingZooGroups.observation_spaces`.
+        observation_spaces: Observation space of each agent by name, as in
+            `PettingZooGroups.observation_spaces`.
         action_spaces: Action space of each agent by name.
-        options: All other options, with defaults; see `evogrpo.algorithms.factory.MultiAgentOptions`.
+        options: All other options, with defaults; see
+            `evogrpo.algorithms.factory.MultiAgentOptions`.
 
     Raises:
-        ValueError: If an argument is unknown or out of range, or agents of one policy differ in their spaces.
+        ValueError: If an argument is unknown or out of range, or agents of one policy differ in
+            their spaces.
 
     Source: DeepSeekMath (arXiv:2402.03300), section 4.1, applied to each agent separately.
     """
@@ -589,7 +658,10 @@ class MultiAgentGRPO(GRPO):
 
     @classmethod
     @lists_options(
-        MultiAgentPopulationOptions.__annotations__, Hyperparameters, JointSettings, EvolvableAlgorithm.population
+        MultiAgentPopulationOptions.__annotations__,
+        Hyperparameters,
+        JointSettings,
+        EvolvableAlgorithm.population,
     )
     def population(  # type: ignore[override]  # spaces by agent
         cls,
@@ -604,14 +676,19 @@ class MultiAgentGRPO(GRPO):
             size: Number of members.
             observation_spaces: As for one member.
             action_spaces: As for one member.
-            options: As for one member, and `wrapper_cls`, `wrapper_kwargs`, `samples_per_step` (joint episodes),
-                `spread` and `founders` as in `GRPO.population`.
+            options: As for one member, and `wrapper_cls`, `wrapper_kwargs`, `samples_per_step`
+                (joint episodes), `spread` and `founders` as in `GRPO.population`.
 
         Raises:
             ValueError: If an argument is unknown or out of range.
         """
         arguments: Any = options
-        names = ("size", "observation_spaces", "action_spaces", *MultiAgentPopulationOptions.__annotations__)
+        names = (
+            "size",
+            "observation_spaces",
+            "action_spaces",
+            *MultiAgentPopulationOptions.__annotations__,
+        )
         refuse_unknown("argument", options, names)
         return super().population(size, observation_spaces, action_spaces, **arguments)  # type: ignore[arg-type]
 
@@ -623,7 +700,8 @@ class MultiAgentGRPO(GRPO):
             samples_per_step: Number of joint episodes; one group by default.
 
         Raises:
-            ValueError: If the group size does not divide it, or the environment does not fit the member.
+            ValueError: If the group size does not divide it, or the environment does not fit the
+                member.
         """
         self.check_single_rank("collect")
         self.members.check(env)
@@ -632,12 +710,16 @@ class MultiAgentGRPO(GRPO):
             samples = whole_between("samples_per_step", samples_per_step, 1, MAX_SAMPLES)
         check_group_size(self.group_size, samples, owner="the member")
         groups = range(samples // self.group_size)
-        sampled = sample_groups(self.members, env, [self.learner()], [groups], block=len(groups), purpose="sample")
+        sampled = sample_groups(
+            self.members, env, [self.learner()], [groups], block=len(groups), purpose="sample"
+        )
         self.members.update_statistics(sampled.observed)
         return sampled
 
 
-_CLASSES: dict[str, type[GRPO]] = {kind: each for each in (GRPO, MultiAgentGRPO) for kind in each.kinds}
+_CLASSES: dict[str, type[GRPO]] = {
+    kind: each for each in (GRPO, MultiAgentGRPO) for kind in each.kinds
+}
 
 
 def own_algorithm(algorithm: type[Agent]) -> str | None:
@@ -661,10 +743,13 @@ def algorithm_class(kind: str, stored: str | None, given: type[Agent] | None) ->
     """
     found = _CLASSES[kind] if given is None and stored is None else given
     if found is None:
-        raise ValueError(f"The run's agents have a class of your own, {stored!r}. Pass algorithm={stored}.")
+        raise ValueError(
+            f"The run's agents have a class of your own, {stored!r}. Pass algorithm={stored}."
+        )
     if own_algorithm(found) != stored or kind not in found.kinds:
         ours = stored or _CLASSES[kind].__name__
         raise ValueError(
-            f"The run's agents have the class {ours!r}, got {shown(found.__qualname__)}. Pass algorithm={ours}."
+            f"The run's agents have the class {ours!r}, got {shown(found.__qualname__)}. Pass"
+            f" algorithm={ours}."
         )
     return found

@@ -65,11 +65,14 @@ class Population(NamesMissing, Sequence[Any]):
         if wrapper_cls is not None:
             if not callable(wrapper_cls) or isinstance(wrapper_cls, nn.Module):
                 raise ValueError(
-                    f"wrapper_cls must be a class that takes an agent, got {shown(wrapper_cls)}. Pass a network as "
-                    "actor_network=."
+                    f"wrapper_cls must be a class that takes an agent, got {shown(wrapper_cls)}."
+                    " Pass a network as actor_network=."
                 )
             if wrapper_kwargs is not None and not isinstance(wrapper_kwargs, Mapping):
-                raise ValueError(f"wrapper_kwargs must be a mapping of keyword arguments, got {shown(wrapper_kwargs)}.")
+                raise ValueError(
+                    "wrapper_kwargs must be a mapping of keyword arguments, got"
+                    f" {shown(wrapper_kwargs)}."
+                )
             self._handed_out = [wrapper_cls(agent, **(wrapper_kwargs or {})) for agent in agents]
 
     def __len__(self) -> int:
@@ -77,7 +80,9 @@ class Population(NamesMissing, Sequence[Any]):
 
     def __repr__(self) -> str:
         scores = (f" {agent.fitness.mean:.3g}" if agent.fitness else "" for agent in self.agents)
-        members = ", ".join(f"#{agent.index}{score}" for agent, score in zip(self.agents, scores, strict=True))
+        members = ", ".join(
+            f"#{agent.index}{score}" for agent, score in zip(self.agents, scores, strict=True)
+        )
         return f"Population({len(self)} {class_name(self.agents[0])} members: {members})"
 
     def __getitem__(self, slot: Any) -> Any:
@@ -116,7 +121,10 @@ class Population(NamesMissing, Sequence[Any]):
         evaluated = [agent for agent in self.agents if agent.fitness is not None]
         if not evaluated:
             raise ValueError("No member has a fitness yet. Call evaluate or evolve first.")
-        best = max(evaluated, key=lambda agent: (agent.fitness.mean if agent.fitness else 0.0, -agent.index))
+        best = max(
+            evaluated,
+            key=lambda agent: (agent.fitness.mean if agent.fitness else 0.0, -agent.index),
+        )
         return self._handed_out[best.slot]
 
     @property
@@ -135,15 +143,17 @@ class Population(NamesMissing, Sequence[Any]):
     ) -> RolloutBatch:
         """Sample and reward the groups of one learning step of the healthy members, all in one batch.
 
-        Each member samples `samples_per_step / group_size` groups. Each group has a start, which is a prompt or a reset
-        seed; members use the first starts of the step. With `Objective.dynamic_sampling`, groups without learning
-        signal are replaced by groups on the following starts; see `resample_groups`.
+        Each member samples `samples_per_step / group_size` groups. Each group has a start, which is
+        a prompt or a reset seed; members use the first starts of the step. With
+        `Objective.dynamic_sampling`, groups without learning signal are replaced by groups on the
+        following starts; see `resample_groups`.
 
         Args:
             env: Provides starts and rewards.
             step: Number of the learning step.
             samples_per_step: Completions (or episodes) per member; every group size divides it.
-            block: Number of starts that a step uses without refills, the same for all steps of a run.
+            block: Number of starts that a step uses without refills, the same for all steps of a
+                run.
             stop: Checked between tokens or steps, and between reward calls.
 
         Raises:
@@ -151,21 +161,28 @@ class Population(NamesMissing, Sequence[Any]):
         """
         acting = self.healthy
         if not acting:
-            raise ValueError("collect needs a healthy member, but all have failed or retired. Load a checkpoint.")
+            raise ValueError(
+                "collect needs a healthy member, but all have failed or retired. Load a checkpoint."
+            )
         # 1. Give each member the starts of its groups.
         learners = [agent.learner(step) for agent in acting]
         groups = list[range]()
         for agent in acting:
             check_group_size(agent.group_size, samples_per_step, owner=f"member {agent.index}")
             groups.append(range(samples_per_step // agent.group_size))
-        # 2. Sample and reward. Refills would prefer groups of medium difficulty, so they do not enter `earned`.
+        # 2. Sample and reward. Refills would prefer groups of medium difficulty, so they do not
+        #    enter `earned`.
         max_refills = self.members.settings.objective.dynamic_sampling
         full_block = block * (1 + max_refills)
-        sampled = sample_groups(self.members, env, learners, groups, block=full_block, purpose="sample", stop=stop)
+        sampled = sample_groups(
+            self.members, env, learners, groups, block=full_block, purpose="sample", stop=stop
+        )
         group_rewards = sampled.mean_group_rewards()
         # 3. Replace groups without learning signal (dynamic sampling).
         if max_refills:
-            used = {each.slot: positions.stop for each, positions in zip(acting, groups, strict=True)}
+            used = {
+                each.slot: positions.stop for each, positions in zip(acting, groups, strict=True)
+            }
             sampled = resample_groups(
                 self.members,
                 env,
@@ -176,42 +193,55 @@ class Population(NamesMissing, Sequence[Any]):
                 max_rounds=max_refills,
                 stop=stop,
             )
-        # 4. Observation statistics change only now: an interrupted rollout leaves them as they were.
+        # 4. Observation statistics change only now: an interrupted rollout leaves them as they
+        #    were.
         self.members.update_statistics(sampled.observed)
         return replace(sampled, earned=group_rewards)
 
-    def learn(self, experience: Experience, *, step: int, stop: Stop = NEVER) -> dict[int, LearnReport]:
+    def learn(
+        self, experience: Experience, *, step: int, stop: Stop = NEVER
+    ) -> dict[int, LearnReport]:
         """Take one learning step of the healthy members, and mark those that fail.
 
         Args:
             experience: Rows of every healthy member, by policy.
             step: Number of the learning step; part of the name of the random streams.
-            stop: Checked before each forward pass. After an interruption, members may have learned in part.
+            stop: Checked before each forward pass. After an interruption, members may have learned
+                in part.
 
         Returns:
             One report per member, by slot.
 
         Raises:
-            ValueError: If the experience does not fit, or a custom algorithm returns a report with wrong types.
+            ValueError: If the experience does not fit, or a custom algorithm returns a report with
+                wrong types.
         """
         learners = [agent.learner(step) for agent in self.healthy]
         healthy = [learner.slot for learner in learners]
         self.members.banks.changed.update(healthy)  # before the change, which may raise half-way
         experience = {policy: replace(batch, stop=stop) for policy, batch in experience.items()}
-        # A section tells the other ranks of an error; language models divide their passes inside of it.
+        # A section tells the other ranks of an error; language models divide their passes inside of
+        # it.
         with self.processes.section():
             learned = self.algorithm.learn_together(self.members, learners, experience)
             reports = {slot: _checked(report) for slot, report in learned.items()}
-        # Scatter-add is not deterministic on a GPU, so the ranks' updates of small networks differ in rounding.
+        # Scatter-add is not deterministic on a GPU, so the ranks' updates of small networks differ
+        # in rounding.
         if self.plays and self.processes.size > 1 and self.members.device.type == "cuda":
-            for slot, state in self.processes.broadcast(self.members.banks.snapshot(healthy)).items():
+            for slot, state in self.processes.broadcast(
+                self.members.banks.snapshot(healthy)
+            ).items():
                 self.members.banks.load_state(slot, state)
         for slot, report in reports.items():
             self.agents[slot].failed = report.failed
         return reports
 
-    def evaluate(self, env: GroupEnvironment, split: Split = "validation", *, questions: int | None = None) -> None:
-        """Set the fitness of all healthy members, on the same questions; failed and retired members get None.
+    def evaluate(
+        self, env: GroupEnvironment, split: Split = "validation", *, questions: int | None = None
+    ) -> None:
+        """Set the fitness of all healthy members, on the same questions.
+
+        Failed and retired members get None.
 
         Args:
             env: Provides questions and rewards.
@@ -246,16 +276,18 @@ class Population(NamesMissing, Sequence[Any]):
         differing = [rank for rank, other in enumerate(digests) if other != digests[0]]
         if differing:
             raise ProcessError(
-                f"Train states of members differ between rank 0 and ranks {differing}. All ranks must run the same "
-                "program on the same kind of device. Start all processes again to resume from the last checkpoint."
+                f"Train states of members differ between rank 0 and ranks {differing}. All ranks"
+                " must run the same program on the same kind of device. Start all processes again"
+                " to resume from the last checkpoint."
             )
 
     def sample_with(self, sampler: Sampler) -> None:
         """Set an external engine that generates completions from now on.
 
-        With several ranks, call this on each of them, with a sampler of its own; each samples its share of the groups.
-        `sampler.sync` is called with changed slots, on all ranks, before sampling. If the engine's log-probabilities
-        differ from the trainer's, set the objective's `importance_correction`.
+        With several ranks, call this on each of them, with a sampler of its own; each samples its
+        share of the groups. `sampler.sync` is called with changed slots, on all ranks, before
+        sampling. If the engine's log-probabilities differ from the trainer's, set the objective's
+        `importance_correction`.
 
         Raises:
             ValueError: If the members are small networks.
@@ -272,7 +304,9 @@ class Population(NamesMissing, Sequence[Any]):
         self.members.check(env)
 
     def plan(self, strategy: Strategy, generations: Sequence[Generation]) -> Plan:
-        """Return a strategy's plan for the next generation; if architectures evolve, children may get new ones.
+        """Return a strategy's plan for the next generation.
+
+        If architectures evolve, children may get new ones.
 
         Args:
             strategy: The strategy.
@@ -282,11 +316,16 @@ class Population(NamesMissing, Sequence[Any]):
             ValueError: If all members failed, or the plan is invalid.
         """
         seed = self.members.settings.seed
-        history = History(space=self.space, next_index=self.next_index, generations=tuple(generations))
+        history = History(
+            space=self.space, next_index=self.next_index, generations=tuple(generations)
+        )
         plan = strategy.plan(history, generator(seed, "plan", history.last.number))
         if not isinstance(plan, Plan):
-            raise ValueError(f"Strategy.plan must return an evogrpo.evolution.Plan, got {class_name(plan)}.")
-        # Use the plan as the journal returns it to a resumed run, which refuses values of other types.
+            raise ValueError(
+                f"Strategy.plan must return an evogrpo.evolution.Plan, got {class_name(plan)}."
+            )
+        # Use the plan as the journal returns it to a resumed run, which refuses values of other
+        # types.
         plan = validate(Plan, load_json(dump_json(dump(plan), what="plan")))
         plan.check(history)
         settings = self.members.settings
@@ -317,11 +356,15 @@ class Population(NamesMissing, Sequence[Any]):
             ValueError: If the plan has another number of slots, or repeats an index.
         """
         if len(plan.parents) != len(self):
-            raise ValueError(f"A plan must have one entry per slot: got {len(plan.parents)} for {len(self)} slots.")
+            raise ValueError(
+                f"A plan must have one entry per slot: got {len(plan.parents)} for {len(self)}"
+                " slots."
+            )
         if any(child.index < self.next_index for child in plan.children):
             raise ValueError(f"The indices of children must be new, from {self.next_index} on.")
         self.lineage += plan.children
-        # Copy all train states before any architecture changes: a parent's slot may itself get a child.
+        # Copy all train states before any architecture changes: a parent's slot may itself get a
+        # child.
         self.members.banks.inherit(plan.parents)
         for slot in plan.vacant:
             agent = self.agents[slot]
@@ -347,7 +390,10 @@ class Population(NamesMissing, Sequence[Any]):
 
 
 def _checked(report: LearnReport) -> LearnReport:
-    """Return a report with plain numbers; raise ValueError for types that a resumed run would refuse."""
+    """Return a report with plain numbers.
+
+    Raise ValueError for types that a resumed run would refuse.
+    """
     if not isinstance(report.failed, str | None):
         raise ValueError(f"LearnReport.failed must be text or None, got {shown(report.failed)}.")
     return replace(

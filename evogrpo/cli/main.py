@@ -1,4 +1,7 @@
-"""Command line: arguments, dispatch, error messages and exit codes. torch is imported by commands only, for speed."""
+"""Command line: arguments, dispatch, error messages and exit codes.
+
+torch is imported by commands only, for speed.
+"""
 
 import argparse
 import importlib
@@ -19,8 +22,8 @@ USAGE = 2
 INTERRUPTED = 130
 MAX_EXIT_CODE = 255
 _EXIT_CODES = (
-    "Exit codes: 0 success, 1 failure, 2 invalid arguments or settings, 130 Ctrl-C. A run stopped by signal N exits "
-    "with 128 + N."
+    "Exit codes: 0 success, 1 failure, 2 invalid arguments or settings, 130 Ctrl-C. A run stopped"
+    " by signal N exits with 128 + N."
 )
 _LIBRARY_VARIABLES = {
     "TRANSFORMERS_VERBOSITY": "error",
@@ -28,11 +31,18 @@ _LIBRARY_VARIABLES = {
     "HF_HUB_VERBOSITY": "error",
     "TOKENIZERS_PARALLELISM": "false",
 }
-"""Environment variables that turn off progress bars and advice of libraries, which read them on import."""
+"""Environment variables that turn off progress bars and advice of libraries, which read them on
+import.
+"""
 _EXAMPLE = "schedule.generations=8 hyperparameters.lr=1e-4; `evogrpo schema` prints all of them"
 _OVERRIDES = f"settings, e.g. {_EXAMPLE}"
-_WRONG_CHOICE = re.compile(r"argument COMMAND: invalid choice: '?(.*?)'? \(choose from (.*)\)$", re.DOTALL)
-_CONFIGURABLE = ("evogrpo.cli.train:train", "evogrpo.cli.train:demo")  # commands that accept any setting
+_WRONG_CHOICE = re.compile(
+    r"argument COMMAND: invalid choice: '?(.*?)'? \(choose from (.*)\)$", re.DOTALL
+)
+_CONFIGURABLE = (
+    "evogrpo.cli.train:train",
+    "evogrpo.cli.train:demo",
+)  # commands that accept any setting
 _NAME = re.compile(r"[\w-]+")
 _OPTION = re.compile(r"(?<!\w)--[\w-]+")
 
@@ -51,7 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments and arguments[0] == "help":
         arguments = [*arguments[1:], "--help"]
     args, rest = parser.parse_known_args(arguments)
-    # argparse reads positional arguments in one block. Overrides after an option are left in `rest`.
+    # argparse reads positional arguments in one block. Overrides after an option are left in
+    # `rest`.
     if "overrides" not in args:
         unknown = rest
     else:
@@ -60,7 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _reject(args, unknown[0])
     if rest:
         args.overrides = [*args.overrides, *rest]
-    # 2. Prepare output, environment variables and import path. The import is here so that `--help` stays fast.
+    # 2. Prepare output, environment variables and import path. The import is here so that `--help`
+    #    stays fast.
     from evogrpo.training.console import clean_warnings, ignore_output_errors, print_error
 
     for stream in (sys.stdout, sys.stderr):
@@ -69,7 +81,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, value in _LIBRARY_VARIABLES.items():
         os.environ.setdefault(name, value)
     if args.runs_user_code:
-        sys.path.append(str(Path.cwd()))  # last, so that modules of the user do not shadow installed ones
+        sys.path.append(
+            str(Path.cwd())
+        )  # last, so that modules of the user do not shadow installed ones
     # 3. Run the command; errors become a message and an exit code.
     module, name = args.command.split(":")
     with ignore_output_errors():
@@ -83,12 +97,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 raise
             if isinstance(error, ValueError):
                 print_error(str(error))
-                # `cli.running` sets `args.training` when training starts. A later ValueError is not a wrong setting.
+                # `cli.running` sets `args.training` when training starts. A later ValueError is not
+                # a wrong setting.
                 return FAILED if getattr(args, "training", False) else USAGE
             if isinstance(error, OSError):
-                print_error(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}")
+                print_error(
+                    f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"
+                )
             else:  # SystemExit, which only user code raises
-                print_error(f"User code ended the program: SystemExit({shown(error.code)}) was raised")
+                print_error(
+                    f"User code ended the program: SystemExit({shown(error.code)}) was raised"
+                )
             return FAILED
         except KeyboardInterrupt:
             print_error("stopped by Ctrl-C")
@@ -119,7 +138,10 @@ def _reject(args: argparse.Namespace, argument: str) -> NoReturn:
 
         name = option.strip("-").replace("-", "_")
         if name in ("c", "config", "cfg", "config_file"):
-            parser.error(f"there is no option {option}; give the YAML file itself, as in `{parser.prog} mine.yaml`")
+            parser.error(
+                f"there is no option {option}; give the YAML file itself, as in `{parser.prog}"
+                " mine.yaml`"
+            )
         setting = name if "." in name else setting_called(name)
         if setting is not None:
             advice = f"; write {setting}={value or 'VALUE'}"
@@ -141,7 +163,8 @@ def check_folder(folder: Path) -> None:
     folders = {path.name: path for parent in parents for path in parent.iterdir() if path.is_dir()}
     match = close_match(folder.name, folders)
     raise ValueError(
-        f"{folder} is not a folder. {f'Did you mean {folders[match]}?' if match else 'Give a run directory.'}"
+        f"{folder} is not a folder."
+        f" {f'Did you mean {folders[match]}?' if match else 'Give a run directory.'}"
     )
 
 
@@ -162,13 +185,21 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _add_command(
-    commands: Commands, name: str, command: str, summary: str, details: str = "", *, runs_user_code: bool = False
+    commands: Commands,
+    name: str,
+    command: str,
+    summary: str,
+    details: str = "",
+    *,
+    runs_user_code: bool = False,
 ) -> argparse.ArgumentParser:
     """Add a command that runs the function `command`, given as MODULE:FUNCTION and imported only when it runs."""
     description = f"{summary[0].upper()}{summary[1:]}. {details}".strip()
     parser = commands.add_parser(name, help=summary, description=description)
     parser.add_argument("--traceback", action="store_true", help="show the traceback of an error")
-    parser.set_defaults(command=command, parser=parser, opens_run=False, runs_user_code=runs_user_code)
+    parser.set_defaults(
+        command=command, parser=parser, opens_run=False, runs_user_code=runs_user_code
+    )
     return parser
 
 
@@ -182,9 +213,13 @@ def _add_training_commands(commands: Commands) -> None:
         runs_user_code=True,
     )
     demo.add_argument(
-        "--fixed", action="store_true", help="control run: same start and cost, without selection and mutation"
+        "--fixed",
+        action="store_true",
+        help="control run: same start and cost, without selection and mutation",
     )
-    demo.add_argument("--generations", type=int, metavar="N", help="number of generations (schedule.generations)")
+    demo.add_argument(
+        "--generations", type=int, metavar="N", help="number of generations (schedule.generations)"
+    )
     _add_start_options(demo)
     _add_overrides(demo, _OVERRIDES)
 
@@ -193,36 +228,53 @@ def _add_training_commands(commands: Commands) -> None:
         "train",
         "evogrpo.cli.train:train",
         "train from a YAML configuration, or in an environment",
-        "Paths in CONFIG are relative to its folder. Other paths and run_dir are relative to the working directory. "
-        "Code named in CONFIG is executed.",
+        "Paths in CONFIG are relative to its folder. Other paths and run_dir are relative to the"
+        " working directory. Code named in CONFIG is executed.",
         runs_user_code=True,
     )
     environment = train.add_mutually_exclusive_group()
     environment.add_argument(
-        "--env", metavar="ID", help="train small networks in this environment, e.g. CartPole-v1; no CONFIG is needed"
+        "--env",
+        metavar="ID",
+        help="train small networks in this environment, e.g. CartPole-v1; no CONFIG is needed",
     )
     environment.add_argument(
         "--parallel-env",
         metavar="MODULE",
-        help="train several agents: a module with a parallel_env function (mpe2.simple_spread_v3), or MODULE:FUNCTION",
+        help=(
+            "train several agents: a module with a parallel_env function (mpe2.simple_spread_v3),"
+            " or MODULE:FUNCTION"
+        ),
     )
     train.add_argument(
         "--preset",
         action="store_true",
-        help="with --env: start from the tuned hyperparameters of this environment; `evogrpo tasks` lists them",
+        help=(
+            "with --env: start from the tuned hyperparameters of this environment; `evogrpo tasks`"
+            " lists them"
+        ),
     )
     train.add_argument(
         "--wrapper",
         action="append",
         default=[],
         metavar="MODULE:CLASS",
-        help="with --env: apply this wrapper (CLASS alone: from gymnasium.wrappers). Repeat it for several, innermost "
-        "first",
+        help=(
+            "with --env: apply this wrapper (CLASS alone: from gymnasium.wrappers). Repeat it for"
+            " several, innermost first"
+        ),
     )
-    train.add_argument("--generations", type=int, metavar="N", help="number of generations (schedule.generations)")
+    train.add_argument(
+        "--generations", type=int, metavar="N", help="number of generations (schedule.generations)"
+    )
     _add_start_options(train)
-    # A separate positional CONFIG would take the first KEY=VALUE after --env, so the command splits the words itself.
-    _add_overrides(train, f"a YAML file, then settings that override it, e.g. {_EXAMPLE}", metavar="CONFIG KEY=VALUE")
+    # A separate positional CONFIG would take the first KEY=VALUE after --env, so the command splits
+    # the words itself.
+    _add_overrides(
+        train,
+        f"a YAML file, then settings that override it, e.g. {_EXAMPLE}",
+        metavar="CONFIG KEY=VALUE",
+    )
 
 
 def _add_other_running_commands(commands: Commands) -> None:
@@ -232,13 +284,16 @@ def _add_other_running_commands(commands: Commands) -> None:
         "resume",
         "evogrpo.cli.train:resume",
         "resume a stopped run, or train a finished one further",
-        "Continues from the newest complete checkpoint with the same results as an uninterrupted run. Code named in "
-        "the run's config.yaml is executed: resume only runs that you trust.",
+        "Continues from the newest complete checkpoint with the same results as an uninterrupted"
+        " run. Code named in the run's config.yaml is executed: resume only runs that you trust.",
         runs_user_code=True,
     )
     _add_run_dir(resume)
     resume.add_argument(
-        "--generations", type=int, metavar="N", help="total number of generations, including those already done"
+        "--generations",
+        type=int,
+        metavar="N",
+        help="total number of generations, including those already done",
     )
     _add_run_options(resume)
     resume.add_argument(
@@ -248,8 +303,8 @@ def _add_other_running_commands(commands: Commands) -> None:
     )
     _add_overrides(
         resume,
-        "generations, max_timesteps, max_tokens, max_seconds, target_fitness, test_questions, model, device or "
-        "base_parts",
+        "generations, max_timesteps, max_tokens, max_seconds, target_fitness, test_questions,"
+        " model, device or base_parts",
     )
 
     replay = _add_command(
@@ -257,8 +312,8 @@ def _add_other_running_commands(commands: Commands) -> None:
         "replay",
         "evogrpo.cli.train:replay",
         "train one new agent with the hyperparameter schedule that a run has found",
-        "All other settings are taken from the run. Code named in its configuration is executed: replay only runs and "
-        "schedules that you trust.",
+        "All other settings are taken from the run. Code named in its configuration is executed:"
+        " replay only runs and schedules that you trust.",
         runs_user_code=True,
     )
     replay.add_argument(
@@ -285,13 +340,23 @@ def _add_other_running_commands(commands: Commands) -> None:
 def _add_start_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of commands that start a run."""
     parser.add_argument("--seed", type=int, metavar="N", help="random seed (key: seed)")
-    parser.add_argument("--run-dir", type=Path, metavar="DIR", help="run directory (default: a new folder below runs/)")
+    parser.add_argument(
+        "--run-dir",
+        type=Path,
+        metavar="DIR",
+        help="run directory (default: a new folder below runs/)",
+    )
     parser.add_argument(
         "--resume-if-exists",
         action="store_true",
-        help="resume the run in --run-dir, if it exists, with the limits given here; for schedulers that restart jobs",
+        help=(
+            "resume the run in --run-dir, if it exists, with the limits given here; for schedulers"
+            " that restart jobs"
+        ),
     )
-    parser.add_argument("--dry-run", action="store_true", help="make all checks, and print the plan and its cost")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="make all checks, and print the plan and its cost"
+    )
     _add_run_options(parser)
 
 
@@ -307,7 +372,9 @@ def _add_run_dir(parser: argparse.ArgumentParser, about: str = "run directory") 
 def _add_run_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of all commands that train."""
     parser.add_argument(
-        "--skip-memory-check", action="store_true", help="train even if the run is estimated not to fit in memory"
+        "--skip-memory-check",
+        action="store_true",
+        help="train even if the run is estimated not to fit in memory",
     )
     parser.add_argument(
         "--exit-code-on-stop",
@@ -319,7 +386,9 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
 
 def _exit_code(text: str) -> int:
     if not re.fullmatch(r"\d{1,3}", text) or int(text) > MAX_EXIT_CODE:
-        raise argparse.ArgumentTypeError(f"must be an integer from 0 to {MAX_EXIT_CODE}, got {shown(text, 40)}.")
+        raise argparse.ArgumentTypeError(
+            f"must be an integer from 0 to {MAX_EXIT_CODE}, got {shown(text, 40)}."
+        )
     return int(text)
 
 
@@ -345,9 +414,12 @@ def _add_reading_commands(commands: Commands) -> None:
         "compare",
         "evogrpo.cli.records:compare",
         "compare runs: settings that differ, costs and test results",
-        "Each run is compared with the first, question by question where the test questions are the same.",
+        "Each run is compared with the first, question by question where the test questions are the"
+        " same.",
     )
-    compare.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help="at least two run directories")
+    compare.add_argument(
+        "run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help="at least two run directories"
+    )
 
 
 def _add_other_commands(commands: Commands) -> None:
@@ -357,19 +429,36 @@ def _add_other_commands(commands: Commands) -> None:
         "video",
         "evogrpo.cli.records:video",
         "record episodes of a run's best member as MP4 files",
-        "For Gymnasium and PettingZoo environments that can be rendered; needs the extra `video`. Code named in the "
-        "run's config.yaml is executed: use it only for runs that you trust.",
+        "For Gymnasium and PettingZoo environments that can be rendered; needs the extra `video`."
+        " Code named in the run's config.yaml is executed: use it only for runs that you trust.",
         runs_user_code=True,
     )
     _add_run_dir(video)
-    video.add_argument("--episodes", type=int, default=1, metavar="N", help="number of test episodes (default 1)")
+    video.add_argument(
+        "--episodes", type=int, default=1, metavar="N", help="number of test episodes (default 1)"
+    )
     video.add_argument("--folder", type=Path, help="output folder (default: RUN_DIR/videos)")
-    report = _add_command(commands, "report", "evogrpo.cli.records:report", "write report.png and report.html of a run")
+    report = _add_command(
+        commands,
+        "report",
+        "evogrpo.cli.records:report",
+        "write report.png and report.html of a run",
+    )
     _add_run_dir(report, "run directory; the run may still be active")
-    _add_command(commands, "tasks", "evogrpo.cli.doctor:tasks", "list the tasks that come with evogrpo and its extras")
-    _add_command(commands, "schema", "evogrpo.cli.doctor:schema", "print the JSON schema of configurations")
     _add_command(
-        commands, "doctor", "evogrpo.cli.doctor:doctor", "check this machine and suggest a fix for each problem"
+        commands,
+        "tasks",
+        "evogrpo.cli.doctor:tasks",
+        "list the tasks that come with evogrpo and its extras",
+    )
+    _add_command(
+        commands, "schema", "evogrpo.cli.doctor:schema", "print the JSON schema of configurations"
+    )
+    _add_command(
+        commands,
+        "doctor",
+        "evogrpo.cli.doctor:doctor",
+        "check this machine and suggest a fix for each problem",
     )
     export = _add_command(
         commands,
@@ -390,6 +479,8 @@ def _add_other_commands(commands: Commands) -> None:
         "--schedule",
         type=Path,
         metavar="FILE",
-        help="write the hyperparameter schedule of the best member's lineage to this new YAML file, for `evogrpo "
-        "replay`",
+        help=(
+            "write the hyperparameter schedule of the best member's lineage to this new YAML file,"
+            " for `evogrpo replay`"
+        ),
     )

@@ -75,21 +75,29 @@ def best(args: argparse.Namespace) -> int:
     fitness = fitness_estimate(member)
     untrained = summary.baseline and {summary.terms.untrained: summary.baseline}
     measure = summary.fitness_text
-    others = [f"{name} {estimate}" for name, estimate in member.measured.items() if estimate != fitness]
+    others = [
+        f"{name} {estimate}" for name, estimate in member.measured.items() if estimate != fitness
+    ]
     rows = {
         "run": summary.title,
         "best member": f"#{member.index}, as it was after generation {member.generation}",
         "fitness": "; ".join([f"{_fitness_score(member)}, {measure}", *others]),
         **{name: str(baseline.fitness) for name, baseline in (untrained or {}).items()},
         "test": _test_text(summary),
-        "stored in": str(stored) if stored.is_dir() else f"missing. {_remedy_for_best(args.run_dir)}",
+        "stored in": (
+            str(stored) if stored.is_dir() else f"missing. {_remedy_for_best(args.run_dir)}"
+        ),
         "ended": summary.ending,
         "hyperparameters": ", ".join(f"{name} {text}" for name, text in shown.items()),
     }
     print_rows(console, rows)
     # 2. The stages of its lineage, with the hyperparameters that evolve or differ between stages.
     stage_values = [stage.hyperparameters.to_json() for stage in stages]
-    changing = [name for name in values if name in summary.evolvable or len({own[name] for own in stage_values}) > 1]
+    changing = [
+        name
+        for name in values
+        if name in summary.evolvable or len({own[name] for own in stage_values}) > 1
+    ]
     table = _table("from step", "steps", "samples per step", *changing)
     first_step = 0
     for stage, own in zip(stages, stage_values, strict=True):
@@ -99,7 +107,9 @@ def best(args: argparse.Namespace) -> int:
     console.print(Text("\nHyperparameters of its lineage", "bold"))
     console.print(table)
     console.print()
-    show_command(console, "export schedule", command("export", args.run_dir, "--schedule", "schedule.yaml"))
+    show_command(
+        console, "export schedule", command("export", args.run_dir, "--schedule", "schedule.yaml")
+    )
     show_command(console, "train again", command("replay", args.run_dir))
     return OK
 
@@ -111,12 +121,16 @@ def compare(args: argparse.Namespace) -> int:
         check_folder(folder)
     configured = [folder / CONFIG_FILE for folder in folders]
     # 1. Compare the runs; those started in Python have no configuration.
-    compared = compare_runs(folders, [read_yaml_file(path) if path.is_file() else None for path in configured])
+    compared = compare_runs(
+        folders, [read_yaml_file(path) if path.is_file() else None for path in configured]
+    )
     # 2. Print one column per run: settings that differ, results, and the difference of the tests.
     console = make_console()
     table = _table("", *(str(run.path) for run in compared.runs))
     for name, values in compared.settings.items():
-        table.add_row(Text(printable(name), "dim"), *(Text(_setting_text(value)) for value in values))
+        table.add_row(
+            Text(printable(name), "dim"), *(Text(_setting_text(value)) for value in values)
+        )
     if not compared.settings:
         table.add_row(Text("settings", "dim"), *(Text("the same") for _ in compared.runs))
     table.add_section()
@@ -127,8 +141,8 @@ def compare(args: argparse.Namespace) -> int:
     table.add_row(Text("test, difference to first run", "dim"), *differences)
     console.print(table)
     console.print(
-        "± is one standard error; intervals are 95 %. Best fitness is the maximum over members and biased upwards. "
-        "Compare runs by their tests.",
+        "± is one standard error; intervals are 95 %. Best fitness is the maximum over members and"
+        " biased upwards. Compare runs by their tests.",
         style="dim",
     )
     return OK
@@ -153,7 +167,8 @@ def video(args: argparse.Namespace) -> int:
         raise ValueError(f"--episodes must be at least 1, got {args.episodes}.")
     if not (args.run_dir / CONFIG_FILE).is_file():
         raise ValueError(
-            f"{args.run_dir} has no {CONFIG_FILE}, because the run was started in Python. Use evogrpo.record_video()."
+            f"{args.run_dir} has no {CONFIG_FILE}, because the run was started in Python. Use"
+            " evogrpo.record_video()."
         )
     if not (args.run_dir / "best").is_dir():
         raise _no_best(args.run_dir)
@@ -163,14 +178,23 @@ def video(args: argparse.Namespace) -> int:
 
         config = load_config(args.run_dir / CONFIG_FILE)
         try:
-            episodes = task_type_of(config.task).record_videos(config, args.run_dir / "best", folder, args.episodes)
+            episodes = task_type_of(config.task).record_videos(
+                config, args.run_dir / "best", folder, args.episodes
+            )
         except ImportError as error:
             raise ValueError(str(error)) from error
     for episode in episodes:
-        per_agent = ", ".join(f"{agent} {number_text(value)}" for agent, value in episode.returns.items())
-        result = f"return {number_text(episode.episode_return)}{f' ({per_agent})' if per_agent else ''}"
+        per_agent = ", ".join(
+            f"{agent} {number_text(value)}" for agent, value in episode.returns.items()
+        )
+        result = (
+            f"return {number_text(episode.episode_return)}{f' ({per_agent})' if per_agent else ''}"
+        )
         console.print(
-            Text.assemble(printable(str(episode.path)), (f"  {result}, {episode.length} steps", "dim")), soft_wrap=True
+            Text.assemble(
+                printable(str(episode.path)), (f"  {result}, {episode.length} steps", "dim")
+            ),
+            soft_wrap=True,
         )
     return OK
 
@@ -186,7 +210,10 @@ def _remedy_for_best(run_dir: Path) -> str:
     """Say how to get the best member of a run without the folder `best`."""
     if any((run_dir / "checkpoints").glob("generation-*")):
         return "Its checkpoints have the best member: `evogrpo resume` writes the folder again."
-    return "So are its checkpoints. Restore one of the folders from a copy, or train again with `evogrpo replay`."
+    return (
+        "So are its checkpoints. Restore one of the folders from a copy, or train again with"
+        " `evogrpo replay`."
+    )
 
 
 # ---- texts of members
@@ -197,13 +224,21 @@ def _fitness_score(member: MemberReport) -> str:
 
 
 def _lifetime(
-    birth: MemberRecord, reports: Sequence[MemberReport], winner: MemberReport | None, summary: RunSummary
+    birth: MemberRecord,
+    reports: Sequence[MemberReport],
+    winner: MemberReport | None,
+    summary: RunSummary,
 ) -> str:
-    """Describe a member's generations and last fitness; for the winner of the run, that with which it won."""
+    """Describe a member's generations and last fitness.
+
+    For the winner of the run, that with which it won.
+    """
     if not reports:
         return "not evaluated"
     if winner is not None and winner.index == birth.index:
-        return f"{selection_score(winner, summary)} in generation {winner.generation}, the best member"
+        return (
+            f"{selection_score(winner, summary)} in generation {winner.generation}, the best member"
+        )
     first = reports[0].generation
     last = reports[-1].generation
     if first == last:
@@ -227,7 +262,9 @@ def _test_text(summary: RunSummary) -> str:
     else:
         noise = "within noise"
     questions = pluralize(test.questions, summary.terms.questions[:-1])
-    return f"{text} on {questions}; {test.gain} compared with the {summary.terms.untrained}, {noise}"
+    return (
+        f"{text} on {questions}; {test.gain} compared with the {summary.terms.untrained}, {noise}"
+    )
 
 
 # ---- the table of `compare`
@@ -350,7 +387,9 @@ def _export_member(run_dir: Path, folder: Path) -> None:
             base = str(record["shared"].get("source"))
         if kind != "language":
             loading = f"{agent_class}.load({str(best)!r})"
-            raise ValueError(f"{best} contains small networks, not a language model. Load them with {loading}.")
+            raise ValueError(
+                f"{best} contains small networks, not a language model. Load them with {loading}."
+            )
         from evogrpo.members.language.full_finetuning import find_export
 
         with checkpoint_errors(best):
@@ -360,7 +399,10 @@ def _export_member(run_dir: Path, folder: Path) -> None:
     make_folder(folder)
     for name in exported.files:
         write_synced(folder / name, (best / name).read_bytes())
-    console.print(Text(f"wrote member #{index} to {folder}, {exported.what} {base}; {checked}"), soft_wrap=True)
+    console.print(
+        Text(f"wrote member #{index} to {folder}, {exported.what} {base}; {checked}"),
+        soft_wrap=True,
+    )
     loading = exported.loader.format(repr(str(folder)))
     console.print(Text.assemble(("load it with ", "dim"), (loading, "cyan")), soft_wrap=True)
 

@@ -78,14 +78,21 @@ def start_run(config: Config, args: argparse.Namespace, name: str) -> int:
     """Start a run; with `--dry-run`, make the same checks and print its plan and cost."""
     # 1. Resume an existing run, after --resume-if-exists or a restart by the launcher.
     console = make_console()
-    requested_dir = args.run_dir or (None if config.run_dir is None else expand_user(config.run_dir))
+    requested_dir = args.run_dir or (
+        None if config.run_dir is None else expand_user(config.run_dir)
+    )
     if requested_dir is None and args.resume_if_exists:
         raise ValueError("--resume-if-exists needs the run directory. Add --run-dir DIR.")
-    # Each machine's launcher counts its own restarts after a failure, so the counts of all ranks are compared.
+    # Each machine's launcher counts its own restarts after a failure, so the counts of all ranks
+    # are compared.
     restarts = processes().all_gather(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") or "0")
     may_resume = not args.dry_run and (args.resume_if_exists or set(restarts) != {"0"})
     # Rank 0 looks for a checkpoint, because other hosts may not see the folder.
-    if requested_dir and may_resume and processes().broadcast(latest_checkpoint(requested_dir) is not None):
+    if (
+        requested_dir
+        and may_resume
+        and processes().broadcast(latest_checkpoint(requested_dir) is not None)
+    ):
         if args.resume_if_exists:
             reason = ""
         else:
@@ -127,7 +134,9 @@ def start_run(config: Config, args: argparse.Namespace, name: str) -> int:
             console.print("Dry run: nothing was trained or written. Remove --dry-run to start.")
             return OK
         # 5. Create the population and train.
-        check_memory(prepared.forecast().memory, allowed=args.skip_memory_check, remedy="--skip-memory-check")
+        check_memory(
+            prepared.forecast().memory, allowed=args.skip_memory_check, remedy="--skip-memory-check"
+        )
         with spinner(console, "creating the population"):
             trainer = start(prepared, run_dir)
         with single_threaded(enabled=prepared.one_thread):
@@ -135,15 +144,25 @@ def start_run(config: Config, args: argparse.Namespace, name: str) -> int:
 
 
 def resume_run(args: argparse.Namespace, given: Config | None = None) -> int:
-    """Resume a stored run; adopt the limits of the configuration `given`, and warn of its other changes."""
+    """Resume a stored run.
+
+    Adopt the limits of the configuration `given`, and warn of its other changes.
+    """
     # 1. Read the newest usable checkpoint.
     console = make_console()
     run_dir: Path = args.run_dir.absolute()
     overrides = list(args.overrides)
-    if given is not None and (run_dir / CONFIG_FILE).is_file():  # adopt limits that its file has changed
+    if (
+        given is not None and (run_dir / CONFIG_FILE).is_file()
+    ):  # adopt limits that its file has changed
         stored = load_config(run_dir / CONFIG_FILE).schedule
-        changed = [name for name in LIMITS if getattr(given.schedule, name) != getattr(stored, name)]
-        overrides = [*(f"{name}={json.dumps(getattr(given.schedule, name))}" for name in changed), *overrides]
+        changed = [
+            name for name in LIMITS if getattr(given.schedule, name) != getattr(stored, name)
+        ]
+        overrides = [
+            *(f"{name}={json.dumps(getattr(given.schedule, name))}" for name in changed),
+            *overrides,
+        ]
     if getattr(args, "generations", None) is not None:  # `evogrpo replay` has no such option
         overrides.append(f"generations={args.generations}")
     resumable = read_resumable(run_dir, overrides, allow_changed_data=args.allow_changed_data)
@@ -152,7 +171,10 @@ def resume_run(args: argparse.Namespace, given: Config | None = None) -> int:
     for error in saved.skipped:
         print_warning(f"Skipped an unusable checkpoint: {error}")
     if given is not None and (ignored := ignored_settings(resumable.config, given)):
-        print_warning(f"A resumed run keeps its settings. Ignored: {', '.join(ignored)}. For them, start a new run.")
+        print_warning(
+            f"A resumed run keeps its settings. Ignored: {', '.join(ignored)}. For them, start a"
+            " new run."
+        )
     if resumable.ended is not None and _has_best(run_dir):
         console.print(f"This run is finished ({resumable.ended}).", soft_wrap=True)
         if processes().is_rank_zero:
@@ -164,11 +186,18 @@ def resume_run(args: argparse.Namespace, given: Config | None = None) -> int:
     where = f"after generation {state.generation}, learning step {state.step}"
     console.print(f"Resuming {relative_path(run_dir)} {where}", soft_wrap=True)
     with closing(prepared.env):
-        check_memory(prepared.forecast().memory, allowed=args.skip_memory_check, remedy="--skip-memory-check")
+        check_memory(
+            prepared.forecast().memory, allowed=args.skip_memory_check, remedy="--skip-memory-check"
+        )
         with spinner(console, "loading the members"):
-            trainer = resume(prepared, resumable, run_dir, allow_changed_data=args.allow_changed_data)
+            trainer = resume(
+                prepared, resumable, run_dir, allow_changed_data=args.allow_changed_data
+            )
         if read_journal(run_dir / JOURNAL)[-1]["event"] not in ("stopped", "ended"):
-            console.print("The previous process of this run did not stop cleanly. Resuming from the last checkpoint.")
+            console.print(
+                "The previous process of this run did not stop cleanly. Resuming from the last"
+                " checkpoint."
+            )
         for change in trainer.changed_data:
             print_warning(f"Changed since the run began: {change}")
         # 3. Train.
@@ -177,7 +206,10 @@ def resume_run(args: argparse.Namespace, given: Config | None = None) -> int:
 
 
 def _has_best(run_dir: Path) -> bool:
-    """Return True if the exported best member is complete; otherwise resuming a finished run writes it again."""
+    """Return True if the exported best member is complete.
+
+    Otherwise resuming a finished run writes it again.
+    """
     try:
         read_checkpoint(run_dir / BEST, kind="agent")
     except CheckpointError:
@@ -215,7 +247,9 @@ def _vllm_commands(prepared: PreparedRun) -> list[str]:
     return [
         vllm_command(
             loadable_name(prepared.outline.model) or prepared.model,
-            members=max(1, len(range(number, size, len(urls)))),  # VLLMSampler assigns members round robin
+            members=max(
+                1, len(range(number, size, len(urls)))
+            ),  # VLLMSampler assigns members round robin
             rank=prepared.trained.rank,
             dtype="bfloat16" if precision in PACKAGES else precision,
             url=url,
@@ -226,32 +260,52 @@ def _vllm_commands(prepared: PreparedRun) -> list[str]:
 
 def _train(console: Console, trainer: Trainer, run_dir: Path, args: argparse.Namespace) -> int:
     """Train until the end, a signal or an error, and print how to resume."""
-    args.training = True  # `main` reports errors from here on as a failed run, not as wrong settings
+    args.training = (
+        True  # `main` reports errors from here on as a failed run, not as wrong settings
+    )
     display = RunDisplay(console, trainer)
     trainer.callbacks.append(display)
-    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # set by a shell that starts the run in the background
+    if (
+        signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    ):  # set by a shell that starts the run in the background
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def announce_stop() -> None:
         if not sys.stdout.isatty():  # on a terminal, the live display announces it
-            # A signal handler must not use the console, because it may have interrupted a write of the console.
+            # A signal handler must not use the console, because it may have interrupted a write of
+            # the console.
             os.write(2, b"Stopping and saving. Press Ctrl-C again to abort without saving.\n")
 
     # 1. Train; after an error, print how to continue.
     try:
-        with stopping_on_signals(trainer.stop_request, announce_stop), display, clean_warnings(console):
+        with (
+            stopping_on_signals(trainer.stop_request, announce_stop),
+            display,
+            clean_warnings(console),
+        ):
             deque(trainer.reports(), maxlen=0)
     except KeyboardInterrupt:
         print_error("Aborted. Training since the last checkpoint is lost.")
         _show_resume(console, run_dir)
         return INTERRUPTED
-    except (RewardError, StrategyError, AllFailedError, ProcessError, SamplerError, EnvProcessError) as error:
+    except (
+        RewardError,
+        StrategyError,
+        AllFailedError,
+        ProcessError,
+        SamplerError,
+        EnvProcessError,
+    ) as error:
         console.print()
         print_error(f"{error}{user_line(error.__cause__) if error.__cause__ else ''}")
         # A corrected reward function or environment counts as changed data.
         if isinstance(error, RewardError):
-            show_command(console, "after the fix", command("resume", run_dir, "--allow-changed-data"))
-        elif not isinstance(error, AllFailedError):  # a resumed run would fail again with the same settings
+            show_command(
+                console, "after the fix", command("resume", run_dir, "--allow-changed-data")
+            )
+        elif not isinstance(
+            error, AllFailedError
+        ):  # a resumed run would fail again with the same settings
             resumes_as_is = isinstance(error, ProcessError | SamplerError | EnvProcessError)
             _show_resume(console, run_dir, "resume" if resumes_as_is else "after the fix")
         return FAILED
@@ -259,11 +313,16 @@ def _train(console: Console, trainer: Trainer, run_dir: Path, args: argparse.Nam
         if isinstance(error, LockLostError):  # its message says where the run is intact
             pass
         elif latest_checkpoint(run_dir) is None:
-            print_error("This run has no checkpoint. Fix the error, and start again in another run directory.")
+            print_error(
+                "This run has no checkpoint. Fix the error, and start again in another run"
+                " directory."
+            )
         elif isinstance(error, OSError):  # such as a full disk, after which the data is the same
             _show_resume(console, run_dir)
         else:  # usually an error in user code; corrected code counts as changed data
-            show_command(console, "after the fix", command("resume", run_dir, "--allow-changed-data"))
+            show_command(
+                console, "after the fix", command("resume", run_dir, "--allow-changed-data")
+            )
         raise
     # 2. Report the end; a stopped run can be resumed.
     if not trainer.result.complete:
@@ -288,15 +347,26 @@ def _show_resume(console: Console, run_dir: Path, when: str = "resume") -> None:
         show_command(console, when, command("resume", run_dir))
 
 
-def show_plan(console: Console, prepared: PreparedRun, run_dir: Path, *, preset: bool = False) -> None:
-    """Print the plan of a run; with `preset`, say that it starts from the preset of its environment."""
+def show_plan(
+    console: Console, prepared: PreparedRun, run_dir: Path, *, preset: bool = False
+) -> None:
+    """Print the plan of a run.
+
+    With `preset`, say that it starts from the preset of its environment.
+    """
     config = prepared.config
-    start = ", ".join(f"{name} {number_text(value)}" for name, value in _starting_values(config).items())
+    start = ", ".join(
+        f"{name} {number_text(value)}" for name, value in _starting_values(config).items()
+    )
     if config.search_space and config.population.spread and config.population.size > 1:
         start += "; other members start at random values in the ranges below"
     rows = {
         **prepared.facts(),
-        **({"preset": f"tuned values for {config.task.label}; KEY=VALUE overrides them"} if preset else {}),
+        **(
+            {"preset": f"tuned values for {config.task.label}; KEY=VALUE overrides them"}
+            if preset
+            else {}
+        ),
         "start": start,
         "evolving": _evolution_text(prepared),
         "objective": _objective_text(config.agent.objective),
@@ -319,7 +389,9 @@ def show_forecast(console: Console, prepared: PreparedRun, *, skip_memory_check:
     rows = dict(forecast.rows)
     need = forecast.memory
     if need.processes > 1:
-        rows["all processes"] = f"{gigabytes(need.total)} for {need.processes} processes that share memory"
+        rows["all processes"] = (
+            f"{gigabytes(need.total)} for {need.processes} processes that share memory"
+        )
     rows["available"] = check_memory(need, allowed=True)
     print_rows(console, rows)
     console.print()
@@ -337,7 +409,9 @@ def _starting_values(config: Config) -> dict[str, Value]:
         calibrated = {"lr": "calibrated on the first batch"}
     else:
         calibrated = {}
-    return {name: start[name] for name in values if name in names or values[name] != defaults[name]} | calibrated
+    return {
+        name: start[name] for name in values if name in names or values[name] != defaults[name]
+    } | calibrated
 
 
 def _objective_text(objective: Objective) -> str:
@@ -349,7 +423,9 @@ def _objective_text(objective: Objective) -> str:
         for name, value in values.items()
         if name not in ("loss_type", "advantage") and value != defaults[name]
     ]
-    return ", ".join([f"loss {objective.loss_type}", f"{objective.advantage} advantages", *switches])
+    return ", ".join(
+        [f"loss {objective.loss_type}", f"{objective.advantage} advantages", *switches]
+    )
 
 
 def _evolution_text(prepared: PreparedRun) -> str:
@@ -362,13 +438,23 @@ def _evolution_text(prepared: PreparedRun) -> str:
         return f"nothing; replays a schedule of {pluralize(len(strategy['stages']), 'stage')}"
     if config.population.size == 1 and strategy["name"] in BUILT_IN:
         return "nothing (one member)"
-    spaces = ", ".join(f"{name} in {_range_text(parameter)}" for name, parameter in config.search_space.items())
+    spaces = ", ".join(
+        f"{name} in {_range_text(parameter)}" for name, parameter in config.search_space.items()
+    )
     if getattr(config.agent, "evolve_network", None) is not None:
         spaces = f"{spaces}{', ' if spaces else ''}network architecture"
-    # Of a tournament, print the settings of its selection pressure; of other strategies, all settings.
-    shown_settings = ("size", "z") if strategy["name"] == "tournament" else config.strategy.to_json()
-    details = ", ".join(f"{key} {strategy[key]}" for key in shown_settings if not isinstance(strategy[key], Mapping))
-    return f"{spaces or 'no hyperparameters (selection only)'}; {strategy['name']}{details and f' ({details})'}"
+    # Of a tournament, print the settings of its selection pressure; of other strategies, all
+    # settings.
+    shown_settings = (
+        ("size", "z") if strategy["name"] == "tournament" else config.strategy.to_json()
+    )
+    details = ", ".join(
+        f"{key} {strategy[key]}" for key in shown_settings if not isinstance(strategy[key], Mapping)
+    )
+    return (
+        f"{spaces or 'no hyperparameters (selection only)'};"
+        f" {strategy['name']}{details and f' ({details})'}"
+    )
 
 
 def _range_text(parameter: RLParameter) -> str:
@@ -378,7 +464,9 @@ def _range_text(parameter: RLParameter) -> str:
     low, high = parameter.bounds
     details = ["log"] if parameter.scale == "log" else []
     if parameter.founders is not None:
-        details.append(f"founders {number_text(parameter.founders[0])} to {number_text(parameter.founders[1])}")
+        details.append(
+            f"founders {number_text(parameter.founders[0])} to {number_text(parameter.founders[1])}"
+        )
     words = f" ({', '.join(details)})" if details else ""
     return f"[{number_text(low)}, {number_text(high)}]{words}"
 
@@ -389,12 +477,17 @@ def _schedule_text(config: Config) -> str:
     limits = {
         "generations": pluralize(schedule.generations or 0, "generation"),
         "max_timesteps": f"{count_text(schedule.max_timesteps)} environment steps",
-        "max_tokens": f"{count_text(schedule.max_tokens)} {terms_of(task_type_of(config.task).word).tokens}",
+        "max_tokens": (
+            f"{count_text(schedule.max_tokens)} {terms_of(task_type_of(config.task).word).tokens}"
+        ),
         "max_seconds": duration_text(schedule.max_seconds),
         "target_fitness": f"fitness {number_text(schedule.target_fitness)}",
     }
     ends = [text for name, text in limits.items() if getattr(schedule, name) is not None]
-    return f"until {' or '.join(ends)}, {pluralize(schedule.steps_per_generation, 'learning step')} per generation"
+    return (
+        f"until {' or '.join(ends)}, {pluralize(schedule.steps_per_generation, 'learning step')}"
+        " per generation"
+    )
 
 
 # ---- end of a run
@@ -431,7 +524,10 @@ def show_files(console: Console, run_dir: Path, kind: object) -> None:
         rows.append(("best member", best))
     try:
         page = report(run_dir).write()
-        rows += [("figure", install_hint("report.png", "matplotlib") or run_dir / "report.png"), ("report page", page)]
+        rows += [
+            ("figure", install_hint("report.png", "matplotlib") or run_dir / "report.png"),
+            ("report page", page),
+        ]
     except Exception as error:  # noqa: BLE001 - a failed report must not fail the run
         rows.append(("report", f"not written: {error}"))
     for name, value in rows:
@@ -457,8 +553,9 @@ def show_ending(console: Console, run_dir: Path, generations: int, schedule: Sch
     show_lineage(console, summary)
     show_files(console, run_dir, summary.facts.get("kind"))
     if generations:
-        # The limit that ended the run would end the resumed run too, so the command removes all other limits. It
-        # doubles those that include evaluations: `count_evaluations` needs one, and a resumed run keeps it.
+        # The limit that ended the run would end the resumed run too, so the command removes all
+        # other limits. It doubles those that include evaluations: `count_evaluations` needs one,
+        # and a resumed run keeps it.
         changed = []
         for name in _OTHER_LIMITS:
             if (limit := getattr(schedule, name)) is not None:

@@ -49,18 +49,26 @@ def train(args: argparse.Namespace) -> int:
             raise ValueError("--wrapper needs --env. In a configuration file, use task.wrappers.")
         overrides.append(f"task.wrappers={json.dumps(args.wrapper)}")
     # 2. With --env or --parallel-env, train with packaged settings.
-    for option, key, name in (("--env", "env", args.env), ("--parallel-env", "parallel_env", args.parallel_env)):
+    for option, key, name in (
+        ("--env", "env", args.env),
+        ("--parallel-env", "parallel_env", args.parallel_env),
+    ):
         if name is not None:
             for text in overrides:
                 if text.partition("=")[0].strip() in (text.strip(), "task", f"task.{key}"):
                     raise ValueError(f"{option} {name} already sets the task. Remove {text!r}.")
             folder = re.sub(r"[^\w.-]+", "-", name)
-            return _read_and_start(partial(_environment_config, key, name, overrides, args), args, folder)
+            return _read_and_start(
+                partial(_environment_config, key, name, overrides, args), args, folder
+            )
     if args.preset:
         raise ValueError("--preset needs --env ID instead of CONFIG.")
     # 3. Otherwise the first word is CONFIG.
     if not overrides or ("=" in overrides[0] and not Path(overrides[0]).exists()):
-        raise ValueError("No configuration. Give a YAML file before KEY=VALUE, or --env ID, or --parallel-env MODULE.")
+        raise ValueError(
+            "No configuration. Give a YAML file before KEY=VALUE, or --env ID, or --parallel-env"
+            " MODULE."
+        )
     path = Path(overrides[0])
     _check_config(path)
 
@@ -77,14 +85,22 @@ def _check_config(path: Path) -> None:
     name = str(path)
     if path.is_dir():
         if (path / "config.yaml").is_file():
-            raise ValueError(f"{name} is a run. Continue it with `evogrpo resume {name}`, or give its config.yaml.")
+            raise ValueError(
+                f"{name} is a run. Continue it with `evogrpo resume {name}`, or give its"
+                " config.yaml."
+            )
         raise ValueError(f"{name} is a folder. Give a YAML file.")
     file, is_code, function = name.partition(".py")
     if is_code and function[:1] in ("", ":"):
         reference = f"{file}.py{function or ':FUNCTION'}"
-        raise ValueError(f"{name} is Python code. Give a YAML file that names its function: task.reward: {reference}.")
+        raise ValueError(
+            f"{name} is Python code. Give a YAML file that names its function: task.reward:"
+            f" {reference}."
+        )
     if path.suffix in (".jsonl", ".csv", ".tsv", ".parquet"):
-        raise ValueError(f"{name} is a dataset. Give a YAML file that names it, as task.dataset.train: {name}.")
+        raise ValueError(
+            f"{name} is a dataset. Give a YAML file that names it, as task.dataset.train: {name}."
+        )
     if path.exists():
         return
     if path.suffix in (".yaml", ".yml"):
@@ -98,10 +114,13 @@ def _check_config(path: Path) -> None:
     if re.search(r"-v\d+$", name):
         raise ValueError(f"{name} is not a file. To train on an environment, write --env {name}.")
     if re.fullmatch(r"\w+(\.\w+)+", name) and path.suffix not in (".json", ".toml", ".txt"):
-        raise ValueError(f"{name} is not a file. To train in an environment of several agents, write --parallel-env.")
+        raise ValueError(
+            f"{name} is not a file. To train in an environment of several agents, write"
+            " --parallel-env."
+        )
     raise ValueError(
-        f"There is no file {name}. CONFIG is a YAML file with a section task, such as task: {{name: two_digit_sums}}. "
-        "`evogrpo tasks` lists built-in tasks and environments."
+        f"There is no file {name}. CONFIG is a YAML file with a section task, such as task: {{name:"
+        " two_digit_sums}. `evogrpo tasks` lists built-in tasks and environments."
     )
 
 
@@ -126,10 +145,15 @@ def resume(args: argparse.Namespace) -> int:
 def _overrides(args: argparse.Namespace) -> list[str]:
     """Return the overrides, with `--seed` and `--generations` appended."""
     options = {"seed": args.seed, "schedule.generations": getattr(args, "generations", None)}
-    return [*args.overrides, *(f"{key}={value}" for key, value in options.items() if value is not None)]
+    return [
+        *args.overrides,
+        *(f"{key}={value}" for key, value in options.items() if value is not None),
+    ]
 
 
-def _environment_config(key: str, name: str, overrides: list[str], args: argparse.Namespace) -> "Config":
+def _environment_config(
+    key: str, name: str, overrides: list[str], args: argparse.Namespace
+) -> "Config":
     """Return the packaged configuration for an environment."""
     from evogrpo.training.configuration.reading import load_config, override, parse_config
 

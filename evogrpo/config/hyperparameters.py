@@ -50,19 +50,24 @@ class Hyperparameters:
         lr: AdamW learning rate, greater than 0; with `target_kl` the first guess.
         clip_coef: Half-width of the clipping interval of the probability ratio, in (0, 1).
         group_size: Completions (episodes) per initial state, from 2 to 1,000,000.
-        beta: Weight of the KL to the reference policy, at least 0; with 0 there is no reference pass.
-        temperature: Divisor of the logits while sampling and learning, at least 1e-6. Fitness is measured greedily.
+        beta: Weight of the KL to the reference policy, at least 0; with 0 there is no reference
+            pass.
+        temperature: Divisor of the logits while sampling and learning, at least 1e-6. Fitness is
+            measured greedily.
         update_epochs: Passes over each learning step's samples, from 1 to 10,000.
-        max_grad_norm: Bound on the member's gradient norm, greater than 0. AdamW divides by the gradient's size, so the
-            bound has almost no effect if it applies at every step.
+        max_grad_norm: Bound on the member's gradient norm, greater than 0. AdamW divides by the
+            gradient's size, so the bound has almost no effect if it applies at every step.
         batch_size: Samples (transitions for small networks) per optimizer step, at least 1.
-        clip_low: Half-width below a ratio of 1, in (0, 1]; None = `clip_coef`. 1 means no lower bound.
+        clip_low: Half-width below a ratio of 1, in (0, 1]; None = `clip_coef`. 1 means no lower
+            bound.
         clip_high: Half-width above a ratio of 1, greater than 0; None = `clip_coef`.
         entropy_coef: Weight of the entropy bonus, in nats, at least 0.
         advantage_clip: Bound on the size of advantages, greater than 0; None = no bound.
-        gamma: Discount per action of later rewards, in [0, 1]; a completion's reward belongs to its last action.
-        target_kl: KL between the policies before and after a learning step, in nats per action, that the learning rate
-            is adapted to, greater than 0; see `evogrpo.algorithms.learning.step_size`. None = `lr` is used as it is.
+        gamma: Discount per action of later rewards, in [0, 1]; a completion's reward belongs to its
+            last action.
+        target_kl: KL between the policies before and after a learning step, in nats per action,
+            that the learning rate is adapted to, greater than 0; see
+            `evogrpo.algorithms.learning.step_size`. None = `lr` is used as it is.
         loss_type: One of `LossType`; None = the objective's.
         advantage: One of `AdvantageType`; None = the objective's.
 
@@ -70,7 +75,8 @@ class Hyperparameters:
         ValueError: If a value is of the wrong type, not finite, or outside the range above.
     """
 
-    # Numbers of repetitions have a maximum, because a typing error would otherwise look like a hang.
+    # Numbers of repetitions have a maximum, because a typing error would otherwise look like a
+    # hang.
     lr: PositiveFloat = 1e-4
     clip_coef: Annotated[float, Field(gt=0, lt=1), REAL] = 0.2
     group_size: Annotated[int, Field(ge=2, le=1_000_000), WHOLE] = 8
@@ -100,7 +106,8 @@ class Hyperparameters:
     def number(self, name: str) -> float:
         """Return the value of a numeric hyperparameter, or the number that None means.
 
-        None means `clip_coef` for `clip_low` and `clip_high`, and infinity for `advantage_clip` and `target_kl`.
+        None means `clip_coef` for `clip_low` and `clip_high`, and infinity for `advantage_clip` and
+        `target_kl`.
 
         Raises:
             ValueError: If `name` is unknown or not numeric.
@@ -121,9 +128,14 @@ class Hyperparameters:
         return {name: getattr(self, name) for name in HYPERPARAMETER_NAMES}
 
 
-HYPERPARAMETER_NAMES: tuple[str, ...] = tuple(field.name for field in dataclasses.fields(Hyperparameters))
+HYPERPARAMETER_NAMES: tuple[str, ...] = tuple(
+    field.name for field in dataclasses.fields(Hyperparameters)
+)
 """Names of all hyperparameters, in the order of their fields."""
-CATEGORIES: Mapping[str, tuple[str, ...]] = {"loss_type": tuple(LOSS_TYPES), "advantage": tuple(ADVANTAGES)}
+CATEGORIES: Mapping[str, tuple[str, ...]] = {
+    "loss_type": tuple(LOSS_TYPES),
+    "advantage": tuple(ADVANTAGES),
+}
 """Values of categorical hyperparameters, by hyperparameter."""
 _INTEGER_NAMES = frozenset(
     field.name for field in dataclasses.fields(Hyperparameters) if isinstance(field.default, int)
@@ -133,7 +145,8 @@ _INTEGER_NAMES = frozenset(
 class HyperparameterOptions(TypedDict, total=False):
     """Keyword arguments of agents that set hyperparameters; `Hyperparameters` describes them.
 
-    `lr="auto"`, the default, calibrates the learning rate: `target_kl` is then 0.01 unless it is given.
+    `lr="auto"`, the default, calibrates the learning rate: `target_kl` is then 0.01 unless it is
+    given.
     """
 
     lr: float | Literal["auto"]
@@ -155,7 +168,10 @@ class HyperparameterOptions(TypedDict, total=False):
 
 
 class HyperparameterAttributes:
-    """Hyperparameters as attributes of an agent. Setting one validates it and replaces the frozen record."""
+    """Hyperparameters as attributes of an agent.
+
+    Setting one validates it and replaces the frozen record.
+    """
 
     __slots__ = ()
 
@@ -195,13 +211,19 @@ for _name in HYPERPARAMETER_NAMES:
 
 
 def is_integer(name: str) -> bool:
-    """Return True if the values of a hyperparameter are integers; raise ValueError for an unknown name."""
+    """Return True if the values of a hyperparameter are integers.
+
+    Raise ValueError for an unknown name.
+    """
     refuse_unknown("hyperparameter", [name], HYPERPARAMETER_NAMES)
     return name in _INTEGER_NAMES
 
 
 def is_categorical(name: str) -> bool:
-    """Return True if the values of a hyperparameter are names; raise ValueError for an unknown name."""
+    """Return True if the values of a hyperparameter are names.
+
+    Raise ValueError for an unknown name.
+    """
     refuse_unknown("hyperparameter", [name], HYPERPARAMETER_NAMES)
     return name in CATEGORIES
 
@@ -219,16 +241,19 @@ class Optimizer:
         betas: Decay rates of the first and second moment, each in [0, 1).
         eps: Added to the square root of the second moment, above 0.
         weight_decay: Decoupled decay, at least 0.
-        warmup_steps: Optimizer steps of linear warm-up from 0, as in transformers: the first changes nothing. Steps
-            are counted per member, and children inherit the count together with the weights. Must be 0 with
-            `target_kl`.
+        warmup_steps: Optimizer steps of linear warm-up from 0, as in transformers: the first
+            changes nothing. Steps are counted per member, and children inherit the count together
+            with the weights. Must be 0 with `target_kl`.
         schedule: Shape after the warm-up.
         total_steps: Optimizer step at which a "linear" or "cosine" schedule ends.
-        cycles: Number of cosine waves of a "cosine" schedule, above 0; 0.5 ends at the first minimum.
-        floor: Minimum of a "linear" or "cosine" schedule, as a fraction of the learning rate, in [0, 1).
+        cycles: Number of cosine waves of a "cosine" schedule, above 0; 0.5 ends at the first
+            minimum.
+        floor: Minimum of a "linear" or "cosine" schedule, as a fraction of the learning rate, in
+            [0, 1).
 
     Raises:
-        ValueError: If a value is of the wrong type, out of range, or without effect beside the schedule.
+        ValueError: If a value is of the wrong type, out of range, or without effect beside the
+            schedule.
     """
 
     betas: tuple[_Fraction, _Fraction] = (0.9, 0.999)
@@ -242,21 +267,32 @@ class Optimizer:
 
     def __post_init__(self) -> None:
         # Refuse missing settings of the schedule, and settings that it does not use.
-        for name, default, readers in (("floor", 0.0, ("linear", "cosine")), ("cycles", 0.5, ("cosine",))):
+        for name, default, readers in (
+            ("floor", 0.0, ("linear", "cosine")),
+            ("cycles", 0.5, ("cosine",)),
+        ):
             if getattr(self, name) != default and self.schedule not in readers:
                 raise ValueError(
-                    f"{name} has no effect with schedule={self.schedule!r}. Choose {' or '.join(readers)}."
+                    f"{name} has no effect with schedule={self.schedule!r}. Choose"
+                    f" {' or '.join(readers)}."
                 )
         if self.schedule == "constant":
             if self.total_steps is not None:
-                raise ValueError(f"total_steps={self.total_steps} has no effect with schedule='constant'. Remove it.")
+                raise ValueError(
+                    f"total_steps={self.total_steps} has no effect with schedule='constant'."
+                    " Remove it."
+                )
         elif self.total_steps is None or self.total_steps <= self.warmup_steps:
-            raise ValueError(f"total_steps must be above warmup_steps ({self.warmup_steps}), got {self.total_steps}.")
+            raise ValueError(
+                f"total_steps must be above warmup_steps ({self.warmup_steps}), got"
+                f" {self.total_steps}."
+            )
 
     def factor(self, step: int) -> float:
         """Return the fraction of the learning rate at optimizer step `step`, counted from 0.
 
-        Source: transformers, `get_scheduler`: linear, cosine, cosine_with_min_lr and polynomial of power 1.
+        Source: transformers, `get_scheduler`: linear, cosine, cosine_with_min_lr and polynomial of
+        power 1.
         """
         if step < self.warmup_steps:
             return step / self.warmup_steps
@@ -272,16 +308,19 @@ class Optimizer:
     def momentum_warmup(self, step: int) -> float:
         """Return the fraction of a calibrated learning rate at optimizer step `step`, counted from 0.
 
-        The first step of AdamW moves each weight by the whole learning rate. Later steps move it less, because momentum
-        averages gradients of changing signs. A learning rate that was measured in the first step would therefore be too
-        small later. With this factor, all steps are equally large: of independent gradients with variance 1, the
-        average after t steps has the variance (1 - b) (1 + b^t) / ((1 + b) (1 - b^t)), where b = `betas[0]`.
+        The first step of AdamW moves each weight by the whole learning rate. Later steps move it
+        less, because momentum averages gradients of changing signs. A learning rate that was
+        measured in the first step would therefore be too small later. With this factor, all steps
+        are equally large: of independent gradients with variance 1, the average after t steps has
+        the variance (1 - b) (1 + b^t) / ((1 + b) (1 - b^t)), where b = `betas[0]`.
         """
         decay = self.betas[0] ** (step + 1)
         return sqrt((1.0 - decay) / (1.0 + decay))
 
 
-def check_calibration(optimizer: Optimizer, target_kl: float | None, evolving: Container[str]) -> None:
+def check_calibration(
+    optimizer: Optimizer, target_kl: float | None, evolving: Container[str]
+) -> None:
     """Raise ValueError if a learning rate would be calibrated in a warm-up, whose first step changes nothing.
 
     Args:
@@ -292,6 +331,6 @@ def check_calibration(optimizer: Optimizer, target_kl: float | None, evolving: C
     warmup = optimizer.warmup_steps
     if warmup > 0 and (target_kl is not None or "target_kl" in evolving):
         raise ValueError(
-            f"warmup_steps must be 0 with a calibrated learning rate (target_kl), got {warmup}. Give lr a number "
-            "without target_kl, or remove warmup_steps."
+            f"warmup_steps must be 0 with a calibrated learning rate (target_kl), got {warmup}."
+            " Give lr a number without target_kl, or remove warmup_steps."
         )

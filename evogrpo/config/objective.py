@@ -9,7 +9,12 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field
 
 from evogrpo.config.hyperparameters import Hyperparameters, Optimizer
-from evogrpo.config.search_space import DEFAULT_SEARCHED, HyperparameterConfig, RLParameter, feasible_group_sizes
+from evogrpo.config.search_space import (
+    DEFAULT_SEARCHED,
+    HyperparameterConfig,
+    RLParameter,
+    feasible_group_sizes,
+)
 from evogrpo.config.translation import SettingsReader
 from evogrpo.functional.loss_types import (
     ADVANTAGES,
@@ -48,70 +53,86 @@ _AboveOne = Annotated[float, Field(gt=1, le=FLOAT32_LIMIT), REAL]
 class Objective:
     """Loss that members minimise; its coefficients are in `Hyperparameters`.
 
-    The switches act on rewards in this order (ROLL's): weighted sum and overlong penalty; `reward_norm`; the
-    advantage's own statistics; `reward_clip`; in-reward KL; `reward_clip` again; the return, discounted by
-    `Hyperparameters.gamma`; `whiten_advantages`; the action mask; `Hyperparameters.advantage_clip`.
+    The switches act on rewards in this order (ROLL's): weighted sum and overlong penalty;
+    `reward_norm`; the advantage's own statistics; `reward_clip`; in-reward KL; `reward_clip` again;
+    the return, discounted by `Hyperparameters.gamma`; `whiten_advantages`; the action mask;
+    `Hyperparameters.advantage_clip`.
 
     Attributes:
-        loss_type: Loss per action and its reduction. "grpo" averages each completion over its actions, then
-            completions (DeepSeekMath). "dapo" and "bnpo" average over all actions of the optimizer step, so long
-            completions weigh more. "dr_grpo" divides by completions times the maximum length. "gspo" and "luspo" use
-            one ratio per completion. "cispo" weighs log-probabilities by a capped ratio. "sapo" has a soft gate
-            instead of a clip. "gmpo" takes the geometric mean of ratios.
-        advantage: Advantage estimator. One value per completion: "outcome" standardises rewards within their group,
-            "rloo" subtracts the mean of the others, "mean_only" the group's mean (Dr. GRPO), "batch_std" divides by
-            the standard deviation of the member's batch, "gdpo" standardises each reward function separately,
-            "reinforce" is the reward itself (add a baseline with `reward_norm` or `whiten_advantages`). One value per
-            action, from step rewards: "process" (DeepSeekMath), "return_to_go_group", "return_to_go_timestep".
+        loss_type: Loss per action and its reduction. "grpo" averages each completion over its
+            actions, then completions (DeepSeekMath). "dapo" and "bnpo" average over all actions of
+            the optimizer step, so long completions weigh more. "dr_grpo" divides by completions
+            times the maximum length. "gspo" and "luspo" use one ratio per completion. "cispo"
+            weighs log-probabilities by a capped ratio. "sapo" has a soft gate instead of a clip.
+            "gmpo" takes the geometric mean of ratios.
+        advantage: Advantage estimator. One value per completion: "outcome" standardises rewards
+            within their group, "rloo" subtracts the mean of the others, "mean_only" the group's
+            mean (Dr. GRPO), "batch_std" divides by the standard deviation of the member's batch,
+            "gdpo" standardises each reward function separately, "reinforce" is the reward itself
+            (add a baseline with `reward_norm` or `whiten_advantages`). One value per action, from
+            step rewards: "process" (DeepSeekMath), "return_to_go_group", "return_to_go_timestep".
         advantage_eps: Added to standard deviations of rewards, in reward units.
-        mask_truncated: Leave truncated completions out of the loss. They still count in group statistics.
-        min_group_reward: Only groups with a mean reward above this are in the loss; others are too hard. They still
-            count in statistics of rewards. None = no bound.
-        max_group_reward: Only groups with a mean reward below this are in the loss; others are too easy.
-        whiten_advantages: Standardise advantages over all actions of a member's batch that are in the loss and have a
-            reward. Groups whose rewards are all equal then get an advantage that is not 0, and long completions shift
-            the mean.
-        aggregation: Reduction of the loss; None = the loss type's own. "seq-mean-token-sum-norm" divides by the
-            maximum completion length.
-        kl_estimator: With d = log-probability minus the reference's: "k1" is d (in rewards only: as a loss its
-            expected gradient is 0), "k2" d²/2, "k3" exp(−d) + d − 1, "abs" |d|. Small networks can also compare whole
-            distributions: "full" is KL(policy || reference), which k1 and k3 estimate, "full_reversed" is
-            KL(reference || policy). Both are exact, and in the loss only.
-        kl_placement: "loss" adds beta x KL to the loss, "reward" subtracts it from each action's reward.
-        kl_bias_correction: Multiply the KL in the loss by the ratio (of the completion for "gspo" and "luspo"). The
-            expected gradient of k3 is then that of KL(policy || reference), off-policy too (DeepSeek-V3.2).
-        kl_target: Target of the mean KL per action, in nats, for an adaptive factor on beta; None = fixed beta.
+        mask_truncated: Leave truncated completions out of the loss. They still count in group
+            statistics.
+        min_group_reward: Only groups with a mean reward above this are in the loss; others are too
+            hard. They still count in statistics of rewards. None = no bound.
+        max_group_reward: Only groups with a mean reward below this are in the loss; others are too
+            easy.
+        whiten_advantages: Standardise advantages over all actions of a member's batch that are in
+            the loss and have a reward. Groups whose rewards are all equal then get an advantage
+            that is not 0, and long completions shift the mean.
+        aggregation: Reduction of the loss; None = the loss type's own. "seq-mean-token-sum-norm"
+            divides by the maximum completion length.
+        kl_estimator: With d = log-probability minus the reference's: "k1" is d (in rewards only: as
+            a loss its expected gradient is 0), "k2" d²/2, "k3" exp(−d) + d − 1, "abs" |d|. Small
+            networks can also compare whole distributions: "full" is KL(policy || reference), which
+            k1 and k3 estimate, "full_reversed" is KL(reference || policy). Both are exact, and in
+            the loss only.
+        kl_placement: "loss" adds beta x KL to the loss, "reward" subtracts it from each action's
+            reward.
+        kl_bias_correction: Multiply the KL in the loss by the ratio (of the completion for "gspo"
+            and "luspo"). The expected gradient of k3 is then that of KL(policy || reference),
+            off-policy too (DeepSeek-V3.2).
+        kl_target: Target of the mean KL per action, in nats, for an adaptive factor on beta; None =
+            fixed beta.
         kl_horizon: Samples over which the factor adapts.
-        dual_clip: Upper bound of the loss where the advantage is negative, as a multiple of its size; above 1.
+        dual_clip: Upper bound of the loss where the advantage is negative, as a multiple of its
+            size; above 1.
         delta: Upper bound of the ratio itself (two-sided clipping); above 1 + clip_high.
         cispo_clip_low: Bound cispo's weight from below by 1 − clip_low as well.
         sapo_tau_positive: Temperature of sapo's gate where the advantage is positive.
         sapo_tau_negative: Temperature of sapo's gate elsewhere.
-        top_entropy_quantile: Fraction, in (0, 1], of a member's actions kept in the policy loss: those with the
-            highest entropy.
-        entropy_reduction: Reduction of the entropy bonus. "loss" weighs every action as the loss does; "mean" is the
-            mean over the actions in the policy loss, for every loss type (TRL).
-        importance_correction: Weights for samples of an engine whose log-probabilities differ from the trainer's, per
-            action or per completion, truncated at `importance_cap` or left out beyond it; None = no weights. Samples
-            must come from the whole distribution: refused beside `top_k`, `top_p`, `min_p` and `repetition_penalty`.
-        importance_cap: Upper bound of these weights, at least 1; above 1 where weights beyond it are left out.
-        reward_norm: Standardise rewards over the group, the member's batch, or by its running statistics, before the
-            advantage's own statistics. Refused where those undo it.
+        top_entropy_quantile: Fraction, in (0, 1], of a member's actions kept in the policy loss:
+            those with the highest entropy.
+        entropy_reduction: Reduction of the entropy bonus. "loss" weighs every action as the loss
+            does; "mean" is the mean over the actions in the policy loss, for every loss type (TRL).
+        importance_correction: Weights for samples of an engine whose log-probabilities differ from
+            the trainer's, per action or per completion, truncated at `importance_cap` or left out
+            beyond it; None = no weights. Samples must come from the whole distribution: refused
+            beside `top_k`, `top_p`, `min_p` and `repetition_penalty`.
+        importance_cap: Upper bound of these weights, at least 1; above 1 where weights beyond it
+            are left out.
+        reward_norm: Standardise rewards over the group, the member's batch, or by its running
+            statistics, before the advantage's own statistics. Refused where those undo it.
         reward_shift: Only subtract the mean of `reward_norm`.
         reward_scale: Only divide by the standard deviation of `reward_norm`.
-        reward_clip: Bound on the size of each reward after it has been compared with its group; of each step reward
-            where the advantage is a return to go.
-        overlong_buffer: Number of tokens before the maximum length over which a penalty grows from 0 to 1 (DAPO);
-            None = no penalty.
-        dynamic_sampling: Maximum number of times that groups with equal rewards are resampled (DAPO).
-        reference: "base" is the model without adapters, or the initial network. "snapshot" is each member's own
-            earlier policy. "old" is the policy that sampled, the member before the learning step: beta then limits the
-            later of several optimizer steps, and has no effect in the first.
-        reference_sync_steps: Optimizer steps of the member between updates of its snapshot; None = no updates.
+        reward_clip: Bound on the size of each reward after it has been compared with its group; of
+            each step reward where the advantage is a return to go.
+        overlong_buffer: Number of tokens before the maximum length over which a penalty grows from
+            0 to 1 (DAPO); None = no penalty.
+        dynamic_sampling: Maximum number of times that groups with equal rewards are resampled
+            (DAPO).
+        reference: "base" is the model without adapters, or the initial network. "snapshot" is each
+            member's own earlier policy. "old" is the policy that sampled, the member before the
+            learning step: beta then limits the later of several optimizer steps, and has no effect
+            in the first.
+        reference_sync_steps: Optimizer steps of the member between updates of its snapshot; None =
+            no updates.
         reference_mixing: Weight of the policy in an update of the snapshot, in (0, 1].
 
     Raises:
-        ValueError: If a value is out of range, or has no effect or no meaning in combination with others.
+        ValueError: If a value is out of range, or has no effect or no meaning in combination with
+            others.
 
     Sources: see docs/papers.md, one row per formula.
     """
@@ -162,10 +183,13 @@ class Objective:
         """Return True if a switch differs from its default."""
         return bool(getattr(self, name) != _DEFAULTS[name])
 
-    def with_types(self, loss_type: LossType | None = None, advantage: AdvantageType | None = None) -> Self:
+    def with_types(
+        self, loss_type: LossType | None = None, advantage: AdvantageType | None = None
+    ) -> Self:
         """Return this objective with another loss type and advantage; None keeps the current one.
 
-        Switches that only the replaced loss type uses (`cispo_clip_low`, `sapo_tau_...`) get their defaults.
+        Switches that only the replaced loss type uses (`cispo_clip_low`, `sapo_tau_...`) get their
+        defaults.
         """
         loss_type = loss_type or self.loss_type
         advantage = advantage or self.advantage
@@ -179,39 +203,53 @@ class Objective:
         """Return the objective of a member: this one with the `loss_type` and `advantage` of the member, if not None.
 
         Raises:
-            ValueError: If another switch is incompatible with them; `check` finds this before a run.
+            ValueError: If another switch is incompatible with them; `check` finds this before a
+                run.
         """
         return self.with_types(hyperparameters.loss_type, hyperparameters.advantage)
 
     def resolved(self, hyperparameters: Hyperparameters, space: Container[str]) -> Hyperparameters:
         """Return hyperparameters in which loss type and advantage are not None if they evolve, as mutation requires."""
         names = {name: getattr(self, name) for name in ("loss_type", "advantage") if name in space}
-        missing = {name: value for name, value in names.items() if getattr(hyperparameters, name) is None}
+        missing = {
+            name: value for name, value in names.items() if getattr(hyperparameters, name) is None
+        }
         if missing:
             return dataclasses.replace(hyperparameters, **missing)
         return hyperparameters
 
-    def check(self, hyperparameters: Hyperparameters, space: HyperparameterConfig | None = None) -> None:
+    def check(
+        self, hyperparameters: Hyperparameters, space: HyperparameterConfig | None = None
+    ) -> None:
         """Refuse switches that are invalid for a member, or have no effect for any member.
 
         Args:
-            hyperparameters: Hyperparameters of the first member; all members share those that do not evolve.
+            hyperparameters: Hyperparameters of the first member; all members share those that do
+                not evolve.
             space: Search space; None = nothing evolves.
 
         Raises:
-            ValueError: If this objective is incompatible with a loss type, an advantage or a coefficient that a member
-                has or can evolve to.
+            ValueError: If this objective is incompatible with a loss type, an advantage or a
+                coefficient that a member has or can evolve to.
         """
         space = HyperparameterConfig() if space is None else space
         self.check_member(hyperparameters, space)
         exact_kl = ("kl_estimator",) if self.kl_estimator in FULL_KLS else ()
-        readers = {"beta": ("kl_target", "reference", *exact_kl), "entropy_coef": ("entropy_reduction",)}
+        readers = {
+            "beta": ("kl_target", "reference", *exact_kl),
+            "entropy_coef": ("entropy_reduction",),
+        }
         for coefficient, names in readers.items():
             for name in names:
                 if self.is_set(name) and highest(coefficient, hyperparameters, space) == 0:
-                    raise ValueError(f"{name} has no effect while {coefficient} is 0. Remove it, or set {coefficient}.")
+                    raise ValueError(
+                        f"{name} has no effect while {coefficient} is 0. Remove it, or set"
+                        f" {coefficient}."
+                    )
 
-    def check_member(self, hyperparameters: Hyperparameters, space: HyperparameterConfig | None = None) -> None:
+    def check_member(
+        self, hyperparameters: Hyperparameters, space: HyperparameterConfig | None = None
+    ) -> None:
         """Refuse switches that are invalid for a member or a possible descendant.
 
         Args:
@@ -231,12 +269,18 @@ class Objective:
                 except ValueError as error:
                     types = f"loss_type={loss_type!r}, advantage={advantage!r}"
                     raise ValueError(f"A member can have {types}: {error}") from None
-            # With gamma < 1 the return, and so the advantage, differs between the actions of a completion.
+            # With gamma < 1 the return, and so the advantage, differs between the actions of a
+            # completion.
             if not LOSS_TYPES[loss_type].per_action and lowest("gamma", hyperparameters, space) < 1:
-                raise ValueError(f"gamma must be 1 with loss_type={loss_type!r}, which has one ratio per completion.")
+                raise ValueError(
+                    f"gamma must be 1 with loss_type={loss_type!r}, which has one ratio per"
+                    " completion."
+                )
         high = highest_clip_high(hyperparameters, space)
         if self.delta is not None and self.delta <= 1 + high:
-            raise ValueError(f"delta must be above 1 + clip_high, got {self.delta} with clip_high up to {high}.")
+            raise ValueError(
+                f"delta must be above 1 + clip_high, got {self.delta} with clip_high up to {high}."
+            )
 
     def _refuse_equal_losses(self, loss_types: Sequence[str]) -> None:
         """Raise ValueError if two of these loss types are the same loss: a mutation between them changes nothing."""
@@ -249,8 +293,8 @@ class Objective:
                 meaning = (facts.ratio, self.aggregation or facts.aggregation)
             if meaning in found:
                 raise ValueError(
-                    f"loss_type {found[meaning]!r} and {loss_type!r} are the same loss here, so it cannot evolve "
-                    "between them. Remove one of them."
+                    f"loss_type {found[meaning]!r} and {loss_type!r} are the same loss here, so it"
+                    " cannot evolve between them. Remove one of them."
                 )
             found[meaning] = loss_type
 
@@ -263,13 +307,18 @@ class Objective:
 
     @classmethod
     def from_trl(cls, source: object) -> "Imported":
-        """Translate a TRL `GRPOConfig`, or a mapping of its fields; see `evogrpo.config.trl.read_trl`."""
+        """Translate a TRL `GRPOConfig`, or a mapping of its fields.
+
+        See `evogrpo.config.trl.read_trl`.
+        """
         from evogrpo.config.trl import read_trl
 
         return Imported.of(read_trl(source))
 
 
-_DEFAULTS: Mapping[str, Any] = {field.name: field.default for field in dataclasses.fields(Objective)}
+_DEFAULTS: Mapping[str, Any] = {
+    field.name: field.default for field in dataclasses.fields(Objective)
+}
 
 
 # ---- checks of combinations: generators of messages, of which `Objective` raises the first
@@ -281,22 +330,43 @@ def _loss_problems(objective: Objective) -> Iterator[str]:
     loss_facts = LOSS_TYPES[loss]
     for name in ("dual_clip", "delta"):
         if objective.is_set(name) and not loss_facts.bounded:
-            others = ", ".join(other for other, other_facts in LOSS_TYPES.items() if other_facts.bounded)
-            yield f"{name} needs a clipped ratio, got loss_type={loss!r}. Remove it, or choose one of {others}."
+            others = ", ".join(
+                other for other, other_facts in LOSS_TYPES.items() if other_facts.bounded
+            )
+            yield (
+                f"{name} needs a clipped ratio, got loss_type={loss!r}. Remove it, or choose one of"
+                f" {others}."
+            )
     if objective.dual_clip is not None and objective.delta is not None:
-        yield f"dual_clip ({objective.dual_clip}) and delta ({objective.delta}) exclude each other. Give one of them."
+        yield (
+            f"dual_clip ({objective.dual_clip}) and delta ({objective.delta}) exclude each other."
+            " Give one of them."
+        )
     for owner, other_facts in LOSS_TYPES.items():
         for name in other_facts.switches:
             if objective.is_set(name) and loss != owner:
-                yield f"{name} is used by loss_type={owner!r} only, got loss_type={loss!r}. Remove it."
+                yield (
+                    f"{name} is used by loss_type={owner!r} only, got loss_type={loss!r}."
+                    " Remove it."
+                )
     if loss_facts.ratio == "geometric mean" and objective.aggregation is not None:
-        yield f"aggregation has no meaning with loss_type={loss!r}, which is one number per completion. Remove it."
+        yield (
+            f"aggregation has no meaning with loss_type={loss!r}, which is one number per"
+            " completion. Remove it."
+        )
     correction = objective.importance_correction
     if correction in ("token_mask", "sequence_mask") and objective.importance_cap == 1:
-        # The ratios of an exact sampler are 1 up to rounding, so that half of them would be left out at random.
-        yield f"importance_cap must be above 1 with importance_correction={correction!r}, got 1. Raise it."
+        # The ratios of an exact sampler are 1 up to rounding, so that half of them would be left
+        # out at random.
+        yield (
+            f"importance_cap must be above 1 with importance_correction={correction!r}, got 1."
+            " Raise it."
+        )
     if not loss_facts.per_action:
-        rule = f"needs one ratio per action, but loss_type={loss!r} has one per completion. Choose another loss type."
+        rule = (
+            f"needs one ratio per action, but loss_type={loss!r} has one per completion. Choose"
+            " another loss type."
+        )
         if objective.is_set("top_entropy_quantile"):
             yield f"top_entropy_quantile {rule}"
         if objective.kl_placement == "reward":
@@ -311,22 +381,35 @@ def _reward_problems(objective: Objective) -> Iterator[str]:
     advantage = objective.advantage
     standardised = ADVANTAGES[advantage]  # "reward", "reward functions" or "step rewards"
     if objective.reward_shift and objective.reward_scale:
-        yield "reward_shift and reward_scale exclude each other. Remove both to subtract the mean and divide."
+        yield (
+            "reward_shift and reward_scale exclude each other. Remove both to subtract the mean and"
+            " divide."
+        )
     if reward_norm is not None:
         unused = f"reward_norm={reward_norm!r} has no effect: advantage={advantage!r} standardises"
         if standardised != "reward":
             yield f"{unused} {standardised}. Remove it."
         elif advantage == "outcome" or (advantage == "batch_std" and reward_norm != "group"):
-            yield f"{unused} rewards itself. Remove it, or choose advantage mean_only, rloo or reinforce."
+            yield (
+                f"{unused} rewards itself. Remove it, or choose advantage mean_only, rloo or"
+                " reinforce."
+            )
         elif objective.reward_shift and advantage not in ("batch_std", "reinforce"):
-            # batch_std with a shift by group has an effect: its deviation then excludes differences between groups.
-            yield f"reward_shift has no effect: advantage={advantage!r} subtracts the group's mean. Remove it."
+            # batch_std with a shift by group has an effect: its deviation then excludes differences
+            # between groups.
+            yield (
+                f"reward_shift has no effect: advantage={advantage!r} subtracts the group's mean."
+                " Remove it."
+            )
     low = objective.min_group_reward
     high = objective.max_group_reward
     if low is not None and high is not None and low >= high:
         yield f"min_group_reward must be below max_group_reward, got {low} and {high}."
     if standardised == "reward functions" and objective.overlong_buffer is not None:
-        yield f"overlong_buffer has no effect with advantage={advantage!r}. Make the penalty a reward function."
+        yield (
+            f"overlong_buffer has no effect with advantage={advantage!r}. Make the penalty a reward"
+            " function."
+        )
 
 
 def _kl_problems(objective: Objective) -> Iterator[str]:
@@ -336,12 +419,21 @@ def _kl_problems(objective: Objective) -> Iterator[str]:
         # E[grad log p] = 0, so the expected gradient of k1 in the loss is 0.
         yield 'kl_estimator="k1" has an expected gradient of 0 in the loss. Choose k2, k3 or abs.'
     if objective.kl_bias_correction and in_reward:
-        yield 'kl_bias_correction needs a KL in the loss, got kl_placement="reward". Remove one of them.'
+        yield (
+            'kl_bias_correction needs a KL in the loss, got kl_placement="reward". Remove one of'
+            " them."
+        )
     if objective.kl_estimator in FULL_KLS:
         if in_reward:
-            yield f'kl_estimator={objective.kl_estimator!r} needs kl_placement="loss". Or choose k1, k2, k3 or abs.'
+            yield (
+                f'kl_estimator={objective.kl_estimator!r} needs kl_placement="loss". Or choose k1,'
+                " k2, k3 or abs."
+            )
         if objective.kl_bias_correction:
-            yield f"kl_bias_correction has no effect: kl_estimator={objective.kl_estimator!r} is exact. Remove it."
+            yield (
+                f"kl_bias_correction has no effect: kl_estimator={objective.kl_estimator!r} is"
+                " exact. Remove it."
+            )
     if objective.reference == "old" and in_reward:
         # The KL in rewards is that of the policy that sampled, which is the reference here: 0.
         yield 'reference="old" has no effect with kl_placement="reward". Choose another reference.'
@@ -353,9 +445,15 @@ def _kl_problems(objective: Objective) -> Iterator[str]:
         "reward_scale": "reward_norm",
     }.items():
         if objective.is_set(name) and getattr(objective, needed) is None:
-            yield f"{name}={getattr(objective, name)} has no effect without {needed}. Give {needed} as well."
+            yield (
+                f"{name}={getattr(objective, name)} has no effect without {needed}. Give {needed}"
+                " as well."
+            )
     if objective.reference_sync_steps is not None and objective.reference != "snapshot":
-        yield f"reference_sync_steps needs reference='snapshot', got {shown(objective.reference)}. Remove one of them."
+        yield (
+            f"reference_sync_steps needs reference='snapshot', got {shown(objective.reference)}."
+            " Remove one of them."
+        )
 
 
 # ---- values that members can evolve to
@@ -411,16 +509,21 @@ SETTINGS = {
     "reward_weights": "task",
     "seed": "run",
 }
-"""Settings that `Imported.settings` can hold, and the section of a configuration that each belongs to."""
+"""Settings that `Imported.settings` can hold, and the section of a configuration that each belongs
+to.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Imported:
-    """Settings of another library as records of this package. Settings without a counterpart are in `ignored`.
+    """Settings of another library as records of this package.
+
+    Settings without a counterpart are in `ignored`.
 
     Attributes:
         objective: Switches of loss, advantages, KL, reference and rewards.
-        hyperparameters: Given hyperparameters by name, for `Hyperparameters(**imported.hyperparameters)`.
+        hyperparameters: Given hyperparameters by name, for
+            `Hyperparameters(**imported.hyperparameters)`.
         optimizer: Settings of AdamW.
         settings: Settings of other sections of a configuration, by name; see `SETTINGS`.
         ignored: Given fields without a counterpart here, with the reason.
@@ -444,7 +547,8 @@ class Imported:
         """
         from evogrpo.records import SamplingOptions  # needs torch
 
-        # 1. List the records. Each hyperparameter is one of its own, so that every invalid value is reported.
+        # 1. List the records. Each hyperparameter is one of its own, so that every invalid value is
+        #    reported.
         settings = reader.arguments["settings"]
         hyperparameters = reader.arguments["hyperparameters"]
         sampling = {field.name for field in dataclasses.fields(SamplingOptions)} & settings.keys()
@@ -482,7 +586,10 @@ class Imported:
     def to_config(self) -> dict[str, Any]:
         """Return sections of a configuration of `evogrpo train`, without model, task and limits."""
         sections: dict[str, dict[str, Any]] = {"agent": {"objective": vars(self.objective).copy()}}
-        sections["agent"]["optimizer"] = {**vars(self.optimizer), "betas": list(self.optimizer.betas)}
+        sections["agent"]["optimizer"] = {
+            **vars(self.optimizer),
+            "betas": list(self.optimizer.betas),
+        }
         sections["hyperparameters"] = dict(self.hyperparameters)
         for name, value in self.settings.items():
             sections.setdefault(SETTINGS[name], {})[name] = value
@@ -510,10 +617,13 @@ def default_space(
         objective: The members' objective.
         first: Hyperparameters of the first member.
         fixed: Hyperparameters that the caller has set.
-        samples_per_step: Samples of each member per learning step; None = unknown, group sizes then do not evolve.
+        samples_per_step: Samples of each member per learning step; None = unknown, group sizes then
+            do not evolve.
         rows_are_samples: See `without_effect`.
     """
-    names = [name for name in DEFAULT_SEARCHED if name != "target_kl" or first.target_kl is not None]
+    names = [
+        name for name in DEFAULT_SEARCHED if name != "target_kl" or first.target_kl is not None
+    ]
     if first.target_kl is None:
         names.insert(0, "lr")
     low, high = ranges["group_size"].bounds
@@ -521,9 +631,15 @@ def default_space(
     if sum(low <= size <= high for size in sizes) < 2:
         names.remove("group_size")
     space = HyperparameterConfig(**{name: ranges[name] for name in names if name not in fixed})
-    samples = samples_per_step or 2  # unknown: the smallest number, so that one optimizer step takes all
-    unused = without_effect(objective, [first], space, samples_per_step=samples, rows_are_samples=rows_are_samples)
-    return HyperparameterConfig(**{name: parameter for name, parameter in space.items() if name not in unused})
+    samples = (
+        samples_per_step or 2
+    )  # unknown: the smallest number, so that one optimizer step takes all
+    unused = without_effect(
+        objective, [first], space, samples_per_step=samples, rows_are_samples=rows_are_samples
+    )
+    return HyperparameterConfig(
+        **{name: parameter for name, parameter in space.items() if name not in unused}
+    )
 
 
 def without_effect(
@@ -541,35 +657,53 @@ def without_effect(
         members: Their current hyperparameters; those that do not evolve stay as they are.
         space: Hyperparameters that evolve.
         samples_per_step: Samples of each member per learning step.
-        rows_are_samples: `batch_size` counts samples. False where it counts transitions, whose number is not known in
-            advance.
+        rows_are_samples: `batch_size` counts samples. False where it counts transitions, whose
+            number is not known in advance.
 
     Returns:
         One message per hyperparameter, first those that evolve; empty if all have an effect.
     """
-    losses = {loss for member in members for loss in possible_types("loss_type", objective, member, space)}
+    losses = {
+        loss for member in members for loss in possible_types("loss_type", objective, member, space)
+    }
     used = {clip for loss in losses for clip in LOSS_TYPES[loss].clips}
     if objective.cispo_clip_low:
         used.add("clip_low")
     reasons: dict[str, str] = {}
-    # 1. Find clips that no loss type uses. clip_coef is used for clip_low and clip_high where they are None.
+    # 1. Find clips that no loss type uses. clip_coef is used for clip_low and clip_high where they
+    #    are None.
     if all(getattr(member, clip) is not None for clip in used for member in members):
         reasons["clip_coef"] = "members clip by clip_low and clip_high, or not at all. Remove it"
     for name in ("clip_low", "clip_high"):
         if name not in used:
             reasons[name] = f"the loss types {', '.join(sorted(losses))} do not use it. Remove it"
-    # 2. Find what one optimizer step per rollout leaves without effect: the policy is the one that sampled, so every
-    #    ratio is exactly 1.
-    one_epoch = "update_epochs" not in space and all(member.update_epochs == 1 for member in members)
-    if rows_are_samples and min(lowest("batch_size", member, space) for member in members) >= samples_per_step:
-        reasons["batch_size"] = f"all values are at least samples_per_step ({samples_per_step}). Lower its range"
+    # 2. Find what one optimizer step per rollout leaves without effect: the policy is the one that
+    #    sampled, so every ratio is exactly 1.
+    one_epoch = "update_epochs" not in space and all(
+        member.update_epochs == 1 for member in members
+    )
+    if (
+        rows_are_samples
+        and min(lowest("batch_size", member, space) for member in members) >= samples_per_step
+    ):
+        reasons["batch_size"] = (
+            f"all values are at least samples_per_step ({samples_per_step}). Lower its range"
+        )
         if one_epoch:
             names = [*CLIPS, *(["beta"] if objective.reference == "old" else [])]
             cause = "with one optimizer step per rollout the policy is the one that sampled"
-            fix = f"Raise update_epochs, or lower batch_size below samples_per_step ({samples_per_step})"
+            fix = (
+                "Raise update_epochs, or lower batch_size below samples_per_step"
+                f" ({samples_per_step})"
+            )
             reasons |= dict.fromkeys(names, f"{cause}. {fix}")
-    # 3. Report those that evolve, and those that all members have set. A large batch size is no mistake.
-    found = {name: f"{name} evolves without effect: {reasons[name]}." for name in space if name in reasons}
+    # 3. Report those that evolve, and those that all members have set. A large batch size is no
+    #    mistake.
+    found = {
+        name: f"{name} evolves without effect: {reasons[name]}."
+        for name in space
+        if name in reasons
+    }
     defaults = Hyperparameters()
     for name in (*CLIPS, "beta"):
         is_set = all(getattr(member, name) != getattr(defaults, name) for member in members)

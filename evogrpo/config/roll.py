@@ -72,7 +72,10 @@ KEYS: Mapping[str, Key] = {
 """Keys that are translated."""
 UNSUPPORTED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "pg_variant": (("ppo",), "choose ppo"),
-    **dict.fromkeys(("positive_loss_coef", "use_topr_neg_loss_coef"), ((0,), "this term of the loss does not exist")),
+    **dict.fromkeys(
+        ("positive_loss_coef", "use_topr_neg_loss_coef"),
+        ((0,), "this term of the loss does not exist"),
+    ),
     "rl_loss_coef": ((1.0,), "the policy loss has no weight"),
     **dict.fromkeys(
         ("difficulty_loss_weight", "length_loss_weight", "error_max_len_clip"),
@@ -84,14 +87,45 @@ UNSUPPORTED: Mapping[str, tuple[tuple[Any, ...], str]] = {
 """Keys whose effect is not implemented: the values without effect, and the reason."""
 _INFRASTRUCTURE = "only concerns where and how ROLL runs"
 IGNORED: Mapping[str, str] = {
-    **dict.fromkeys(("lambd", "value_clip", "critic", "reward_pretrain"), "there is no critic or reward model"),
-    **dict.fromkeys(("reference", "rewards", "reward_model", "validation"), "set up in the task section"),
+    **dict.fromkeys(
+        ("lambd", "value_clip", "critic", "reward_pretrain"), "there is no critic or reward model"
+    ),
+    **dict.fromkeys(
+        ("reference", "rewards", "reward_model", "validation"), "set up in the task section"
+    ),
     **dict.fromkeys(
         (
-            *("defaults", "hydra", "exp_name", "rpc_timeout", "output_dir", "logging_dir", "track_with"),
-            *("tracker_kwargs", "max_steps", "save_steps", "logging_steps", "eval_steps", "resume_from_checkpoint"),
-            *("checkpoint_config", "profiler_output_dir", "system_envs", "num_gpus_per_node", "model_download_type"),
-            *("rollout_mock", "rollout_dump_dir", "is_num_return_sequences_expand", "pretrain", "tag_to_template"),
+            *(
+                "defaults",
+                "hydra",
+                "exp_name",
+                "rpc_timeout",
+                "output_dir",
+                "logging_dir",
+                "track_with",
+            ),
+            *(
+                "tracker_kwargs",
+                "max_steps",
+                "save_steps",
+                "logging_steps",
+                "eval_steps",
+                "resume_from_checkpoint",
+            ),
+            *(
+                "checkpoint_config",
+                "profiler_output_dir",
+                "system_envs",
+                "num_gpus_per_node",
+                "model_download_type",
+            ),
+            *(
+                "rollout_mock",
+                "rollout_dump_dir",
+                "is_num_return_sequences_expand",
+                "pretrain",
+                "tag_to_template",
+            ),
             *("async_generation_ratio", "global_template", "offload_nccl", "reward_system_config"),
             *(f"{TRAINING}.num_train_epochs", f"{TRAINING}.bf16"),
         ),
@@ -101,34 +135,51 @@ IGNORED: Mapping[str, str] = {
         (f"{TRAINING}.per_device_train_batch_size", f"{TRAINING}.gradient_accumulation_steps"),
         "depends on ROLL's data-parallel size: set batch_size, the samples per optimizer step",
     ),
-    **dict.fromkeys((f"{GENERATING}.max_new_tokens", f"{GENERATING}.num_return_sequences"), "repeats another key"),
+    **dict.fromkeys(
+        (f"{GENERATING}.max_new_tokens", f"{GENERATING}.num_return_sequences"),
+        "repeats another key",
+    ),
 }
 """Keys that change nothing here, with the reason."""
 ADVANTAGE_SWITCHES: Mapping[tuple[str | None, str | None], dict[str, Any]] = {
     **{
-        (norm if mean else None, norm if std else None): {"advantage": "reinforce", "reward_norm": norm, **switch}
+        (norm if mean else None, norm if std else None): {
+            "advantage": "reinforce",
+            "reward_norm": norm,
+            **switch,
+        }
         for norm in REWARD_NORMS
-        for mean, std, switch in ((1, 1, {}), (1, 0, {"reward_shift": True}), (0, 1, {"reward_scale": True}))
+        for mean, std, switch in (
+            (1, 1, {}),
+            (1, 0, {"reward_shift": True}),
+            (0, 1, {"reward_scale": True}),
+        )
     },
     (None, None): {"advantage": "reinforce"},
     ("group", "group"): {"advantage": "outcome"},
     ("group", None): {"advantage": "mean_only"},
     ("group", "batch"): {"advantage": "batch_std"},
-    ("group", "running"): {"advantage": "mean_only", "reward_norm": "running", "reward_scale": True},
+    ("group", "running"): {
+        "advantage": "mean_only",
+        "reward_norm": "running",
+        "reward_scale": True,
+    },
 }
-"""Switches of `Objective`, by the statistics of the subtracted mean and of the dividing standard deviation."""
+"""Switches of `Objective`, by the statistics of the subtracted mean and of the dividing standard
+deviation.
+"""
 
 
 def read_roll(source: Mapping[str, Any] | str | Path) -> SettingsReader:
     """Translate the keys of a ROLL RLVR configuration.
 
-    Keys left out have ROLL's defaults. The order in which rewards become advantages is ROLL's (see `Objective`).
-    Aggregation modes follow their names. ROLL's own code differs: its token-mean ignores the mask, and its
-    seq-mean-token-sum-norm divides by the padded width.
+    Keys left out have ROLL's defaults. The order in which rewards become advantages is ROLL's (see
+    `Objective`). Aggregation modes follow their names. ROLL's own code differs: its token-mean
+    ignores the mask, and its seq-mean-token-sum-norm divides by the padded width.
 
     Args:
-        source: A mapping of keys, the path of a YAML file, or YAML text. References such as `${response_length}` are
-            resolved.
+        source: A mapping of keys, the path of a YAML file, or YAML text. References such as
+            `${response_length}` are resolved.
 
     Returns:
         The keyword arguments, and every setting that is unknown or not supported in `refused`.
@@ -136,9 +187,11 @@ def read_roll(source: Mapping[str, Any] | str | Path) -> SettingsReader:
     Raises:
         ValueError: If `source` has no keys, or references are circular.
 
-    Source: ROLL, `RLVRConfig`, `reward_postprocess`, `compute_advantage` and `ActorWorker.loss_func`.
+    Source: ROLL, `RLVRConfig`, `reward_postprocess`, `compute_advantage` and
+    `ActorWorker.loss_func`.
     """
-    # 1. Load the configuration. A single line without a colon is a path, and so is the name of a file.
+    # 1. Load the configuration. A single line without a colon is a path, and so is the name of a
+    #    file.
     if isinstance(source, str) and "\n" not in source:
         is_file = os.path.isfile(source)  # noqa: PTH113 (no error for text that is too long)
         if is_file or ":" not in source:
@@ -151,15 +204,21 @@ def read_roll(source: Mapping[str, Any] | str | Path) -> SettingsReader:
         values = source
     if not isinstance(values, Mapping):
         raise ValueError(
-            f"source must be a mapping of ROLL keys, the path of a YAML file or YAML text, got {shown(values)}."
+            "source must be a mapping of ROLL keys, the path of a YAML file or YAML text, got"
+            f" {shown(values)}."
         )
     # 2. Flatten the two sections that are translated.
-    settings = {str(name): value for name, value in values.items() if name not in ("actor_train", "actor_infer")}
+    settings = {
+        str(name): value
+        for name, value in values.items()
+        if name not in ("actor_train", "actor_infer")
+    }
     table = dict(KEYS)
     ignored = dict(IGNORED)
     refused = []
     for section in (TRAINING, GENERATING):
-        # Only one section of each role, such as actor_train, is translated; its other keys are infrastructure.
+        # Only one section of each role, such as actor_train, is translated; its other keys are
+        # infrastructure.
         role, name = section.split(".")
         role_values: Any = values.get(role)
         if role_values is not None and not isinstance(role_values, Mapping):
@@ -175,20 +234,30 @@ def read_roll(source: Mapping[str, Any] | str | Path) -> SettingsReader:
         settings |= {f"{section}.{key}": value for key, value in (section_values or {}).items()}
         if not section_values:  # do not use the defaults of a missing section
             table = {key: entry for key, entry in table.items() if not key.startswith(section)}
-    # 3. Resolve references such as ${name}. Keys that exist only for them are ignored; unknown keys are refused.
-    referenced = {name.split(".")[0] for name in REFERENCE.findall(str(values))} - {*KEYS, *UNSUPPORTED, *IGNORED}
+    # 3. Resolve references such as ${name}. Keys that exist only for them are ignored; unknown keys
+    #    are refused.
+    referenced = {name.split(".")[0] for name in REFERENCE.findall(str(values))} - {
+        *KEYS,
+        *UNSUPPORTED,
+        *IGNORED,
+    }
     ignored |= dict.fromkeys(referenced, "only used by references of other keys")
-    roll = SettingsReader("ROLL key", {name: _resolved(value, values) for name, value in settings.items()}, table)
+    roll = SettingsReader(
+        "ROLL key", {name: _resolved(value, values) for name, value in settings.items()}, table
+    )
     roll.refused += refused
     roll.check_names([*UNSUPPORTED, *ignored])
     roll.check_unsupported(UNSUPPORTED)
     roll.ignored.update({name: ignored[name] for name in roll.given if name in ignored})
 
-    # 4. Translate the keys that depend on each other; `translate` adds those with a target in `KEYS`.
+    # 4. Translate the keys that depend on each other; `translate` adds those with a target in
+    #    `KEYS`.
     masked, prompts, group_size = (roll[name] for name in ("difficulty_mask", *_SAMPLE_KEYS))
     if (prompts is None) != (group_size is None):
         keys = " and ".join(_SAMPLE_KEYS)
-        roll.refused.append(f"ROLL keys {keys} must be given together, got {prompts} and {group_size}")
+        roll.refused.append(
+            f"ROLL keys {keys} must be given together, got {prompts} and {group_size}"
+        )
         prompts = None
     if roll["use_kl_loss"]:
         in_loss = roll["kl_loss_coef"]
@@ -199,7 +268,10 @@ def read_roll(source: Mapping[str, Any] | str | Path) -> SettingsReader:
     else:
         in_reward = 0.0
     if in_loss and in_reward:
-        roll.refused.append("ROLL keys use_kl_loss and add_token_level_kl exclude each other: beta weighs one KL term")
+        roll.refused.append(
+            "ROLL keys use_kl_loss and add_token_level_kl exclude each other: beta weighs one KL"
+            " term"
+        )
     objective = {
         "advantage_eps": 1e-6,
         "loss_type": "gspo" if roll["importance_sampling"] == "seq" else "grpo",
@@ -216,7 +288,11 @@ def read_roll(source: Mapping[str, Any] | str | Path) -> SettingsReader:
     for switch, used, names in (
         ("use_kl_loss", in_loss, ("kl_loss_coef",)),
         ("target_kl", roll["target_kl"], ("kl_horizon",)),
-        ("add_token_level_kl", in_reward, ("init_kl_coef", "kl_penalty", "target_kl", "kl_horizon")),
+        (
+            "add_token_level_kl",
+            in_reward,
+            ("init_kl_coef", "kl_penalty", "target_kl", "kl_horizon"),
+        ),
         ("difficulty_mask", masked, ("difficulty_low_threshold", "difficulty_high_threshold")),
     ):
         if not used:
@@ -235,13 +311,25 @@ def _advantage(roll: SettingsReader) -> dict[str, Any]:
     """Return the switches for adv_estimator, and for reward_norm or the newer norm_mean_type and norm_std_type."""
     estimator, norm, mean, std, shift, scale = (
         roll[name]
-        for name in ("adv_estimator", "reward_norm", "norm_mean_type", "norm_std_type", "reward_shift", "reward_scale")
+        for name in (
+            "adv_estimator",
+            "reward_norm",
+            "norm_mean_type",
+            "norm_std_type",
+            "reward_shift",
+            "reward_scale",
+        )
     )
-    # 1. Choose the statistics of the subtracted mean and of the dividing standard deviation; None = none.
+    # 1. Choose the statistics of the subtracted mean and of the dividing standard deviation; None =
+    #    none.
     if shift and scale:
-        roll.refused.append("ROLL keys reward_shift and reward_scale exclude each other: remove one of them")
+        roll.refused.append(
+            "ROLL keys reward_shift and reward_scale exclude each other: remove one of them"
+        )
     if estimator not in ("grpo", "reinforce"):
-        roll.refused.append(f"ROLL key adv_estimator must be grpo or reinforce, got {shown(estimator)}")
+        roll.refused.append(
+            f"ROLL key adv_estimator must be grpo or reinforce, got {shown(estimator)}"
+        )
         return {}
     if estimator == "grpo":
         reason = "adv_estimator 'grpo' uses the group's mean and deviation"
@@ -249,7 +337,9 @@ def _advantage(roll: SettingsReader) -> dict[str, Any]:
         mean = std = "group"
     elif norm is not None:
         if mean is not None or std is not None:
-            roll.refused.append("ROLL key reward_norm excludes norm_mean_type and norm_std_type: remove it, or both")
+            roll.refused.append(
+                "ROLL key reward_norm excludes norm_mean_type and norm_std_type: remove it, or both"
+            )
         mean = std = norm
     # 2. Leave out one of them: ROLL shifts in every case, but scales with running statistics only.
     if shift:
@@ -261,8 +351,9 @@ def _advantage(roll: SettingsReader) -> dict[str, Any]:
     # 3. Look up the switches.
     if (mean, std) not in ADVANTAGE_SWITCHES:
         roll.refused.append(
-            f"ROLL keys norm_mean_type {mean!r} and norm_std_type {std!r} are not supported together: set both to the "
-            'same value, one of them to null, or norm_mean_type to "group"'
+            f"ROLL keys norm_mean_type {mean!r} and norm_std_type {std!r} are not supported"
+            " together: set both to the same value, one of them to null, or norm_mean_type to"
+            ' "group"'
         )
     return ADVANTAGE_SWITCHES.get((mean, std), {})
 
@@ -276,7 +367,8 @@ def _resolved(value: Any, values: Mapping[str, Any]) -> Any:
     while isinstance(value, str) and (match := REFERENCE.fullmatch(value)):
         if match[1] in visited:
             raise ValueError(
-                f"ROLL keys refer to each other in a circle: {' -> '.join((*visited, match[1]))}. Set one."
+                f"ROLL keys refer to each other in a circle: {' -> '.join((*visited, match[1]))}."
+                " Set one."
             )
         visited.append(match[1])
         target: Any = values

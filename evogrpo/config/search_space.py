@@ -52,15 +52,15 @@ class RLParameter:
     Attributes:
         min: Smallest value of the range.
         max: Largest value of the range.
-        scale: Scale of steps. A step on a "log" scale multiplies or divides the value; on a "linear" scale it adds or
-            subtracts.
-        choices: At least two distinct values, instead of a range. Numbers are ordered, and mutation moves by one or a
-            few of them. Names have no order, and mutation takes any other one.
-        factor: Fixed step size, greater than 1. A log step multiplies or divides by `factor`; a linear step is
-            (`factor` - 1) times the range. None = adaptive steps of about a fifth of the range on its scale, and some
-            draws from the whole range; see `Mutation`.
-        founders: Part of the range, (low, high), over which the members of a first population are spread; by default
-            all of it. Mutation may leave it.
+        scale: Scale of steps. A step on a "log" scale multiplies or divides the value; on a
+            "linear" scale it adds or subtracts.
+        choices: At least two distinct values, instead of a range. Numbers are ordered, and mutation
+            moves by one or a few of them. Names have no order, and mutation takes any other one.
+        factor: Fixed step size, greater than 1. A log step multiplies or divides by `factor`; a
+            linear step is (`factor` - 1) times the range. None = adaptive steps of about a fifth of
+            the range on its scale, and some draws from the whole range; see `Mutation`.
+        founders: Part of the range, (low, high), over which the members of a first population are
+            spread; by default all of it. Mutation may leave it.
 
     Raises:
         ValueError: If the fields do not describe a range or choices.
@@ -77,25 +77,41 @@ class RLParameter:
         if self.choices is not None:
             range_fields = (self.min, self.max, self.scale, self.factor, self.founders)
             if range_fields != (None, None, "linear", None, None):
-                raise ValueError("min, max, scale, factor and founders describe a range. Remove them, or choices.")
+                raise ValueError(
+                    "min, max, scale, factor and founders describe a range. Remove them, or"
+                    " choices."
+                )
             if self.names:
                 distinct = tuple(dict.fromkeys(self.choices))
             else:
                 distinct = tuple(sorted(set(self.numbers)))
             if len(distinct) < 2 or len(distinct) != len(self.choices):
-                raise ValueError(f"choices must be at least two distinct values, got {list(self.choices)}.")
+                raise ValueError(
+                    f"choices must be at least two distinct values, got {list(self.choices)}."
+                )
             object.__setattr__(self, "choices", distinct)
             return
         if self.min is None or self.max is None:
             raise ValueError(
-                f"min and max must be given, or choices, got min={self.min}, max={self.max}, choices=None."
+                f"min and max must be given, or choices, got min={self.min}, max={self.max},"
+                " choices=None."
             )
         if not self.min < self.max:
-            raise ValueError(f"min must be below max, got {self.min} and {self.max}. To fix a value, remove it.")
+            raise ValueError(
+                f"min must be below max, got {self.min} and {self.max}. To fix a value, remove it."
+            )
         if self.scale == "log" and self.min <= 0:
-            raise ValueError(f'min must be above 0 with scale="log", got {self.min}. Use choices to include 0.')
-        if self.founders is not None and not self.min <= self.founders[0] < self.founders[1] <= self.max:
-            raise ValueError(f"founders must be ascending in [{self.min}, {self.max}], got {list(self.founders)}.")
+            raise ValueError(
+                f'min must be above 0 with scale="log", got {self.min}. Use choices to include 0.'
+            )
+        if (
+            self.founders is not None
+            and not self.min <= self.founders[0] < self.founders[1] <= self.max
+        ):
+            raise ValueError(
+                f"founders must be ascending in [{self.min}, {self.max}], got"
+                f" {list(self.founders)}."
+            )
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -149,23 +165,33 @@ DEFAULT_SEARCHED = ("target_kl", "clip_coef", "group_size", "update_epochs")
 """
 
 _COMMON = {
-    "clip_coef": RLParameter(min=0.1, max=0.4, scale="log"),  # RL Zoo: 0.1 to 0.4; PPO's paper 0.1 to 0.3
+    "clip_coef": RLParameter(
+        min=0.1, max=0.4, scale="log"
+    ),  # RL Zoo: 0.1 to 0.4; PPO's paper 0.1 to 0.3
     "clip_low": RLParameter(min=0.1, max=0.4, scale="log"),
     "clip_high": RLParameter(min=0.1, max=0.6, scale="log"),  # DAPO: 0.28 beside 0.2
-    "group_size": RLParameter(min=4, max=32),  # TRL: 8; DeepSeekMath: 64. Only divisors of samples_per_step
-    "beta": RLParameter(choices=[0.0, 0.001, 0.004, 0.01, 0.04]),  # TRL: 0; AgileRL: 0.001; DeepSeekMath: 0.04
+    "group_size": RLParameter(
+        min=4, max=32
+    ),  # TRL: 8; DeepSeekMath: 64. Only divisors of samples_per_step
+    "beta": RLParameter(
+        choices=[0.0, 0.001, 0.004, 0.01, 0.04]
+    ),  # TRL: 0; AgileRL: 0.001; DeepSeekMath: 0.04
     "temperature": RLParameter(min=0.6, max=1.4, scale="log"),  # TRL: 1; DeepSeek-R1: 0.6 to 1
     "advantage_clip": RLParameter(min=1.0, max=10.0, scale="log"),  # ROLL: 2 to 10
-    # KL grows with the square of the learning rate, so this is half to twice the learning rate found by calibration.
+    # KL grows with the square of the learning rate, so this is half to twice the learning rate
+    # found by calibration.
     "target_kl": RLParameter(min=DEFAULT_TARGET_KL / 4, max=DEFAULT_TARGET_KL * 4, scale="log"),
 }
 
 LANGUAGE_RANGES: Mapping[str, RLParameter] = {
     **_COMMON,
-    # TRL: 1e-6 for full fine-tuning. Adapters need about ten times that (Schulman et al., LoRA Without Regret, 2025),
-    # so the range extends from 1e-6 to a hundred times the value for adapters.
+    # TRL: 1e-6 for full fine-tuning. Adapters need about ten times that (Schulman et al., LoRA
+    # Without Regret, 2025), so the range extends from 1e-6 to a hundred times the value for
+    # adapters.
     "lr": RLParameter(min=1e-6, max=1e-3, scale="log"),
-    "update_epochs": RLParameter(min=1, max=4, scale="log"),  # TRL: 1; each epoch costs a learning step's time
+    "update_epochs": RLParameter(
+        min=1, max=4, scale="log"
+    ),  # TRL: 1; each epoch costs a learning step's time
     "max_grad_norm": RLParameter(min=0.1, max=2.0, scale="log"),  # AgileRL: 0.1; TRL: 1
     "batch_size": RLParameter(min=8, max=256, scale="log"),
     "entropy_coef": RLParameter(choices=[0.0, 0.0003, 0.001, 0.003]),  # verl: 0.001
@@ -177,10 +203,14 @@ LANGUAGE_RANGES: Mapping[str, RLParameter] = {
 
 NETWORK_RANGES: Mapping[str, RLParameter] = {
     **_COMMON,
-    "lr": RLParameter(min=1e-4, max=1e-1, scale="log"),  # RL Zoo: 1e-5 to 1; its tuned values: 1e-4 to 1e-2
+    "lr": RLParameter(
+        min=1e-4, max=1e-1, scale="log"
+    ),  # RL Zoo: 1e-5 to 1; its tuned values: 1e-4 to 1e-2
     "update_epochs": RLParameter(min=1, max=8, scale="log"),  # PPO: 3 to 10; RL Zoo: 1 to 20
     "max_grad_norm": RLParameter(min=0.3, max=5.0, scale="log"),  # RL Zoo: the same
-    "batch_size": RLParameter(min=64, max=4096, scale="log"),  # transitions; RL Zoo: 8 to 512 of 8 to 2,048
+    "batch_size": RLParameter(
+        min=64, max=4096, scale="log"
+    ),  # transitions; RL Zoo: 8 to 512 of 8 to 2,048
     "entropy_coef": RLParameter(choices=[0.0, 0.001, 0.003, 0.01, 0.03]),  # RL Zoo: up to 0.1
     "gamma": RLParameter(min=0.9, max=1.0),  # RL Zoo: 0.9 to 0.9999
     "loss_type": RLParameter(choices=["dapo", "cispo"]),  # losses per transition
@@ -199,7 +229,10 @@ MAX_SAMPLES = 10_000_000
 
 
 def _parameter(value: Any, default_scale: Scale) -> RLParameter:
-    """Return the parameter that a value of `HyperparameterConfig` describes; a pair is a range on `default_scale`."""
+    """Return the parameter that a value of `HyperparameterConfig` describes.
+
+    A pair is a range on `default_scale`.
+    """
     if isinstance(value, RLParameter):
         return value
     if isinstance(value, Mapping):
@@ -208,18 +241,22 @@ def _parameter(value: Any, default_scale: Scale) -> RLParameter:
         return RLParameter(choices=value)
     if isinstance(value, tuple) and len(value) == 2:
         return RLParameter(min=value[0], max=value[1], scale=default_scale)
-    raise ValueError(f"expected an RLParameter, a pair (min, max) or a list of choices, got {shown(value)}.")
+    raise ValueError(
+        f"expected an RLParameter, a pair (min, max) or a list of choices, got {shown(value)}."
+    )
 
 
 class HyperparameterConfig(Mapping[str, RLParameter]):
     """Search space: the hyperparameters that evolve and their values; all others stay fixed.
 
-    An immutable mapping from name to `RLParameter`, always in the order of the fields of `Hyperparameters`.
+    An immutable mapping from name to `RLParameter`, always in the order of the fields of
+    `Hyperparameters`.
 
     Args:
-        values: For each evolving hyperparameter an `RLParameter`, a mapping of its fields, a list of choices, or a pair
-            of numbers. A pair is a range on the scale of `NETWORK_RANGES`, such as log for lr. A value that the caller
-            sets for the first member must be in the space; a default is moved into it (see `first`).
+        values: For each evolving hyperparameter an `RLParameter`, a mapping of its fields, a list
+            of choices, or a pair of numbers. A pair is a range on the scale of `NETWORK_RANGES`,
+            such as log for lr. A value that the caller sets for the first member must be in the
+            space; a default is moved into it (see `first`).
 
     Raises:
         ValueError: If a name is unknown, or a bound or a choice is illegal for its hyperparameter.
@@ -230,29 +267,44 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
         parameters = {}
         for name, value in values.items():
             try:
-                parameters[name] = _parameter(value, NETWORK_RANGES.get(name, RLParameter(min=0, max=1)).scale)
+                parameters[name] = _parameter(
+                    value, NETWORK_RANGES.get(name, RLParameter(min=0, max=1)).scale
+                )
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from error
         for name, parameter in parameters.items():
             if parameter.choices is None and is_categorical(name):
-                raise ValueError(f"{name} must have choices, got {parameter.extent}. Names have no order.")
+                raise ValueError(
+                    f"{name} must have choices, got {parameter.extent}. Names have no order."
+                )
             if name == "group_size" and parameter.founders is not None:
-                raise ValueError(f"group_size must not set founders, got {parameter.founders}. Lower max instead.")
+                raise ValueError(
+                    f"group_size must not set founders, got {parameter.founders}. Lower max"
+                    " instead."
+                )
             for value in parameter.bounds if parameter.choices is None else parameter.choices:
                 field: dict[str, Any] = {name: value}
                 Hyperparameters(**field)  # raises ValueError if the value is invalid
-        self._parameters = {name: parameters[name] for name in HYPERPARAMETER_NAMES if name in parameters}
+        self._parameters = {
+            name: parameters[name] for name in HYPERPARAMETER_NAMES if name in parameters
+        }
 
     @classmethod
-    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+    def __get_pydantic_core_schema__(
+        cls, source: Any, handler: GetCoreSchemaHandler
+    ) -> core_schema.CoreSchema:
         """Read the fields of every parameter by name; a hyperparameter with None does not evolve."""
 
-        def read(value: Any, parameters: Callable[[Any], Mapping[str, RLParameter | None]]) -> HyperparameterConfig:
+        def read(
+            value: Any, parameters: Callable[[Any], Mapping[str, RLParameter | None]]
+        ) -> HyperparameterConfig:
             if isinstance(value, HyperparameterConfig):
                 return value
             if isinstance(value, Mapping):
                 refuse_unknown("hyperparameter", value, HYPERPARAMETER_NAMES)
-            return cls(**{name: each for name, each in parameters(value).items() if each is not None})
+            return cls(
+                **{name: each for name, each in parameters(value).items() if each is not None}
+            )
 
         return core_schema.no_info_wrap_validator_function(
             read,
@@ -273,10 +325,12 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
         return f"HyperparameterConfig({', '.join(f'{name}={value!r}' for name, value in self.items())})"
 
     def first(self, defaults: Mapping[str, Any], chosen: Mapping[str, Any]) -> Hyperparameters:
-        """Return the hyperparameters of a first member; defaults outside the space are moved to the closest value.
+        """Return the hyperparameters of a first member.
 
-        `target_kl` gets its default if it evolves, if `lr` is "auto", or if neither of them is set. The learning rate
-        is then calibrated.
+        Defaults outside the space are moved to the closest value.
+
+        `target_kl` gets its default if it evolves, if `lr` is "auto", or if neither of them is set.
+        The learning rate is then calibrated.
 
         Args:
             defaults: Defaults by name; those of `Hyperparameters` for the rest.
@@ -287,9 +341,13 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
         """
         if is_text(chosen.get("lr"), "auto"):
             if "lr" in self:
-                raise ValueError("lr must not evolve if it is auto. Let target_kl evolve, or give lr a number.")
+                raise ValueError(
+                    "lr must not evolve if it is auto. Let target_kl evolve, or give lr a number."
+                )
             if chosen.get("target_kl", DEFAULT_TARGET_KL) is None:
-                raise ValueError('lr="auto" needs target_kl, got None. Leave target_kl out, or give lr a number.')
+                raise ValueError(
+                    'lr="auto" needs target_kl, got None. Leave target_kl out, or give lr a number.'
+                )
             chosen = {name: value for name, value in chosen.items() if name != "lr"}
         has_lr = "lr" in chosen or "lr" in self
         if "target_kl" not in chosen and ("target_kl" in self or not has_lr):
@@ -303,7 +361,9 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
                 continue
             closest = parameter.closest(value)
             if closest != value and name in chosen:
-                raise ValueError(f"{name} must start in its {parameter.extent}, got {shown(value)}.")
+                raise ValueError(
+                    f"{name} must start in its {parameter.extent}, got {shown(value)}."
+                )
             moved[name] = closest
         return dataclasses.replace(record, **moved)
 
@@ -311,7 +371,8 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
         """Return this space in which the values of group_size, if it evolves, are divisors of `samples_per_step`.
 
         Raises:
-            ValueError: If a choice of group_size is not a divisor, or its range has fewer than two divisors.
+            ValueError: If a choice of group_size is not a divisor, or its range has fewer than two
+                divisors.
         """
         divisors = feasible_group_sizes(samples_per_step)
         parameter = self.get("group_size")
@@ -322,15 +383,17 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
             wrong = [value for value in parameter.numbers if value not in divisors]
             if wrong:
                 raise ValueError(
-                    f"group_size must divide samples_per_step={samples_per_step}, got {wrong}. Use {valid}."
+                    f"group_size must divide samples_per_step={samples_per_step}, got {wrong}. Use"
+                    f" {valid}."
                 )
             return self
         low, high = parameter.bounds
         usable = [value for value in divisors if low <= value <= high]
         if len(usable) < 2:
             raise ValueError(
-                f"The range of group_size must contain two divisors of samples_per_step={samples_per_step}, got "
-                f"{usable} in [{low}, {high}]. Include two of {valid}."
+                "The range of group_size must contain two divisors of"
+                f" samples_per_step={samples_per_step}, got {usable} in [{low}, {high}]. Include"
+                f" two of {valid}."
             )
         return HyperparameterConfig(**{**self, "group_size": RLParameter(choices=usable)})
 
@@ -340,7 +403,10 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
 
     @classmethod
     def from_json(cls, values: Mapping[str, Mapping[str, Any]]) -> Self:
-        """Build from the result of `to_json`; raise ValueError if a name is unknown or a field is invalid."""
+        """Build from the result of `to_json`.
+
+        Raise ValueError if a name is unknown or a field is invalid.
+        """
         return cls(**values)
 
 
@@ -370,7 +436,8 @@ def check_group_size(group_size: int, samples_per_step: int, *, owner: str = "")
         valid = ", ".join(map(str, feasible_group_sizes(samples_per_step)))
         of_owner = owner and f" ({owner})"
         raise ValueError(
-            f"group_size must divide samples_per_step={samples_per_step}, got {group_size}{of_owner}. Use {valid}."
+            f"group_size must divide samples_per_step={samples_per_step}, got"
+            f" {group_size}{of_owner}. Use {valid}."
         )
 
 

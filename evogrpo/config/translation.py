@@ -10,7 +10,9 @@ from evogrpo.text import shown
 from evogrpo.validation import finite_number, whole_between, whole_number
 
 Parse = Callable[[str, Any], Any]
-"""Function of a setting's name, for messages, and its value. Returns the parsed value or raises ValueError."""
+"""Function of a setting's name, for messages, and its value. Returns the parsed value or raises
+ValueError.
+"""
 
 
 @dataclass(frozen=True)
@@ -20,7 +22,8 @@ class Key:
     Attributes:
         default: The other library's default.
         parse: Check and conversion of the value.
-        target: Field of `Imported` and name in it, such as "hyperparameters.lr"; empty if the reader computes it.
+        target: Field of `Imported` and name in it, such as "hyperparameters.lr"; empty if the
+            reader computes it.
     """
 
     default: Any
@@ -32,16 +35,19 @@ class Key:
 class SettingsReader:
     """Settings of another library, parsed by a table.
 
-    A refused setting is replaced by its default and listed in `refused`, so that one error can name all of them.
+    A refused setting is replaced by its default and listed in `refused`, so that one error can name
+    all of them.
 
     Attributes:
         kind: Name of a setting in messages, such as "TRL field".
-        given: Given values by name; None and the text "None", which YAML does not read as null, are left out.
+        given: Given values by name; None and the text "None", which YAML does not read as null, are
+            left out.
         keys: Table of the settings that are translated.
         values: Parsed values by name, defaults included.
         ignored: Settings that change nothing here, by name, with the reason.
         refused: One sentence for each refused setting.
-        arguments: Keyword arguments of the records, by field of `evogrpo.config.objective.Imported`.
+        arguments: Keyword arguments of the records, by field of
+            `evogrpo.config.objective.Imported`.
     """
 
     kind: str
@@ -53,7 +59,11 @@ class SettingsReader:
     arguments: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.given = {name: value for name, value in self.given.items() if value is not None and value != "None"}
+        self.given = {
+            name: value
+            for name, value in self.given.items()
+            if value is not None and value != "None"
+        }
         for name, key in self.keys.items():
             self.values[name] = None if key.default is None else key.parse(name, key.default)
             if name in self.given:
@@ -68,7 +78,9 @@ class SettingsReader:
     def ignore(self, reason: str, *names: str) -> None:
         """List given settings in `ignored`, unless they have their default."""
         for name in names:
-            if name in self.given and (name not in self.keys or self.given[name] != self.keys[name].default):
+            if name in self.given and (
+                name not in self.keys or self.given[name] != self.keys[name].default
+            ):
                 self.ignored[name] = reason
 
     def check_names(self, known: Iterable[str]) -> None:
@@ -82,11 +94,21 @@ class SettingsReader:
         """Refuse settings whose effect is not implemented, unless their value has no effect."""
         for name, (neutral, reason) in unsupported.items():
             if name in self.given and self.given[name] not in neutral:
-                self.refused.append(f"{self.kind} {name} is not supported, got {shown(self.given[name])}: {reason}")
+                self.refused.append(
+                    f"{self.kind} {name} is not supported, got {shown(self.given[name])}: {reason}"
+                )
 
     def translate(self, **computed: Mapping[str, Any]) -> Self:
-        """Set `arguments` to all values with a target and to `computed`, by field of `Imported`; None is left out."""
-        arguments: dict[str, dict[str, Any]] = {"objective": {}, "hyperparameters": {}, "optimizer": {}, "settings": {}}
+        """Set `arguments` to all values with a target and to `computed`, by field of `Imported`.
+
+        None is left out.
+        """
+        arguments: dict[str, dict[str, Any]] = {
+            "objective": {},
+            "hyperparameters": {},
+            "optimizer": {},
+            "settings": {},
+        }
         for name, key in self.keys.items():
             if key.target:
                 section, target = key.target.split(".")

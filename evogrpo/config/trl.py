@@ -51,7 +51,11 @@ def _arguments(what: str, value: Any) -> Mapping[str, Any]:
             value = json.loads(value)
     if not isinstance(value, Mapping):
         raise ValueError(f"{what} must be a mapping, got {shown(value)}.")
-    return {name: finite_number(f"{what}: {name}", each) for name, each in value.items() if each is not None}
+    return {
+        name: finite_number(f"{what}: {name}", each)
+        for name, each in value.items()
+        if each is not None
+    }
 
 
 FIELDS: Mapping[str, Key] = {
@@ -76,7 +80,9 @@ FIELDS: Mapping[str, Key] = {
     "sapo_temperature_pos": Key(1.0, number),
     "sapo_temperature_neg": Key(1.05, number),
     "scale_rewards": Key("group", one_of("group", "batch", "none", True, False)),
-    "multi_objective_aggregation": Key("sum_then_normalize", one_of("sum_then_normalize", "normalize_then_sum")),
+    "multi_objective_aggregation": Key(
+        "sum_then_normalize", one_of("sum_then_normalize", "normalize_then_sum")
+    ),
     "mask_truncated_completions": Key(False, flag, "objective.mask_truncated"),
     "top_entropy_quantile": Key(1.0, number, "objective.top_entropy_quantile"),
     "sync_ref_model": Key(False, flag),
@@ -124,12 +130,46 @@ UNSUPPORTED: Mapping[str, tuple[tuple[Any, ...], str]] = {
 }
 """Fields whose effect is not implemented: the values without effect, and advice."""
 INFRASTRUCTURE = (
-    *("model_init_kwargs", "trust_remote_code", "disable_dropout", "cast_lm_head_to_fp32", "num_generations_eval"),
-    *("ds3_gather_for_generation", "shuffle_dataset", "pad_to_multiple_of", "cache_implementation", "vllm_mode"),
-    *("vllm_model_impl", "vllm_enable_sleep_mode", "vllm_server_base_url", "vllm_server_host", "vllm_server_port"),
-    *("vllm_server_timeout", "vllm_group_port", "vllm_gpu_memory_utilization", "vllm_max_model_length"),
-    *("vllm_max_model_len", "vllm_tensor_parallel_size", "vllm_dtype", "vllm_device", "log_completions"),
-    *("log_multimodal", "num_completions_to_print", "log_unique_prompts", "wandb_log_unique_prompts"),
+    *(
+        "model_init_kwargs",
+        "trust_remote_code",
+        "disable_dropout",
+        "cast_lm_head_to_fp32",
+        "num_generations_eval",
+    ),
+    *(
+        "ds3_gather_for_generation",
+        "shuffle_dataset",
+        "pad_to_multiple_of",
+        "cache_implementation",
+        "vllm_mode",
+    ),
+    *(
+        "vllm_model_impl",
+        "vllm_enable_sleep_mode",
+        "vllm_server_base_url",
+        "vllm_server_host",
+        "vllm_server_port",
+    ),
+    *(
+        "vllm_server_timeout",
+        "vllm_group_port",
+        "vllm_gpu_memory_utilization",
+        "vllm_max_model_length",
+    ),
+    *(
+        "vllm_max_model_len",
+        "vllm_tensor_parallel_size",
+        "vllm_dtype",
+        "vllm_device",
+        "log_completions",
+    ),
+    *(
+        "log_multimodal",
+        "num_completions_to_print",
+        "log_unique_prompts",
+        "wandb_log_unique_prompts",
+    ),
     *("log_completions_hub_repo", "use_transformers_continuous_batching", "use_transformers_paged"),
     *("transformers_continuous_batching_config", "use_liger_loss", "use_liger_kernel"),
 )
@@ -145,7 +185,13 @@ SEQUENCE_LOSSES: Mapping[str, tuple[str, str | None]] = {
     "dr_grpo": ("gspo", "seq-mean-token-sum-norm"),
 }
 """Loss type and aggregation here, by TRL's loss type with importance_sampling_level "sequence"."""
-SCALES = {"group": "outcome", True: "outcome", "batch": "batch_std", "none": "mean_only", False: "mean_only"}
+SCALES = {
+    "group": "outcome",
+    True: "outcome",
+    "batch": "batch_std",
+    "none": "mean_only",
+    False: "mean_only",
+}
 """Advantage here, by TRL's scale_rewards."""
 SCHEDULES: Mapping[str, tuple[str, ...]] = {
     "linear": (),
@@ -159,12 +205,12 @@ def read_trl(source: object) -> SettingsReader:
     """Translate TRL's settings.
 
     Args:
-        source: A `GRPOConfig`, or a mapping of its fields. Missing fields of a mapping have TRL's defaults for a
-            single process.
+        source: A `GRPOConfig`, or a mapping of its fields. Missing fields of a mapping have TRL's
+            defaults for a single process.
 
     Returns:
-        The keyword arguments, and every setting that is unknown or not supported in `refused`. Prompts longer than
-        `max_prompt_length` are left out here and cut in TRL.
+        The keyword arguments, and every setting that is unknown or not supported in `refused`.
+        Prompts longer than `max_prompt_length` are left out here and cut in TRL.
 
     Raises:
         ValueError: If `source` has no fields.
@@ -180,15 +226,30 @@ def read_trl(source: object) -> SettingsReader:
     unlimited = {name for name in UNLIMITED if given.get(name, 0) in (None, "None")}
     if not trl["use_vllm"] or trl["vllm_importance_sampling_cap"] is not None:
         unlimited.discard("vllm_importance_sampling_clip_max")
-    trl.refused += [f"TRL field {name} must be a number here, got None (no limit)" for name in sorted(unlimited)]
-    infrastructure = {*INFRASTRUCTURE, *TrainingArguments.__dataclass_fields__} - FIELDS.keys() - UNSUPPORTED.keys()
+    trl.refused += [
+        f"TRL field {name} must be a number here, got None (no limit)" for name in sorted(unlimited)
+    ]
+    infrastructure = (
+        {*INFRASTRUCTURE, *TrainingArguments.__dataclass_fields__}
+        - FIELDS.keys()
+        - UNSUPPORTED.keys()
+    )
     trl.check_names([*UNSUPPORTED, *sorted(infrastructure)])
     trl.check_unsupported(UNSUPPORTED)
-    trl.ignored.update({name: "only concerns TRL's own infrastructure" for name in trl.given if name in infrastructure})
-    trl.ignore("memory is bounded by micro_batch_tokens, with the same results", *GRADIENT_CHECKPOINTING)
+    trl.ignored.update(
+        {
+            name: "only concerns TRL's own infrastructure"
+            for name in trl.given
+            if name in infrastructure
+        }
+    )
+    trl.ignore(
+        "memory is bounded by micro_batch_tokens, with the same results", *GRADIENT_CHECKPOINTING
+    )
     trl.ignore("sampling does not use vLLM", "use_vllm")
 
-    # 2. Translate the fields that depend on each other; `translate` adds those with a target in `FIELDS`.
+    # 2. Translate the fields that depend on each other; `translate` adds those with a target in
+    #    `FIELDS`.
     loss_type, aggregation = _loss(trl)
     objective: dict[str, Any] = {
         "loss_type": loss_type,
@@ -201,7 +262,9 @@ def read_trl(source: object) -> SettingsReader:
         **_importance(trl),
     }
     if trl["multi_objective_aggregation"] == "normalize_then_sum":
-        trl.ignore("multi_objective_aggregation 'normalize_then_sum' has its own scale", "scale_rewards")
+        trl.ignore(
+            "multi_objective_aggregation 'normalize_then_sum' has its own scale", "scale_rewards"
+        )
         objective["advantage"] = "gdpo"
     if loss_type == "sapo":
         objective["sapo_tau_positive"] = trl["sapo_temperature_pos"]
@@ -223,7 +286,9 @@ def read_trl(source: object) -> SettingsReader:
         clip_high = cap - 1
         if cap <= 1:
             clip_high = None
-            trl.refused.append(f"TRL field epsilon_high must be above 1 with loss_type 'cispo', got {cap}: try 5.0")
+            trl.refused.append(
+                f"TRL field epsilon_high must be above 1 with loss_type 'cispo', got {cap}: try 5.0"
+            )
     return trl.translate(
         objective=objective,
         hyperparameters={"batch_size": batch, "clip_high": clip_high},
@@ -233,11 +298,16 @@ def read_trl(source: object) -> SettingsReader:
 
 
 def _given_fields(source: object) -> dict[str, Any]:
-    """Return fields by name; of a GRPOConfig only those that are translated, not the default, or checkpointing."""
+    """Return fields by name.
+
+    Of a GRPOConfig only those that are translated, not the default, or checkpointing.
+    """
     if isinstance(source, Mapping):
         return dict(source)
     if not dataclasses.is_dataclass(source) or isinstance(source, type):
-        raise ValueError(f"source must be a TRL GRPOConfig or a mapping of its fields, got {class_name(source)}.")
+        raise ValueError(
+            f"source must be a TRL GRPOConfig or a mapping of its fields, got {class_name(source)}."
+        )
     values = {}
     for field in dataclasses.fields(source):
         if field.default_factory is dataclasses.MISSING:
@@ -245,8 +315,13 @@ def _given_fields(source: object) -> dict[str, Any]:
         else:
             default = field.default_factory()
         value = getattr(source, field.name)
-        # Checkpointing is on by default in TRL and costs time. It is kept here to be listed as ignored.
-        if field.name in FIELDS or value != default or (field.name in GRADIENT_CHECKPOINTING and value):
+        # Checkpointing is on by default in TRL and costs time. It is kept here to be listed as
+        # ignored.
+        if (
+            field.name in FIELDS
+            or value != default
+            or (field.name in GRADIENT_CHECKPOINTING and value)
+        ):
             values[field.name] = value
     return values
 
@@ -254,19 +329,22 @@ def _given_fields(source: object) -> dict[str, Any]:
 def _batch(trl: SettingsReader) -> tuple[int, int]:
     """Return samples per learning step and per optimizer step."""
     accumulation, steps, generation = (
-        trl[name] for name in ("gradient_accumulation_steps", "steps_per_generation", "generation_batch_size")
+        trl[name]
+        for name in ("gradient_accumulation_steps", "steps_per_generation", "generation_batch_size")
     )
     if generation is None:
         steps = steps or accumulation
         generation = trl["per_device_train_batch_size"] * steps
     steps = steps or max(generation // trl["per_device_train_batch_size"], 1)
-    # The generation batch of a GRPOConfig is that of all processes; a step has one micro-batch of each process.
+    # The generation batch of a GRPOConfig is that of all processes; a step has one micro-batch of
+    # each process.
     micro, rest = divmod(generation, steps)
     batch = micro * accumulation
     if rest or batch > generation:
         trl.refused.append(
-            f"TRL field generation_batch_size ({generation}) must be a multiple of steps_per_generation ({steps}) and "
-            f"at least one optimizer step, got gradient_accumulation_steps {accumulation}: lower it"
+            f"TRL field generation_batch_size ({generation}) must be a multiple of"
+            f" steps_per_generation ({steps}) and at least one optimizer step, got"
+            f" gradient_accumulation_steps {accumulation}: lower it"
         )
     return generation, batch
 
@@ -276,11 +354,16 @@ def _loss(trl: SettingsReader) -> tuple[str, str | None]:
     loss: str = trl["loss_type"]
     if trl["importance_sampling_level"] == "token":
         if loss == "luspo":
-            trl.refused.append("TRL field loss_type 'luspo' needs importance_sampling_level 'sequence'")
+            trl.refused.append(
+                "TRL field loss_type 'luspo' needs importance_sampling_level 'sequence'"
+            )
         return loss, None
     if loss not in SEQUENCE_LOSSES:
         known = ", ".join(SEQUENCE_LOSSES)
-        trl.refused.append(f"TRL field importance_sampling_level 'sequence' needs loss_type {known}, got {shown(loss)}")
+        trl.refused.append(
+            f"TRL field importance_sampling_level 'sequence' needs loss_type {known}, got"
+            f" {shown(loss)}"
+        )
     return SEQUENCE_LOSSES.get(loss, (loss, None))
 
 
@@ -291,8 +374,8 @@ def _importance(trl: SettingsReader) -> dict[str, Any]:
         for name in ("top_p", "top_k", "min_p", "repetition_penalty"):
             if trl[name] not in (None, FIELDS[name].default):
                 trl.refused.append(
-                    f"TRL field vllm_importance_sampling_correction compares with the whole distribution, got {name} "
-                    f"{trl[name]}: set it to False, or leave out {name}"
+                    "TRL field vllm_importance_sampling_correction compares with the whole"
+                    f" distribution, got {name} {trl[name]}: set it to False, or leave out {name}"
                 )
         if trl[cap] is None:
             importance_cap = trl[bound]
@@ -337,21 +420,31 @@ def _schedule(trl: SettingsReader) -> dict[str, Any]:
             reason = "needs max_steps"
         else:
             reason = "is not supported"
-        trl.ignored["lr_scheduler_type"] = f"{kind!r} {reason}: set schedule and total_steps of the optimizer"
+        trl.ignored["lr_scheduler_type"] = (
+            f"{kind!r} {reason}: set schedule and total_steps of the optimizer"
+        )
         trl.ignore("its lr_scheduler_type is ignored", "lr_scheduler_kwargs")
         return {"warmup_steps": warmup}
     # 3. Read the shape of the decay and its arguments.
     arguments = trl["lr_scheduler_kwargs"] or {}
     for name in arguments:
         if name not in SCHEDULES[kind]:
-            trl.refused.append(str(unknown_name_error("key of TRL field lr_scheduler_kwargs", name, SCHEDULES[kind])))
+            trl.refused.append(
+                str(
+                    unknown_name_error(
+                        "key of TRL field lr_scheduler_kwargs", name, SCHEDULES[kind]
+                    )
+                )
+            )
     if kind == "linear":
         shape = {"schedule": "linear"}
     else:
         shape = {"schedule": "cosine", "cycles": arguments.get("num_cycles", 0.5)}
     if kind == "cosine_with_min_lr":
         if ("min_lr" in arguments) == ("min_lr_rate" in arguments):
-            trl.refused.append("TRL field lr_scheduler_kwargs must have one of min_lr and min_lr_rate")
+            trl.refused.append(
+                "TRL field lr_scheduler_kwargs must have one of min_lr and min_lr_rate"
+            )
         if "min_lr_rate" in arguments:
             shape["floor"] = arguments["min_lr_rate"]
         elif trl["learning_rate"]:  # 0 is refused elsewhere

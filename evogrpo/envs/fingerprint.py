@@ -11,7 +11,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
 from importlib.util import resolve_name
 from numbers import Number
-from types import BuiltinFunctionType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FunctionType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any
 
 from evogrpo.envs.protocol import GroupEnvironment, SupportsFingerprint
@@ -87,17 +94,20 @@ def _as_plain(value: Any) -> Any:
 def code_hash(function: Callable[..., Any]) -> str:
     """Return a hash of a function's or class's code and constants, without comments, docstrings and layout.
 
-    It covers all user code that the function refers to: functions, classes and variables of modules that are not
-    installed packages. A variable is described by the statements that bind it. Arguments have no such statement, so
-    the value counts of arguments of `functools.partial`, of enclosing functions and of constructors, if no code binds
-    the variable or attribute again. Values that depend on the time, the process or earlier calls are left out, and so
-    are lists and mappings that code may change.
+    It covers all user code that the function refers to: functions, classes and variables of modules
+    that are not installed packages. A variable is described by the statements that bind it.
+    Arguments have no such statement, so the value counts of arguments of `functools.partial`, of
+    enclosing functions and of constructors, if no code binds the variable or attribute again.
+    Values that depend on the time, the process or earlier calls are left out, and so are lists and
+    mappings that code may change.
     """
     return short_hash(*_describe(function, {}))
 
 
 _Seen = dict[Any, Any]
-"""Values and names that are described already, with a reference that keeps their ids from being used again."""
+"""Values and names that are described already, with a reference that keeps their ids from being
+used again.
+"""
 
 
 def _is_plain(value: Any) -> bool:
@@ -112,7 +122,10 @@ def _describe(value: Any, seen: _Seen) -> Iterator[str]:
         yield f"{type(value).__qualname__}.{value.name}"
     elif isinstance(value, _PLAIN):
         # A user's subclass may have a repr of its own.
-        kind: Any = next((each for each in (bool, int, float, complex, str, bytes) if isinstance(value, each)), None)
+        kind: Any = next(
+            (each for each in (bool, int, float, complex, str, bytes) if isinstance(value, each)),
+            None,
+        )
         yield repr(value) if kind is None else kind.__repr__(value)
     elif isinstance(value, re.Pattern):
         yield repr((value.pattern, value.flags))
@@ -127,7 +140,10 @@ def _describe(value: Any, seen: _Seen) -> Iterator[str]:
 
 
 def _describe_code(value: Any, seen: _Seen) -> Iterator[str]:
-    """Yield strings that identify a function, class, module or object; code of installed packages by its name."""
+    """Yield strings that identify a function, class, module or object.
+
+    Code of installed packages by its name.
+    """
     if isinstance(value, functools.partial):
         yield canonical([value.args, value.keywords])
         yield from _describe(value.func, seen)
@@ -210,7 +226,9 @@ def _constant_attributes(kind: type) -> set[str]:
             for tree in trees_of(_scope_of(each)):
                 rebound |= attributes_of_others(tree)
         else:
-            for function in (each for member in vars(each).values() for each in _functions_of(member)):
+            for function in (
+                each for member in vars(each).values() for each in _functions_of(member)
+            ):
                 if function.__name__ == "__init__":
                     found = given
                 else:
@@ -267,7 +285,9 @@ def _describe_source(code: CodeType, scope: Mapping[str, Any], seen: _Seen) -> I
         yield normalised(definition.node)
 
 
-def _describe_defaults(function: FunctionType, definition: Definition | None, seen: _Seen) -> Iterator[str]:
+def _describe_defaults(
+    function: FunctionType, definition: Definition | None, seen: _Seen
+) -> Iterator[str]:
     """Describe default values that are not in the source of the function: those from enclosing functions."""
     values = {**(function.__kwdefaults__ or {})}
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
@@ -282,7 +302,11 @@ def _describe_defaults(function: FunctionType, definition: Definition | None, se
     arguments = [*given.posonlyargs, *given.args]
     with_default = arguments[len(arguments) - len(given.defaults) :]
     expressions = dict(zip((each.arg for each in with_default), given.defaults, strict=True))
-    expressions |= {each.arg: value for each, value in zip(given.kwonlyargs, given.kw_defaults, strict=True) if value}
+    expressions |= {
+        each.arg: value
+        for each, value in zip(given.kwonlyargs, given.kw_defaults, strict=True)
+        if value
+    }
     enclosing = {name for each in definition.functions for name in constants(each)}
     for name, expression in expressions.items():
         if name in values and is_constant(expression, enclosing):
@@ -299,17 +323,23 @@ def _describe_enclosed(
         if name in bindings(each) or name in arguments(each):
             owner = each
             break
-    if owner is None:  # without source, only the function itself shows whether the variable is bound again
+    if (
+        owner is None
+    ):  # without source, only the function itself shows whether the variable is bound again
         if name not in _stored(function.__code__, "STORE_DEREF"):
             yield from _describe_argument(name, value, seen)
         return
     # 2. Describe it by the statements that bind it, and by its value if that is a constant or code.
     yield from _describe_binding(name, owner, function.__globals__, seen)
-    if name in constants(owner) or (not _is_plain(value) and len(bindings(owner).get(name, ())) == 1):
+    if name in constants(owner) or (
+        not _is_plain(value) and len(bindings(owner).get(name, ())) == 1
+    ):
         yield from _describe_argument(name, value, seen)
 
 
-def _describe_binding(name: str, owner: FunctionNode | ast.Module, scope: dict[str, Any], seen: _Seen) -> Iterator[str]:
+def _describe_binding(
+    name: str, owner: FunctionNode | ast.Module, scope: dict[str, Any], seen: _Seen
+) -> Iterator[str]:
     """Describe a variable by the assignments to it, and by the names in them."""
     if (owner, name) in seen:
         return
@@ -351,13 +381,17 @@ def _describe_names(names: Iterable[str], scope: dict[str, Any], seen: _Seen) ->
             yield from _describe_binding(name, owners[-1], scope, seen)
 
 
-def _describe_import(name: str, statement: ast.ImportFrom, scope: dict[str, Any], seen: _Seen) -> Iterator[str]:
+def _describe_import(
+    name: str, statement: ast.ImportFrom, scope: dict[str, Any], seen: _Seen
+) -> Iterator[str]:
     """Describe a name that is imported from another module."""
     value = scope[name]
     if isinstance(value, FunctionType | type | ModuleType | BuiltinFunctionType):
         yield from _describe(value, seen)
         return
-    (original,) = [alias.name for alias in statement.names if name == (alias.asname or alias.name)][-1:]
+    (original,) = [alias.name for alias in statement.names if name == (alias.asname or alias.name)][
+        -1:
+    ]
     module = _imported_module(statement, scope)
     if module is None or not is_user_code(module.__name__):
         yield f"{statement.module}.{original}"
@@ -365,8 +399,13 @@ def _describe_import(name: str, statement: ast.ImportFrom, scope: dict[str, Any]
         yield from _describe_names([original], vars(module), seen)
 
 
-def _describe_star_import(name: str, trees: Iterable[ast.Module], scope: dict[str, Any], seen: _Seen) -> Iterator[str]:
-    """Describe a name that `from module import *` has imported; other names without a statement are left out."""
+def _describe_star_import(
+    name: str, trees: Iterable[ast.Module], scope: dict[str, Any], seen: _Seen
+) -> Iterator[str]:
+    """Describe a name that `from module import *` has imported.
+
+    Other names without a statement are left out.
+    """
     statements = [each for tree in trees for each in bindings(tree).get("*", ())]
     for statement in statements:
         if isinstance(statement, ast.ImportFrom):
@@ -401,7 +440,11 @@ def _describe_bytecode(code: CodeType, seen: _Seen) -> Iterator[str]:
     yield code.co_code.hex()
     yield repr((code.co_names, code.co_varnames))
     for constant in code.co_consts:
-        yield from _describe_bytecode(constant, seen) if isinstance(constant, CodeType) else _describe(constant, seen)
+        yield from (
+            _describe_bytecode(constant, seen)
+            if isinstance(constant, CodeType)
+            else _describe(constant, seen)
+        )
 
 
 def fingerprint_of(env: GroupEnvironment) -> dict[str, str] | None:
@@ -411,7 +454,9 @@ def fingerprint_of(env: GroupEnvironment) -> dict[str, str] | None:
     return {str(name): str(value) for name, value in env.fingerprint().items()}
 
 
-def check_fingerprint(stored: Mapping[str, str] | None, env: GroupEnvironment, *, allowed: bool) -> tuple[str, ...]:
+def check_fingerprint(
+    stored: Mapping[str, str] | None, env: GroupEnvironment, *, allowed: bool
+) -> tuple[str, ...]:
     """Compare an environment with the one that a run started in.
 
     Args:
@@ -445,7 +490,8 @@ def check_fingerprint(stored: Mapping[str, str] | None, env: GroupEnvironment, *
         else:
             hint = ""
         raise ValueError(
-            f"The environment differs from the one the run started in: {'; '.join(differences)}.{hint} Restore it, or "
-            "pass --allow-changed-data (in Python: allow_changed_data=True)."
+            "The environment differs from the one the run started in:"
+            f" {'; '.join(differences)}.{hint} Restore it, or pass --allow-changed-data (in Python:"
+            " allow_changed_data=True)."
         )
     return differences

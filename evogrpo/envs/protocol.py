@@ -31,14 +31,17 @@ class Scores:
 
     Attributes:
         rewards: `[n]` raw task rewards, float64; NaN = not applicable, left out of all statistics.
-        components: `[n]` values of each reward function, before its weight; NaN where it does not apply.
-        completions: Decoded text per row. Untrusted: escape it before display. For conversations of several turns:
-            completions, and the lines of replies prefixed with `REPLY`.
+        components: `[n]` values of each reward function, before its weight; NaN where it does not
+            apply.
+        completions: Decoded text per row. Untrusted: escape it before display. For conversations of
+            several turns: completions, and the lines of replies prefixed with `REPLY`.
         weights: Weights of the reward functions, in the order of `components`.
-        step_rewards: `[n, t]` weighted rewards at each of a row's `Conversation.tokens`, padded to the longest row; NaN
-            where there is none. The sum of a row is its reward. None if no reward function gives step rewards.
+        step_rewards: `[n, t]` weighted rewards at each of a row's `Conversation.tokens`, padded to
+            the longest row; NaN where there is none. The sum of a row is its reward. None if no
+            reward function gives step rewards.
         columns: Additional columns of the completions table, one value per row. Untrusted.
-        metrics: Additional metrics of these completions; reports of all members that sampled them have the same values.
+        metrics: Additional metrics of these completions; reports of all members that sampled them
+            have the same values.
     """
 
     rewards: NDArray[np.float64]
@@ -56,8 +59,8 @@ class Scores:
 class PromptBatch(Protocol):
     """Prompts for which any number of conversations are sampled and scored.
 
-    A conversation alternates completions and replies of the environment. With `max_turns` 1 it is a single completion,
-    as in a dataset of prompts.
+    A conversation alternates completions and replies of the environment. With `max_turns` 1 it is a
+    single completion, as in a dataset of prompts.
     """
 
     @property
@@ -78,18 +81,19 @@ class PromptBatch(Protocol):
         A reply depends on its conversation alone, not on the others in the same call.
 
         Args:
-            conversations: Conversations that end with a completion, in any order. Each completion is replied to at most
-                once.
+            conversations: Conversations that end with a completion, in any order. Each completion
+                is replied to at most once.
 
         Returns:
-            Token ids of each reply, which are masked in the loss; None where the conversation is over.
+            Token ids of each reply, which are masked in the loss; None where the conversation is
+            over.
         """
 
     def score(self, conversations: "Sequence[Conversation]") -> Scores:
         """Compute the rewards of finished conversations.
 
-        A conversation ends when `respond` returns None, after `max_turns`, or when the token limit is reached. In the
-        last case it may end with a reply.
+        A conversation ends when `respond` returns None, after `max_turns`, or when the token limit
+        is reached. In the last case it may end with a reply.
 
         Args:
             conversations: Conversations in any order, any number for each prompt.
@@ -136,8 +140,8 @@ class SupportsFingerprint(Protocol):
     def fingerprint(self) -> Mapping[str, str]:
         """Return short strings by topic, such as the questions of a split, a reward function or the seed.
 
-        Environments with equal fingerprints return the same starts and give the same rewards. Settings that influence
-        neither, such as the number of processes, are left out.
+        Environments with equal fingerprints return the same starts and give the same rewards.
+        Settings that influence neither, such as the number of processes, are left out.
         """
 
 
@@ -179,9 +183,10 @@ def _shuffled(seed: int, size: int, round_number: int) -> NDArray[np.int64]:
 def deal_starts(seed: int, size: int, step: int, count: int, block: int) -> tuple[int, ...]:
     """Return the training starts of one learning step: the first `count` of the step's block of `block` starts.
 
-    Blocks follow each other in an endless order, which visits every start once per pass and is shuffled for each pass.
-    The result depends on the arguments alone. Members with fewer starts therefore use a prefix of the starts of the
-    others, and evaluation, stopping or resuming never shifts the order.
+    Blocks follow each other in an endless order, which visits every start once per pass and is
+    shuffled for each pass. The result depends on the arguments alone. Members with fewer starts
+    therefore use a prefix of the starts of the others, and evaluation, stopping or resuming never
+    shifts the order.
 
     Args:
         seed: Seed of the order, at least 0.
@@ -197,7 +202,11 @@ def deal_starts(seed: int, size: int, step: int, count: int, block: int) -> tupl
         ValueError: If an argument is out of range.
     """
     if size < 1 or step < 0 or not 1 <= count <= block:
-        raise ValueError(f"size, step, count or block is out of range, got {size}, {step}, {count}, {block}.")
+        raise ValueError(
+            f"size, step, count or block is out of range, got {size}, {step}, {count}, {block}."
+        )
     # Positions in the endless order; `size` of them are one pass.
     positions = range(step * block, step * block + count)
-    return tuple(int(_shuffled(seed, size, position // size)[position % size]) for position in positions)
+    return tuple(
+        int(_shuffled(seed, size, position // size)[position % size]) for position in positions
+    )

@@ -1,6 +1,7 @@
 """Source code of user functions and classes: where they are defined, and what binds their variables.
 
-Only code is read here, never a value, so that results are the same in every process and however often code was called.
+Only code is read here, never a value, so that results are the same in every process and however
+often code was called.
 """
 
 import ast
@@ -17,7 +18,20 @@ FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 _BLOCKS = ("body", "orelse", "finalbody")
 _PURE_CALLS = frozenset(
-    ("bool", "float", "frozenset", "int", "len", "max", "min", "re.compile", "round", "str", "sum", "tuple")
+    (
+        "bool",
+        "float",
+        "frozenset",
+        "int",
+        "len",
+        "max",
+        "min",
+        "re.compile",
+        "round",
+        "str",
+        "sum",
+        "tuple",
+    )
 )
 """Calls whose result depends on their arguments alone."""
 _NOT_CONSTANT = (
@@ -48,7 +62,9 @@ def is_user_code(module: str) -> bool:
     if package in sys.stdlib_module_names or package == "evogrpo":
         return False
     file = getattr(sys.modules.get(module), "__file__", None)
-    return file is None or not {"site-packages", "dist-packages"}.intersection(re.split(r"[\\/]", file))
+    return file is None or not {"site-packages", "dist-packages"}.intersection(
+        re.split(r"[\\/]", file)
+    )
 
 
 # ---- source texts
@@ -116,7 +132,11 @@ def find_function(code: CodeType, scope: Mapping[str, Any]) -> Definition | None
     at_line = [each for each in candidates if _first_line(each.node) == code.co_firstlineno]
     if len(at_line) > 1:
         positions = [position for position in code.co_positions() if None not in position]
-        at_line = [each for each in at_line if any(_contains(each.node, position) for position in positions)]
+        at_line = [
+            each
+            for each in at_line
+            if any(_contains(each.node, position) for position in positions)
+        ]
         at_line = at_line[-1:]  # the innermost
     chosen = at_line or candidates[-1:]
     return chosen[0] if chosen else None
@@ -143,7 +163,10 @@ def _contains(node: FunctionNode | ast.ClassDef, position: tuple[Any, ...]) -> b
         return False
     begin = (position[0], position[2])
     end = (position[1], position[3])
-    return (body.lineno, body.col_offset) <= begin and end <= (body.end_lineno or 0, body.end_col_offset or 0)
+    return (body.lineno, body.col_offset) <= begin and end <= (
+        body.end_lineno or 0,
+        body.end_col_offset or 0,
+    )
 
 
 @lru_cache(maxsize=1024)
@@ -184,7 +207,10 @@ def defining_names(node: FunctionNode | ast.ClassDef) -> list[str]:
     """Return the names that are read when a function or class is defined: in decorators, defaults and class bodies."""
     parts: list[ast.AST] = list(getattr(node, "decorator_list", []))
     if not isinstance(node, ast.ClassDef):
-        parts += [*node.args.defaults, *(each for each in node.args.kw_defaults if each is not None)]
+        parts += [
+            *node.args.defaults,
+            *(each for each in node.args.kw_defaults if each is not None),
+        ]
         return used_names(parts)
     names = set(used_names([*parts, *node.bases, *node.keywords]))
     for statement in node.body:
@@ -250,15 +276,17 @@ def arguments(function: FunctionNode) -> set[str]:
 def constants(function: FunctionNode) -> frozenset[str]:
     """Return the variables of a function that depend on its arguments alone.
 
-    These are arguments, and variables that are computed from them without calls of other functions. A variable may be
-    assigned several times outside loops, such as an argument whose default is replaced.
+    These are arguments, and variables that are computed from them without calls of other functions.
+    A variable may be assigned several times outside loops, such as an argument whose default is
+    replaced.
     """
     # 1. Names that inner functions bind again.
     rebound: set[str] = set()
     for node in ast.walk(function):
         if isinstance(node, ast.Nonlocal):
             rebound.update(node.names)
-    # 2. Arguments. If one is bound again by something else, variables computed from it do not count either.
+    # 2. Arguments. If one is bound again by something else, variables computed from it do not count
+    #    either.
     bound = bindings(function)
     if isinstance(function.body, list):
         body = function.body
@@ -296,7 +324,9 @@ def _straight(body: Iterable[ast.AST], names: Set[str]) -> Iterator[ast.AST]:
 def _all_constant(statements: Iterable[ast.AST], names: Set[str], possible: Set[ast.AST]) -> bool:
     """Return True if all statements are assignments of values that depend on these names alone."""
     for statement in statements:
-        if statement not in possible or not isinstance(statement, ast.Assign | ast.AnnAssign | ast.AugAssign):
+        if statement not in possible or not isinstance(
+            statement, ast.Assign | ast.AnnAssign | ast.AugAssign
+        ):
             return False
         if not is_constant(statement.value, names):
             return False
@@ -322,14 +352,22 @@ def is_constant(expression: ast.AST | None, names: Iterable[str]) -> bool:
 
 def _bound_attributes(node: ast.AST) -> list[ast.Attribute]:
     nodes = ast.walk(node)
-    return [each for each in nodes if isinstance(each, ast.Attribute) and not isinstance(each.ctx, ast.Load)]
+    return [
+        each
+        for each in nodes
+        if isinstance(each, ast.Attribute) and not isinstance(each.ctx, ast.Load)
+    ]
 
 
 def _assigned(statement: ast.Assign | ast.AnnAssign) -> list[tuple[ast.expr, ast.expr | None]]:
     """Return the targets of an assignment with their values; `a, b = c, d` has two of each."""
     target = statement.target if isinstance(statement, ast.AnnAssign) else statement.targets[0]
     value = statement.value
-    if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
+    if (
+        isinstance(target, ast.Tuple)
+        and isinstance(value, ast.Tuple)
+        and len(target.elts) == len(value.elts)
+    ):
         return list(zip(target.elts, value.elts, strict=True))
     return [(target, value)]
 
@@ -351,7 +389,8 @@ def attributes_from_arguments(node: ast.ClassDef) -> tuple[frozenset[str], froze
     """Return the attributes that a class sets from arguments of its constructor, and all others that it sets.
 
     Args:
-        node: A class. If it has no constructor, as a dataclass, its annotated names are the arguments.
+        node: A class. If it has no constructor, as a dataclass, its annotated names are the
+            arguments.
     """
     constructor = None
     for statement in node.body:
@@ -381,4 +420,8 @@ def attributes_from_arguments(node: ast.ClassDef) -> tuple[frozenset[str], froze
 def attributes_of_others(tree: ast.Module) -> frozenset[str]:
     """Return the attributes that a module sets on objects other than `self`."""
     bound = _bound_attributes(tree)
-    return frozenset(each.attr for each in bound if not (isinstance(each.value, ast.Name) and each.value.id == "self"))
+    return frozenset(
+        each.attr
+        for each in bound
+        if not (isinstance(each.value, ast.Name) and each.value.id == "self")
+    )

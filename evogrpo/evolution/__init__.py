@@ -2,7 +2,14 @@
 
 from evogrpo.evolution.fitness import Fitness, FitnessConfig, paired_difference
 from evogrpo.evolution.founders import spread_founders
-from evogrpo.evolution.history import Changes, Generation, History, MemberRecord, SlotRecord, changes_between
+from evogrpo.evolution.history import (
+    Changes,
+    Generation,
+    History,
+    MemberRecord,
+    SlotRecord,
+    changes_between,
+)
 from evogrpo.evolution.mutation import Mutation, Perturbation, Proposal, proposals
 from evogrpo.evolution.plan import Choice, Plan
 from evogrpo.evolution.strategies import (

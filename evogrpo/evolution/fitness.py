@@ -26,14 +26,15 @@ class Fitness:
     """Raw reward of one member on held-out questions, or on training prompts (or reset seeds).
 
     Attributes:
-        mean: Mean raw reward per question; higher is better. For a member that left a race early, the estimate of
-            `on_all_questions`.
+        mean: Mean raw reward per question; higher is better. For a member that left a race early,
+            the estimate of `on_all_questions`.
         standard_error: Standard error of `mean` over questions, in reward units.
         scores: One raw reward per question.
         keys: Number of each question, the same for all members; None = 0, 1, ...
 
     Raises:
-        ValueError: If a number is not finite, the standard error is negative, or keys repeat or are not one per score.
+        ValueError: If a number is not finite, the standard error is negative, or keys repeat or are
+            not one per score.
     """
 
     mean: Real
@@ -47,8 +48,8 @@ class Fitness:
             raise ValueError(f"standard_error must be at least 0, got {self.standard_error}.")
         if self.keys is not None and not len(set(self.keys)) == len(self.keys) == len(self.scores):
             raise ValueError(
-                f"keys must be distinct, one per score, got {len(set(self.keys))} distinct of {len(self.keys)} for "
-                f"{len(self.scores)} scores."
+                f"keys must be distinct, one per score, got {len(set(self.keys))} distinct of"
+                f" {len(self.keys)} for {len(self.scores)} scores."
             )
 
     @classmethod
@@ -69,7 +70,13 @@ class Fitness:
     @cached_property
     def by_key(self) -> dict[int, float]:
         """Scores by key of the question."""
-        return dict(zip(range(len(self.scores)) if self.keys is None else self.keys, self.scores, strict=True))
+        return dict(
+            zip(
+                range(len(self.scores)) if self.keys is None else self.keys,
+                self.scores,
+                strict=True,
+            )
+        )
 
 
 def paired_difference(a: Fitness, b: Fitness) -> tuple[float, float]:
@@ -80,7 +87,8 @@ def paired_difference(a: Fitness, b: Fitness) -> tuple[float, float]:
         b: Fitness of another member.
 
     Returns:
-        Mean of a's scores minus b's scores over the common questions, and its standard error, in reward units.
+        Mean of a's scores minus b's scores over the common questions, and its standard error, in
+        reward units.
 
     Raises:
         ValueError: If they have fewer than 2 common questions.
@@ -89,8 +97,8 @@ def paired_difference(a: Fitness, b: Fitness) -> tuple[float, float]:
     differences = [score - other[key] for key, score in a.by_key.items() if key in other]
     if len(differences) < 2:
         raise ValueError(
-            f"A comparison needs at least 2 common questions, got {len(differences)} of {len(a.scores)} and "
-            f"{len(b.scores)}. Use more validation questions."
+            f"A comparison needs at least 2 common questions, got {len(differences)} of"
+            f" {len(a.scores)} and {len(b.scores)}. Use more validation questions."
         )
     return _mean_and_standard_error(differences)
 
@@ -116,9 +124,12 @@ def _mean_and_standard_error(values: Sequence[float]) -> tuple[float, float]:
     """Return the mean and its standard error, exactly 0 for equal values."""
     count = len(values)
     if count < 2:
-        raise ValueError(f"A standard error needs at least 2 scores, got {count}. Use more validation questions.")
+        raise ValueError(
+            f"A standard error needs at least 2 scores, got {count}. Use more validation questions."
+        )
     if min(values) == max(values):
-        # Rounding could move the mean of equal floats, which would look like a tiny but certain difference.
+        # Rounding could move the mean of equal floats, which would look like a tiny but certain
+        # difference.
         return values[0], 0.0
     mean = math.fsum(values) / count
     variance = math.fsum((value - mean) ** 2 for value in values) / (count - 1)
@@ -132,15 +143,17 @@ FitnessBy = Literal["validation", "rollouts"]
 class FitnessConfig:
     """Measure of fitness and its cost.
 
-    Training rewards are always recorded, without extra cost: the raw rewards of the last half of a generation's
-    learning steps, averaged per prompt (or reset seed). They measure the policy that sampled, so they lag behind
-    learning. In the first learning steps of a child they measure its parent.
+    Training rewards are always recorded, without extra cost: the raw rewards of the last half of a
+    generation's learning steps, averaged per prompt (or reset seed). They measure the policy that
+    sampled, so they lag behind learning. In the first learning steps of a child they measure its
+    parent.
 
     Attributes:
-        by: Measure that selection uses. "validation": answers to the validation questions. "rollouts": training
-            rewards; there is no evaluation, and the founders' first learning step measures the untrained base.
-        sampled: Sample answers to held-out questions at temperature 1 instead of greedily, with the same random numbers
-            for all members and evaluations. Also applies to the test.
+        by: Measure that selection uses. "validation": answers to the validation questions.
+            "rollouts": training rewards; there is no evaluation, and the founders' first learning
+            step measures the untrained base.
+        sampled: Sample answers to held-out questions at temperature 1 instead of greedily, with the
+            same random numbers for all members and evaluations. Also applies to the test.
         answers: Number of sampled answers to each held-out question, which are averaged.
         racing: Evaluate in rounds; members that are clearly behind the leader leave the race early.
         race_error: Maximum probability that the best member leaves a race early.
@@ -158,10 +171,13 @@ class FitnessConfig:
     def __post_init__(self) -> None:
         if self.answers > 1 and not self.sampled:
             raise ValueError(
-                f"answers must be 1 for greedy answers, which do not vary, got {self.answers}. Set sampled=True."
+                f"answers must be 1 for greedy answers, which do not vary, got {self.answers}. Set"
+                " sampled=True."
             )
         if self.racing and self.by == "rollouts":
-            raise ValueError("racing needs validation questions, but by='rollouts' uses none. Remove racing.")
+            raise ValueError(
+                "racing needs validation questions, but by='rollouts' uses none. Remove racing."
+            )
 
     @classmethod
     def of(cls, value: object) -> Self:
@@ -176,8 +192,8 @@ class FitnessConfig:
             return cls(**value)
         if not isinstance(value, str):
             raise ValueError(
-                f"fitness must be one of {', '.join(get_args(FitnessBy))}, a mapping of settings or a FitnessConfig, "
-                f"got {shown(value)}."
+                f"fitness must be one of {', '.join(get_args(FitnessBy))}, a mapping of settings or"
+                f" a FitnessConfig, got {shown(value)}."
             )
         return cls(by=value)  # type: ignore[arg-type]  # __post_init__ checks the name
 
@@ -208,7 +224,10 @@ FIRST_ROUND = 8
 
 
 def rounds(questions: int, *, racing: bool) -> Iterator[tuple[int, int]]:
-    """Yield the questions of each round as (first, end); a single round without racing or with few questions."""
+    """Yield the questions of each round as (first, end).
+
+    A single round without racing or with few questions.
+    """
     first = 0
     last = FIRST_ROUND if racing else questions
     while last < questions:
@@ -229,8 +248,8 @@ def clearly_behind(leader: NDArray[np.float64], other: NDArray[np.float64], erro
     differences = (leader - other)[np.isfinite(leader - other)]
     if len(differences) < 2 or differences.mean() <= 0:
         return False
-    # Add one artificial difference that contradicts the others: without it, a few equal differences would have no
-    # variance and look certain.
+    # Add one artificial difference that contradicts the others: without it, a few equal differences
+    # would have no variance and look certain.
     contradicted = np.append(differences, -np.abs(differences).max())
     standard_error = contradicted.std(ddof=1) / math.sqrt(len(contradicted))
     return bool(contradicted.mean() > t_quantile(1 - error, len(differences)) * standard_error)
@@ -256,14 +275,18 @@ def still_racing(scores: NDArray[np.float64], error: float) -> list[int]:
 def on_all_questions(fitness: Fitness, leader: Fitness) -> Fitness:
     """Estimate a member's fitness on all questions of its race.
 
-    The estimate is the leader's mean plus the mean paired difference on the common questions. The member's own mean
-    would be biased, because these questions may be easier or harder than the others. The variances of both are added,
-    as if they were independent.
+    The estimate is the leader's mean plus the mean paired difference on the common questions. The
+    member's own mean would be biased, because these questions may be easier or harder than the
+    others. The variances of both are added, as if they were independent.
     """
     if len(fitness.scores) == len(leader.scores):
         return fitness
     lag, standard_error = paired_difference(fitness, leader)
-    return replace(fitness, mean=leader.mean + lag, standard_error=math.hypot(leader.standard_error, standard_error))
+    return replace(
+        fitness,
+        mean=leader.mean + lag,
+        standard_error=math.hypot(leader.standard_error, standard_error),
+    )
 
 
 def t_quantile(probability: float, degrees: int) -> float:

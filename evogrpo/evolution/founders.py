@@ -25,18 +25,20 @@ def spread_founders(
 ) -> tuple[Hyperparameters, ...]:
     """Choose the hyperparameters of a first population: the given ones, then a Latin hypercube over the space.
 
-    The range of each evolving hyperparameter is divided into strata of equal width on its scale, one per member, so
-    that a small population covers every range; each value is (log-)uniform. Categories are shared evenly. Of two equal
-    points, the later one is redrawn from the whole space until no free point is left.
+    The range of each evolving hyperparameter is divided into strata of equal width on its scale,
+    one per member, so that a small population covers every range; each value is (log-)uniform.
+    Categories are shared evenly. Of two equal points, the later one is redrawn from the whole space
+    until no free point is left.
 
     Args:
-        defaults: Values of all other hyperparameters. Also the first member, even if it lies outside the space, unless
-            `given` is set.
+        defaults: Values of all other hyperparameters. Also the first member, even if it lies
+            outside the space, unless `given` is set.
         space: Search space.
         size: Number of members.
         rng: Random generator.
         samples_per_step: Samples each member collects per learning step; group sizes divide it.
-        given: Hyperparameters of the first members, such as those of `warm_start_founders`; at most `size` are used.
+        given: Hyperparameters of the first members, such as those of `warm_start_founders`; at most
+            `size` are used.
 
     Returns:
         One record per member.
@@ -53,13 +55,22 @@ def spread_founders(
     check_group_size(defaults.group_size, samples_per_step)
     first = tuple(given)[:size] or (defaults,)
     remaining = size - len(first)
-    # 2. Draw the other members from a Latin hypercube: a random permutation assigns one stratum of each range to each.
-    strata = {name: (rng.permutation(remaining) + rng.random(remaining)) / max(remaining, 1) for name in space}
+    # 2. Draw the other members from a Latin hypercube: a random permutation assigns one stratum of
+    #    each range to each.
+    strata = {
+        name: (rng.permutation(remaining) + rng.random(remaining)) / max(remaining, 1)
+        for name in space
+    }
     others = [
-        point_at(space, defaults, {name: float(fractions[position]) for name, fractions in strata.items()})
+        point_at(
+            space,
+            defaults,
+            {name: float(fractions[position]) for name, fractions in strata.items()},
+        )
         for position in range(remaining)
     ]
-    # 3. Redraw duplicates last, so that the others do not change. Without a free point, a duplicate stays.
+    # 3. Redraw duplicates last, so that the others do not change. Without a free point, a duplicate
+    #    stays.
     taken: set[tuple[int | None, Hyperparameters]] = {(None, founder) for founder in first}
     duplicates = []
     stream = streams(rng)
@@ -76,7 +87,10 @@ def spread_founders(
 
 
 def warm_start_founders(
-    earlier: Sequence[Hyperparameters], first: Hyperparameters, space: HyperparameterConfig, samples_per_step: int
+    earlier: Sequence[Hyperparameters],
+    first: Hyperparameters,
+    space: HyperparameterConfig,
+    samples_per_step: int,
 ) -> tuple[tuple[Hyperparameters, ...], tuple[str, ...]]:
     """Return founders with the hyperparameters of members of an earlier run, moved into the search space.
 
@@ -87,7 +101,8 @@ def warm_start_founders(
         samples_per_step: Samples of a learning step; group sizes divide it.
 
     Returns:
-        One record per distinct point of the space, in the same order, and a text for every value that was moved.
+        One record per distinct point of the space, in the same order, and a text for every value
+        that was moved.
     """
     space = space.for_samples_per_step(samples_per_step)
     # Dictionaries without values: each key once, in the order of its first occurrence.
@@ -102,28 +117,43 @@ def warm_start_founders(
                 closest = value
             else:
                 closest = parameter.closest(value)
-            values[name] = getattr(first, name) if closest is None and value is not None else closest
+            values[name] = (
+                getattr(first, name) if closest is None and value is not None else closest
+            )
             if values[name] != value:
-                changes[f"{name} {value} -> {values[name]}, the closest in its {parameter.extent}"] = None
+                changes[
+                    f"{name} {value} -> {values[name]}, the closest in its {parameter.extent}"
+                ] = None
         founders[dataclasses.replace(first, **values)] = None
-    evolved = [name for name in first.to_json() if len({getattr(record, name) for record in earlier}) > 1]
+    evolved = [
+        name for name in first.to_json() if len({getattr(record, name) for record in earlier}) > 1
+    ]
     for name in [name for name in evolved if name not in space]:
         changes[f"{name} stays {getattr(first, name)}: it does not evolve in this run"] = None
     return tuple(founders), tuple(changes)
 
 
-def random_founder(space: HyperparameterConfig, base: Hyperparameters, rng: np.random.Generator) -> Hyperparameters:
-    """Draw a founder from the whole space, each value (log-)uniform; other values are those of `base`."""
+def random_founder(
+    space: HyperparameterConfig, base: Hyperparameters, rng: np.random.Generator
+) -> Hyperparameters:
+    """Draw a founder from the whole space, each value (log-)uniform.
+
+    Other values are those of `base`.
+    """
     return point_at(space, base, {name: float(rng.random()) for name in space})
 
 
-def point_at(space: HyperparameterConfig, base: Hyperparameters, fractions: Mapping[str, float]) -> Hyperparameters:
+def point_at(
+    space: HyperparameterConfig, base: Hyperparameters, fractions: Mapping[str, float]
+) -> Hyperparameters:
     """Return the point of the space at these quantiles of the founders' ranges, which are in [0, 1), by name."""
     values: dict[str, Any] = base.to_json()
     for name, parameter in space.items():
         fraction = fractions[name]
         if is_categorical(name):
-            values[name] = parameter.names[min(int(fraction * len(parameter.names)), len(parameter.names) - 1)]
+            values[name] = parameter.names[
+                min(int(fraction * len(parameter.names)), len(parameter.names) - 1)
+            ]
         else:
             values[name] = quantile(parameter, fraction, integer=is_integer(name))
     return Hyperparameters(**values)

@@ -17,7 +17,9 @@ Changes = Mapping[str, tuple[Whole | Real | str | None, Whole | Real | str | Non
 """Changed hyperparameters by name: (old value, new value)."""
 
 
-def changes_between(before: Hyperparameters, after: Hyperparameters) -> dict[str, tuple[Value, Value]]:
+def changes_between(
+    before: Hyperparameters, after: Hyperparameters
+) -> dict[str, tuple[Value, Value]]:
     """Return the differences of two records, by name: (old value, new value)."""
     old = before.to_json()
     new = after.to_json()
@@ -54,7 +56,8 @@ class ArchitectureChange:
     """A change of a member's network.
 
     Attributes:
-        architecture: New architecture as plain JSON values, in the format of the policy set that proposed it.
+        architecture: New architecture as plain JSON values, in the format of the policy set that
+            proposed it.
         old: Old architecture as text.
         new: New architecture as text.
     """
@@ -71,7 +74,8 @@ class SlotRecord:
     Attributes:
         member: Member of the slot; None if the slot was empty.
         fitness: Fitness that selection uses, with scores per question; None if the member failed.
-        tokens: Tokens (or environment steps) it processed in this generation, updates included, evaluations left out.
+        tokens: Tokens (or environment steps) it processed in this generation, updates included,
+            evaluations left out.
         seconds: Its share of the generation's time, by tokens, without evaluations.
 
     Raises:
@@ -85,7 +89,9 @@ class SlotRecord:
 
     def __post_init__(self) -> None:
         if self.member is None and self.fitness is not None:
-            raise ValueError("An empty slot must have no fitness. Set member, or leave fitness out.")
+            raise ValueError(
+                "An empty slot must have no fitness. Set member, or leave fitness out."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +101,8 @@ class Generation:
     Attributes:
         number: From 1.
         samples_per_step: Samples each member collected per learning step.
-        steps_per_generation: Learning steps that were planned for it; a limit of the run may have ended it earlier.
+        steps_per_generation: Learning steps that were planned for it; a limit of the run may have
+            ended it earlier.
         slots: One record for each slot of the bank.
 
     Raises:
@@ -110,7 +117,10 @@ class Generation:
     def __post_init__(self) -> None:
         for slot, record in enumerate(self.slots):
             if record.member is not None and record.member.slot != slot:
-                raise ValueError(f"slots[{slot}] must hold the member of slot {slot}, got slot {record.member.slot}.")
+                raise ValueError(
+                    f"slots[{slot}] must hold the member of slot {slot}, got slot"
+                    f" {record.member.slot}."
+                )
 
     @property
     def members(self) -> tuple[MemberRecord, ...]:
@@ -130,7 +140,9 @@ class Generation:
     @property
     def failed(self) -> tuple[int, ...]:
         """Slots of failed members; none of them can be kept or cloned."""
-        return tuple(member.slot for member in self.members if self.slots[member.slot].fitness is None)
+        return tuple(
+            member.slot for member in self.members if self.slots[member.slot].fitness is None
+        )
 
     @property
     def healthy(self) -> tuple[tuple[MemberRecord, Fitness], ...]:
@@ -139,7 +151,11 @@ class Generation:
         Raises:
             ValueError: If all members failed.
         """
-        healthy = [(record.member, record.fitness) for record in self.slots if record.member and record.fitness]
+        healthy = [
+            (record.member, record.fitness)
+            for record in self.slots
+            if record.member and record.fitness
+        ]
         if not healthy:
             remedy = "Start a new run with a lower lr, max_grad_norm or temperature."
             raise ValueError(f"All members failed, so none can be cloned. {remedy}")
@@ -154,7 +170,9 @@ class Generation:
     def indices(self) -> tuple[int, ...]:
         """Number of each slot for random streams: the index of its member, or -1 - slot if it is empty."""
         members = (record.member for record in self.slots)
-        return tuple(-1 - slot if member is None else member.index for slot, member in enumerate(members))
+        return tuple(
+            -1 - slot if member is None else member.index for slot, member in enumerate(members)
+        )
 
     def member(self, slot: int) -> MemberRecord:
         """Return the member of a slot.
@@ -178,7 +196,8 @@ class History:
         generations: In order; the last one is to be planned from.
 
     Raises:
-        ValueError: If there is no generation, or generations do not follow each other or contradict `next_index`.
+        ValueError: If there is no generation, or generations do not follow each other or contradict
+            `next_index`.
     """
 
     space: HyperparameterConfig
@@ -191,12 +210,15 @@ class History:
         for before, after in pairwise(self.generations):
             if after.number != before.number + 1 or len(after.slots) != len(before.slots):
                 raise ValueError(
-                    "generations must be consecutive, with equal numbers of slots, got generation "
-                    f"{after.number} with {len(after.slots)} after {before.number} with {len(before.slots)}."
+                    "generations must be consecutive, with equal numbers of slots, got generation"
+                    f" {after.number} with {len(after.slots)} after {before.number} with"
+                    f" {len(before.slots)}."
                 )
         indices = [member.index for member in self.last.members]
         if any(index >= self.next_index for index in indices):
-            raise ValueError(f"next_index must exceed every index in use, got {self.next_index} with {indices}.")
+            raise ValueError(
+                f"next_index must exceed every index in use, got {self.next_index} with {indices}."
+            )
 
     @property
     def last(self) -> Generation:

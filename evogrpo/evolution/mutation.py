@@ -27,29 +27,33 @@ STEP = 0.2
 SPREAD = 0.75
 """Standard deviation, in log units, of step sizes around the default or the inherited one."""
 MIN_STEP, MAX_STEP = 0.02, 0.5
-"""Smallest step size that is inherited, and largest step that is taken: half a range fits in at least one direction."""
+"""Smallest step size that is inherited, and largest step that is taken: half a range fits in at
+least one direction.
+"""
 
 
 @settings
 class Mutation:
     """Mutation with self-adapted step sizes.
 
-    A number takes a step up or down, with equal probability, on its scale. The step size is log-normal around the step
-    with which the parent was born, so step sizes are selected together with the values they led to. Children of
-    founders take steps of about a fifth of the range. Occasionally a number is drawn from its whole range instead, so
-    that the population can leave its initial region. Categories change to any other category. If an `RLParameter` has a
-    `factor`, every step has that size, and no value is drawn from the whole range.
+    A number takes a step up or down, with equal probability, on its scale. The step size is
+    log-normal around the step with which the parent was born, so step sizes are selected together
+    with the values they led to. Children of founders take steps of about a fifth of the range.
+    Occasionally a number is drawn from its whole range instead, so that the population can leave
+    its initial region. Categories change to any other category. If an `RLParameter` has a `factor`,
+    every step has that size, and no value is drawn from the whole range.
 
     Attributes:
-        probability: Probability, in (0, 1], that an evolving hyperparameter changes, independently of the others. If
-            none would change, one is chosen uniformly, so that a mutation always changes something.
+        probability: Probability, in (0, 1], that an evolving hyperparameter changes, independently
+            of the others. If none would change, one is chosen uniformly, so that a mutation always
+            changes something.
         resample: Probability, in [0, 1], that a changing number is drawn from its whole range.
 
     Raises:
         ValueError: If a setting is out of range.
 
-    Source: Beyer and Schwefel, Natural Computing 1 (2002), for self-adaptation of step sizes; Jaderberg et al.
-        (arXiv:1711.09846) for resampling.
+    Source: Beyer and Schwefel, Natural Computing 1 (2002), for self-adaptation of step sizes;
+        Jaderberg et al. (arXiv:1711.09846) for resampling.
     """
 
     probability: PositiveShare = 0.5
@@ -82,7 +86,9 @@ class Mutation:
         fallback = rng.random()
 
         # 2. Choose the hyperparameters that change, at least one.
-        changing = {name for name, chance in zip(names, draws[0], strict=True) if chance < self.probability}
+        changing = {
+            name for name, chance in zip(names, draws[0], strict=True) if chance < self.probability
+        }
         if not changing and names:
             changing = {names[int(fallback * len(names))]}
 
@@ -104,17 +110,26 @@ class Mutation:
             else:
                 median_size = max(abs(inherited), MIN_STEP)
             size = min(median_size * float(step_factors[column]), MAX_STEP)
-            return neighbour(space[name], value, upward=direction < 0.5, integer=is_integer(name), size=size)
+            return neighbour(
+                space[name], value, upward=direction < 0.5, integer=is_integer(name), size=size
+            )
 
-        values: dict[str, Any] = {name: new_value(column, name) for column, name in enumerate(names)}
+        values: dict[str, Any] = {
+            name: new_value(column, name) for column, name in enumerate(names)
+        }
         return dataclasses.replace(hyperparameters, **values)
 
 
 def uniform_value(name: str, parameter: RLParameter, fraction: float) -> Value:
-    """Return the quantile `fraction` of all values of a hyperparameter; the founders' range is ignored."""
+    """Return the quantile `fraction` of all values of a hyperparameter.
+
+    The founders' range is ignored.
+    """
     if is_categorical(name):
         return parameter.names[min(int(fraction * len(parameter.names)), len(parameter.names) - 1)]
-    return quantile(dataclasses.replace(parameter, founders=None), fraction, integer=is_integer(name))
+    return quantile(
+        dataclasses.replace(parameter, founders=None), fraction, integer=is_integer(name)
+    )
 
 
 def other_choice(parameter: RLParameter, value: str | None, fraction: float) -> str:
@@ -123,14 +138,17 @@ def other_choice(parameter: RLParameter, value: str | None, fraction: float) -> 
     return others[min(int(fraction * len(others)), len(others) - 1)]
 
 
-def neighbour(parameter: RLParameter, value: float, *, upward: bool, integer: bool, size: float = STEP) -> float:
+def neighbour(
+    parameter: RLParameter, value: float, *, upward: bool, integer: bool, size: float = STEP
+) -> float:
     """Return the value one step away, which always differs from `value`.
 
-    A step is a share of the range on its scale, so that a step up and a step down cancel on a log scale. If the
-    parameter has a `factor`, it replaces `size`. Integers are rounded and move by at least 1. Choices move by their
-    share of the list, at least one. A step that would leave the range goes the other way, so that no bound is
-    absorbing. If neither direction fits, the value moves to the farther bound. A value outside the range, infinity
-    included, moves to the nearer bound or choice.
+    A step is a share of the range on its scale, so that a step up and a step down cancel on a log
+    scale. If the parameter has a `factor`, it replaces `size`. Integers are rounded and move by at
+    least 1. Choices move by their share of the list, at least one. A step that would leave the
+    range goes the other way, so that no bound is absorbing. If neither direction fits, the value
+    moves to the farther bound. A value outside the range, infinity included, moves to the nearer
+    bound or choice.
 
     Args:
         parameter: Range or ordered choices.
@@ -160,7 +178,8 @@ def neighbour(parameter: RLParameter, value: float, *, upward: bool, integer: bo
     for direction in (upward, not upward):
         moved = _step(parameter, value, upward=direction, integer=integer, size=size)
         for bound in (low, high):
-            # In floats, 0.05 + 5 x 0.07 is slightly above 0.4. Rounding must not keep a value from its bound.
+            # In floats, 0.05 + 5 x 0.07 is slightly above 0.4. Rounding must not keep a value from
+            # its bound.
             if not integer and math.isclose(moved, bound, rel_tol=1e-9):
                 moved = bound
         if low <= moved <= high and moved != value:
@@ -172,7 +191,9 @@ def neighbour(parameter: RLParameter, value: float, *, upward: bool, integer: bo
     return low if upper_half else high
 
 
-def _step(parameter: RLParameter, value: float, *, upward: bool, integer: bool, size: float) -> float:
+def _step(
+    parameter: RLParameter, value: float, *, upward: bool, integer: bool, size: float
+) -> float:
     """Return the value after one step, which may lie outside the range."""
     low, high = parameter.bounds
     if parameter.scale == "log":
@@ -214,7 +235,9 @@ def quantile(parameter: RLParameter, fraction: float, *, integer: bool) -> float
         A value of the range or choices.
     """
     if parameter.choices is not None:
-        return parameter.numbers[min(int(fraction * len(parameter.numbers)), len(parameter.numbers) - 1)]
+        return parameter.numbers[
+            min(int(fraction * len(parameter.numbers)), len(parameter.numbers) - 1)
+        ]
     low, high = parameter.founders or parameter.bounds
     if parameter.scale == "log":
         value = low * math.pow(high / low, fraction)
@@ -231,14 +254,19 @@ class Perturbation(Protocol):
     """Callable that maps a parent's hyperparameters to those of a child."""
 
     def __call__(
-        self, hyperparameters: Hyperparameters, space: HyperparameterConfig, rng: np.random.Generator, /
+        self,
+        hyperparameters: Hyperparameters,
+        space: HyperparameterConfig,
+        rng: np.random.Generator,
+        /,
     ) -> Hyperparameters:
         """Propose a child's hyperparameters.
 
         Args:
             hyperparameters: Hyperparameters of the parent.
             space: Search space; only its hyperparameters may change, within their ranges.
-            rng: Random generator. The result may depend on nothing else, so that a run can be resumed.
+            rng: Random generator. The result may depend on nothing else, so that a run can be
+                resumed.
         """
         ...
 
@@ -266,11 +294,14 @@ def last_steps(member: MemberRecord, space: HyperparameterConfig) -> dict[str, f
     Unchanged hyperparameters are left out, so founders have no steps.
     """
     old_values = {name: old for name, (old, _) in member.changes.items() if name != NETWORK}
-    before, after = dataclasses.replace(member.hyperparameters, **old_values), member.hyperparameters  # type: ignore[arg-type]
+    after = member.hyperparameters
+    before = dataclasses.replace(after, **old_values)  # type: ignore[arg-type]
     steps = {}
     for name, parameter in space.items():
         if not is_categorical(name):
-            old, new = (relative_position(parameter, values.number(name)) for values in (before, after))
+            old, new = (
+                relative_position(parameter, values.number(name)) for values in (before, after)
+            )
             if old != new:
                 steps[name] = new - old
     return steps
@@ -279,7 +310,10 @@ def last_steps(member: MemberRecord, space: HyperparameterConfig) -> dict[str, f
 def _checked_perturbation(value: Any) -> Perturbation:
     """Return the value; raise ValueError unless it is a perturbation."""
     if isinstance(value, type) or not callable(value):
-        raise ValueError(f"must be Mutation(...) or a function of (hyperparameters, space, rng), got {shown(value)}.")
+        raise ValueError(
+            "must be Mutation(...) or a function of (hyperparameters, space, rng), got"
+            f" {shown(value)}."
+        )
     perturbation: Perturbation = value
     return perturbation
 
@@ -301,7 +335,9 @@ def perturbation_to_json(perturbation: Perturbation | None) -> dict[str, Any] | 
     return {**settings, "name": reference_to(definition_of(perturbation))}
 
 
-def perturbation_from_json(values: Any, custom: Callable[..., Any] | None = None) -> Perturbation | None:
+def perturbation_from_json(
+    values: Any, custom: Callable[..., Any] | None = None
+) -> Perturbation | None:
     """Build a perturbation from the result of `perturbation_to_json`.
 
     Args:
@@ -312,7 +348,9 @@ def perturbation_from_json(values: Any, custom: Callable[..., Any] | None = None
         ValueError: If a setting is invalid, or the custom function or class is missing.
     """
     if not isinstance(values, Mapping):
-        other: Perturbation | None = values  # None, or an invalid value that the constructor of the strategy refuses
+        other: Perturbation | None = (
+            values  # None, or an invalid value that the constructor of the strategy refuses
+        )
         return other
     if "name" not in values:
         return build_from_settings(Mutation, "Mutation", values)
@@ -320,8 +358,8 @@ def perturbation_from_json(values: Any, custom: Callable[..., Any] | None = None
     settings = {key: value for key, value in values.items() if key != "name"}
     if custom is None:
         raise ValueError(
-            f"The custom mutation {name} was saved by its name only, and names in a checkpoint are not imported. Pass "
-            "the strategy again, as in Tournament(mutation=...)."
+            f"The custom mutation {name} was saved by its name only, and names in a checkpoint are"
+            " not imported. Pass the strategy again, as in Tournament(mutation=...)."
         )
     if not isinstance(custom, type):
         refuse_unknown(f"setting of {name}", settings, ())
@@ -359,16 +397,24 @@ def definition_of(perturbation: Perturbation) -> Callable[..., Any]:
 
 
 def _call_custom(
-    perturbation: Perturbation, parent: Hyperparameters, space: HyperparameterConfig, rng: np.random.Generator
+    perturbation: Perturbation,
+    parent: Hyperparameters,
+    space: HyperparameterConfig,
+    rng: np.random.Generator,
 ) -> Hyperparameters:
     """Call a custom perturbation and validate its result."""
     name = getattr(perturbation, "__name__", type(perturbation).__name__)
     child: Any = perturbation(parent, space, rng)
     if not isinstance(child, Hyperparameters):
-        raise ValueError(f"{name} must return Hyperparameters, got {shown(child)}. Use dataclasses.replace.")
+        raise ValueError(
+            f"{name} must return Hyperparameters, got {shown(child)}. Use dataclasses.replace."
+        )
     for changed, (_, value) in changes_between(parent, child).items():
         if changed not in space:
             raise ValueError(f"{name} may only change {', '.join(space)}, got {changed}={value!r}.")
         if value is None or space[changed].closest(value) != value:
-            raise ValueError(f"{name}: {changed} must be in its {space[changed].extent}, got {shown(value)}. Clip it.")
+            raise ValueError(
+                f"{name}: {changed} must be in its {space[changed].extent}, got {shown(value)}."
+                " Clip it."
+            )
     return child

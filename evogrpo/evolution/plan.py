@@ -22,13 +22,16 @@ MAX_PROPOSALS = 100
 class Choice:
     """Decision for one slot.
 
-    A slot gets a child if its parent is another slot, if `mutate` is True, or if it has `hyperparameters`.
+    A slot gets a child if its parent is another slot, if `mutate` is True, or if it has
+    `hyperparameters`.
 
     Attributes:
-        parent: Slot whose train state it takes; its own slot to keep its member; None for a founder or an empty slot.
+        parent: Slot whose train state it takes; its own slot to keep its member; None for a founder
+            or an empty slot.
         reason: Reason as text.
         mutate: Mutate a member that keeps its state; children of other slots are always mutated.
-        hyperparameters: Hyperparameters of the child, or a function that proposes them. None = mutate the parent's.
+        hyperparameters: Hyperparameters of the child, or a function that proposes them. None =
+            mutate the parent's.
     """
 
     parent: int | None
@@ -41,17 +44,19 @@ class Choice:
 class Plan:
     """The next member of every slot, and the budget of the next generations.
 
-    A slot whose parent is the slot itself and that has no child keeps its member. A slot with a child takes the train
-    state of its parent slot, or a new state if the parent is None: the child is a founder. A slot with neither parent
-    nor child is empty: its member is retired, or the slot stays empty until a later plan fills it.
+    A slot whose parent is the slot itself and that has no child keeps its member. A slot with a
+    child takes the train state of its parent slot, or a new state if the parent is None: the child
+    is a founder. A slot with neither parent nor child is empty: its member is retired, or the slot
+    stays empty until a later plan fills it.
 
     Attributes:
         generation: Generation that it was planned from.
-        parents: For each slot, the slot whose train state it takes, its own if unchanged; None for a founder and for
-            an empty slot. The argument of `bank.inherit`.
+        parents: For each slot, the slot whose train state it takes, its own if unchanged; None for
+            a founder and for an empty slot. The argument of `bank.inherit`.
         children: One birth for every slot that gets another member.
         reasons: Reason for each slot, as text.
-        samples_per_step: Samples each member collects per learning step from now on; None = unchanged.
+        samples_per_step: Samples each member collects per learning step from now on; None =
+            unchanged.
         steps_per_generation: Learning steps per generation from now on; None = unchanged.
 
     Raises:
@@ -69,23 +74,42 @@ class Plan:
         slots = range(len(self.parents))
         born = {child.slot: child for child in self.children}
         if len(self.reasons) != len(slots):
-            raise ValueError(f"reasons must have one entry per slot, got {len(self.reasons)} for {len(slots)} slots.")
+            raise ValueError(
+                f"reasons must have one entry per slot, got {len(self.reasons)} for {len(slots)}"
+                " slots."
+            )
         if any(slot is not None and slot not in slots for slot in (*self.parents, *born)):
             raise ValueError(
-                f"slots must be in [0, {len(slots) - 1}], got parents {self.parents} and children in {list(born)}."
+                f"slots must be in [0, {len(slots) - 1}], got parents {self.parents} and children"
+                f" in {list(born)}."
             )
-        if len(born) != len(self.children) or len({child.index for child in self.children}) != len(born):
+        if len(born) != len(self.children) or len({child.index for child in self.children}) != len(
+            born
+        ):
             raise ValueError(
-                f"children must have distinct slots and indices, got {[(c.slot, c.index) for c in self.children]}."
+                "children must have distinct slots and indices, got"
+                f" {[(c.slot, c.index) for c in self.children]}."
             )
-        without_child = [slot for slot in slots if self.parents[slot] not in (slot, None) and slot not in born]
+        without_child = [
+            slot for slot in slots if self.parents[slot] not in (slot, None) and slot not in born
+        ]
         if without_child:
-            raise ValueError(f"slots {without_child} copy another slot, so each needs an entry in children.")
-        mixed = [slot for slot, child in born.items() if (child.parent is None) != (self.parents[slot] is None)]
+            raise ValueError(
+                f"slots {without_child} copy another slot, so each needs an entry in children."
+            )
+        mixed = [
+            slot
+            for slot, child in born.items()
+            if (child.parent is None) != (self.parents[slot] is None)
+        ]
         if mixed:
-            raise ValueError(f"parents must be None exactly for founders, got another value in slots {mixed}.")
+            raise ValueError(
+                f"parents must be None exactly for founders, got another value in slots {mixed}."
+            )
         if len(self.vacant) == len(slots):
-            raise ValueError("a plan must keep at least one member, got one that retires all members.")
+            raise ValueError(
+                "a plan must keep at least one member, got one that retires all members."
+            )
 
     @classmethod
     def from_choices(
@@ -100,27 +124,35 @@ class Plan:
     ) -> Self:
         """Build a plan from one choice per slot: number the children, and record their parents and changes.
 
-        A mutation or proposal is repeated until the hyperparameters differ from those of all members with the same
-        parent, and of the parent if it stays. Founders differ from other founders. If no such point is found, the
-        reason says so.
+        A mutation or proposal is repeated until the hyperparameters differ from those of all
+        members with the same parent, and of the parent if it stays. Founders differ from other
+        founders. If no such point is found, the reason says so.
 
         Args:
             history: History to plan from.
             choices: One per slot.
-            mutation: Maps the hyperparameters of a parent to those of its children; None = children are exact clones.
-            rng: Random generator of mutations and proposals. Draws depend on members' indices, not on slots.
+            mutation: Maps the hyperparameters of a parent to those of its children; None = children
+                are exact clones.
+            rng: Random generator of mutations and proposals. Draws depend on members' indices, not
+                on slots.
             samples_per_step: See the attribute.
             steps_per_generation: See the attribute.
 
         Raises:
-            ValueError: If there are mutations or proposals and no generator, or if all members failed.
+            ValueError: If there are mutations or proposals and no generator, or if all members
+                failed.
         """
         last = history.last
         space = history.space.for_samples_per_step(samples_per_step or last.samples_per_step)
-        parents = [None if choice.parent is None else last.member(choice.parent) for choice in choices]
+        parents = [
+            None if choice.parent is None else last.member(choice.parent) for choice in choices
+        ]
         indices = [None if parent is None else parent.index for parent in parents]
-        # 1. Collect fixed hyperparameters in `values`, those to draw in `draws`, and occupied points in `taken`.
-        taken: set[tuple[int | None, Hyperparameters]] = set()  # index of the parent, hyperparameters
+        # 1. Collect fixed hyperparameters in `values`, those to draw in `draws`, and occupied
+        #    points in `taken`.
+        taken: set[tuple[int | None, Hyperparameters]] = (
+            set()
+        )  # index of the parent, hyperparameters
         values: dict[int, Hyperparameters] = {}
         draws: dict[int, Proposal] = {}
         for slot, (choice, parent) in enumerate(zip(choices, parents, strict=True)):
@@ -142,14 +174,22 @@ class Plan:
         reasons = [choice.reason for choice in choices]
         if draws:
             if rng is None:
-                raise ValueError("rng must be given with mutations. Pass the argument rng of Strategy.plan.")
+                raise ValueError(
+                    "rng must be given with mutations. Pass the argument rng of Strategy.plan."
+                )
             stream = streams(rng)
             for slot in sorted(draws, key=lambda slot: last.indices[slot]):
                 identity = last.indices[slot]  # negative for an empty slot
-                attempts = partial(stream, "birth in an empty slot" if identity < 0 else "birth", abs(identity))
-                values[slot], is_free = draw_distinct(draws[slot], space, indices[slot], taken, attempts)
+                attempts = partial(
+                    stream, "birth in an empty slot" if identity < 0 else "birth", abs(identity)
+                )
+                values[slot], is_free = draw_distinct(
+                    draws[slot], space, indices[slot], taken, attempts
+                )
                 if not is_free:
-                    reasons[slot] += "; the same as another member, because no other point was found"
+                    reasons[slot] += (
+                        "; the same as another member, because no other point was found"
+                    )
         # 3. Number the children.
         children: list[MemberRecord] = []
         for slot in sorted(values):
@@ -161,13 +201,19 @@ class Plan:
                     parent=indices[slot],
                     born=last.number,
                     hyperparameters=values[slot],
-                    changes={} if parent is None else changes_between(parent.hyperparameters, values[slot]),
+                    changes=(
+                        {}
+                        if parent is None
+                        else changes_between(parent.hyperparameters, values[slot])
+                    ),
                     reason=reasons[slot],
                 )
             )
         return cls(
             generation=last.number,
-            parents=tuple(None if choice.parent is None else int(choice.parent) for choice in choices),  # numpy's too
+            parents=tuple(
+                None if choice.parent is None else int(choice.parent) for choice in choices
+            ),  # numpy's too
             children=tuple(children),
             reasons=tuple(reasons),
             samples_per_step=samples_per_step,
@@ -178,32 +224,36 @@ class Plan:
     def vacant(self) -> tuple[int, ...]:
         """Slots that are empty in the next generation."""
         born = {child.slot for child in self.children}
-        return tuple(slot for slot, parent in enumerate(self.parents) if parent is None and slot not in born)
+        return tuple(
+            slot for slot, parent in enumerate(self.parents) if parent is None and slot not in born
+        )
 
     def check(self, history: History) -> None:
         """Check that the plan can be carried out after the last generation of a history.
 
         Raises:
-            ValueError: If slots or generation do not match the history, a parent has failed or is missing, or a child
-                has a wrong index or parent. Also if steps are out of range, or a group size does not divide the
-                samples.
+            ValueError: If slots or generation do not match the history, a parent has failed or is
+                missing, or a child has a wrong index or parent. Also if steps are out of range, or
+                a group size does not divide the samples.
         """
         # 1. Check slots, parents and indices.
         last = history.last
         if (len(self.parents), self.generation) != (history.capacity, last.number):
             raise ValueError(
-                f"expected a plan for {history.capacity} slots after generation {last.number}, got one for "
-                f"{len(self.parents)} slots after generation {self.generation}."
+                f"expected a plan for {history.capacity} slots after generation {last.number}, got"
+                f" one for {len(self.parents)} slots after generation {self.generation}."
             )
         healthy = sorted(last.ranked)
         if not {None, *healthy}.issuperset(self.parents):
             raise ValueError(
-                f"parents must be slots of healthy members, {healthy}, got {self.parents}. Give failed members another "
-                "parent, or retire them."
+                f"parents must be slots of healthy members, {healthy}, got {self.parents}. Give"
+                " failed members another parent, or retire them."
             )
         indices = [child.index for child in self.children]
         if indices != list(range(history.next_index, history.next_index + len(indices))):
-            raise ValueError(f"children must have consecutive indices from {history.next_index}, got {indices}.")
+            raise ValueError(
+                f"children must have consecutive indices from {history.next_index}, got {indices}."
+            )
         # 2. Check samples and steps of the next generation.
         if self.samples_per_step is None:
             samples = last.samples_per_step
@@ -213,7 +263,8 @@ class Plan:
             whole_between("steps_per_generation", self.steps_per_generation, 1, MAX_STEPS)
         history.space.for_samples_per_step(samples)  # raises if the space has no valid group size
         born = {child.slot: child for child in self.children}
-        # 3. Check group sizes and parents of the next members: a slot's child, or the member that it keeps.
+        # 3. Check group sizes and parents of the next members: a slot's child, or the member that
+        #    it keeps.
         for slot, parent in enumerate(self.parents):
             copied = None if parent is None else last.member(parent)
             occupant = born.get(slot, copied)
@@ -221,10 +272,12 @@ class Plan:
                 continue
             if slot in born and copied is not None and occupant.parent != copied.index:
                 raise ValueError(
-                    f"slot {slot}: the child takes the state of member {copied.index}, but its parent is member "
-                    f"{occupant.parent}. Set parent={copied.index}."
+                    f"slot {slot}: the child takes the state of member {copied.index}, but its"
+                    f" parent is member {occupant.parent}. Set parent={copied.index}."
                 )
-            check_group_size(occupant.hyperparameters.group_size, samples, owner=f"member {occupant.index}")
+            check_group_size(
+                occupant.hyperparameters.group_size, samples, owner=f"member {occupant.index}"
+            )
 
 
 def draw_distinct(
@@ -244,7 +297,8 @@ def draw_distinct(
         stream: Random generator of each attempt, by its number.
 
     Returns:
-        The first free one of `MAX_PROPOSALS` proposals, or else the first proposal; and True if it is free.
+        The first free one of `MAX_PROPOSALS` proposals, or else the first proposal; and True if it
+        is free.
     """
     first = draw(stream(0))
     for attempt in range(MAX_PROPOSALS):
@@ -263,7 +317,10 @@ class Strategy(Protocol):
 
     @property
     def mutates(self) -> bool:
-        """True if children may differ from their parents; read only where network architectures evolve."""
+        """True if children may differ from their parents.
+
+        Read only where network architectures evolve.
+        """
         ...
 
     def plan(self, history: History, rng: np.random.Generator) -> Plan:
@@ -276,7 +333,8 @@ class Strategy(Protocol):
             rng: Random generator of this plan, named by the run's seed and the generation.
 
         Returns:
-            The plan, usually made by `Plan.from_choices`. It depends on the arguments, settings and state alone.
+            The plan, usually made by `Plan.from_choices`. It depends on the arguments, settings and
+            state alone.
 
         Raises:
             ValueError: If all members failed.
@@ -297,12 +355,17 @@ class Strategy(Protocol):
 
 
 class Stateless:
-    """Base class of strategies without state; their settings are usually the fields of a frozen dataclass."""
+    """Base class of strategies without state.
+
+    Their settings are usually the fields of a frozen dataclass.
+    """
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as plain JSON values; a perturbation is one under the name `mutation`."""
         settings = {name: plain(value) for name, value in vars(self).items()}
-        return settings | ({"mutation": perturbation_to_json(self.mutation)} if hasattr(self, "mutation") else {})
+        return settings | (
+            {"mutation": perturbation_to_json(self.mutation)} if hasattr(self, "mutation") else {}
+        )
 
     def state(self) -> dict[str, Any]:
         """Return the empty state."""
@@ -316,5 +379,6 @@ class Stateless:
         """
         if values:
             raise ValueError(
-                f"{type(self).__name__} has no state, got {', '.join(values)}. The state is of another strategy."
+                f"{type(self).__name__} has no state, got {', '.join(values)}. The state is of"
+                " another strategy."
             )

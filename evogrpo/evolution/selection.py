@@ -14,17 +14,19 @@ from evogrpo.randomness import streams
 def tournament(last: Generation, size: int, z: float, rng: np.random.Generator) -> list[Choice]:
     """Hold one tournament per slot: the challenger replaces the member only if it is significantly better.
 
-    The challenger of a slot is the best of `size` healthy members drawn without replacement. It replaces the slot's
-    member if the mean paired difference of their scores is positive and exceeds `z` standard errors of that
-    difference. Without 2 common questions, the difference of their means is used. Differences within noise therefore
-    preserve diversity. A plain tournament on noise alone leaves a single lineage after about as many generations as
-    there are members. The best member keeps its slot without a tournament. A failed member is always replaced by its
+    The challenger of a slot is the best of `size` healthy members drawn without replacement. It
+    replaces the slot's member if the mean paired difference of their scores is positive and exceeds
+    `z` standard errors of that difference. Without 2 common questions, the difference of their
+    means is used. Differences within noise therefore preserve diversity. A plain tournament on
+    noise alone leaves a single lineage after about as many generations as there are members. The
+    best member keeps its slot without a tournament. A failed member is always replaced by its
     challenger.
 
     Args:
         last: Generation that was evaluated.
         size: Number of contestants, at least 1; with 1 the challenger is a random member.
-        z: Standard errors that a difference must exceed, at least 0; 0 replaces at any positive difference.
+        z: Standard errors that a difference must exceed, at least 0; 0 replaces at any positive
+            difference.
         rng: Random generator; draws depend on members' indices.
 
     Returns:
@@ -49,7 +51,9 @@ def tournament(last: Generation, size: int, z: float, rng: np.random.Generator) 
         )
         challenger = next(candidate for candidate in last.ranked if candidate in contestants)
         if record.fitness is None:
-            choices.append(Choice(parent=challenger, reason=f"replaced by slot {challenger}: failed"))
+            choices.append(
+                Choice(parent=challenger, reason=f"replaced by slot {challenger}: failed")
+            )
         elif challenger == slot:
             choices.append(Choice(parent=slot, reason="kept: won its own tournament"))
         else:
@@ -58,14 +62,18 @@ def tournament(last: Generation, size: int, z: float, rng: np.random.Generator) 
 
 
 def truncation_selection(
-    last: Generation, quantile: float, rng: np.random.Generator, *, among: Collection[int] | None = None
+    last: Generation,
+    quantile: float,
+    rng: np.random.Generator,
+    *,
+    among: Collection[int] | None = None,
 ) -> list[Choice]:
     """Replace each of the worst members by a clone of a random one of the best, without a test for significance.
 
     Args:
         last: Generation that was evaluated.
-        quantile: Share of the healthy members, in (0, 0.5], that is replaced, and share that is cloned; rounded up, so
-            at least one of two.
+        quantile: Share of the healthy members, in (0, 0.5], that is replaced, and share that is
+            cloned; rounded up, so at least one of two.
         rng: Random generator; draws depend on members' indices.
         among: Slots that take part; healthy members of other slots are kept. By default all slots.
 
@@ -79,7 +87,8 @@ def truncation_selection(
     """
     ranked = [slot for slot in last.ranked if among is None or slot in among]
     count = min(len(ranked) // 2, math.ceil(quantile * len(ranked)))
-    # A failed member needs a donor even if no healthy one is replaced, or if none of `among` is healthy.
+    # A failed member needs a donor even if no healthy one is replaced, or if none of `among` is
+    # healthy.
     best = ranked[: max(count, 1)] or list(last.ranked[:1])
     worst = ranked[len(ranked) - count :]
     stream = streams(rng)
@@ -129,9 +138,9 @@ def no_selection(last: Generation, rng: np.random.Generator) -> list[Choice]:
 def has_stagnated(history: History, z: float) -> bool:
     """Return True if no member improved significantly in the last generation.
 
-    Every healthy member is compared with its own fitness in the generation before, or that of its parent. This needs
-    generations that answer the same questions: fitness by "validation". Training rewards are of other learning steps in
-    each generation, so they never count as stagnated.
+    Every healthy member is compared with its own fitness in the generation before, or that of its
+    parent. This needs generations that answer the same questions: fitness by "validation". Training
+    rewards are of other learning steps in each generation, so they never count as stagnated.
 
     Args:
         history: History up to the last generation.
@@ -142,11 +151,20 @@ def has_stagnated(history: History, z: float) -> bool:
     """
     if len(history.generations) < 2:
         return False
-    earlier = {record.member.index: record.fitness for record in history.generations[-2].slots if record.member}
+    earlier = {
+        record.member.index: record.fitness
+        for record in history.generations[-2].slots
+        if record.member
+    }
     compared = 0
     for member, fitness in history.last.healthy:
-        earlier_fitness = earlier.get(member.index, earlier.get(-1 if member.parent is None else member.parent))
-        if earlier_fitness is None or len(earlier_fitness.by_key.keys() & fitness.by_key.keys()) < 2:
+        earlier_fitness = earlier.get(
+            member.index, earlier.get(-1 if member.parent is None else member.parent)
+        )
+        if (
+            earlier_fitness is None
+            or len(earlier_fitness.by_key.keys() & fitness.by_key.keys()) < 2
+        ):
             continue
         compared += 1
         gain, standard_error = paired_difference(fitness, earlier_fitness)
@@ -163,6 +181,7 @@ def _duel(slot: int, incumbent: Fitness, challenger: int, rival: Fitness, z: flo
         return Choice(parent=slot, reason=f"kept: no better challenger, {difference_text}")
     if lead <= z * standard_error:
         return Choice(
-            parent=slot, reason=f"kept: within noise, {difference_text}, needs more than {z:g} standard errors"
+            parent=slot,
+            reason=f"kept: within noise, {difference_text}, needs more than {z:g} standard errors",
         )
     return Choice(parent=challenger, reason=f"replaced by slot {challenger}: {difference_text}")

@@ -35,36 +35,41 @@ def advantages(
 ) -> Tensor:
     """Return the advantage of every action, by the estimator named `kind`.
 
-    The order is ROLL's: normalise in the group, `reward_clip`, place on the actions, subtract `kl_penalty`,
-    `reward_clip`, discounted return, whiten, `advantage_clip`, mask. Estimators of whole completions place their
-    advantage on the last action. At gamma 1 and without a penalty, all actions of a completion then have the same
-    advantage. Only "return_to_go_group" and "return_to_go_timestep" normalise last, after the return, because they
-    compare returns.
+    The order is ROLL's: normalise in the group, `reward_clip`, place on the actions, subtract
+    `kl_penalty`, `reward_clip`, discounted return, whiten, `advantage_clip`, mask. Estimators of
+    whole completions place their advantage on the last action. At gamma 1 and without a penalty,
+    all actions of a completion then have the same advantage. Only "return_to_go_group" and
+    "return_to_go_timestep" normalise last, after the return, because they compare returns.
 
     Args:
         kind: One of `AdvantageType`.
         rewards: `[n]` total reward of each completion; NaN = does not apply.
-        group_ids: `[n]` group of each completion; at least 2 completions each, except for "reinforce".
+        group_ids: `[n]` group of each completion; at least 2 completions each, except for
+            "reinforce".
         member_ids: `[n]` member of each completion; batch statistics are computed for each member.
         mask: `[n, t]` booleans, True = counts.
-        step_rewards: `[n, t]` reward of each action; NaN = no reward is given here. None = `rewards` at the last
-            action. Read by the `STEP_ADVANTAGES` only.
-        components: `[n, f]` value of each reward function, NaN = does not apply; read by "gdpo" only.
+        step_rewards: `[n, t]` reward of each action; NaN = no reward is given here. None =
+            `rewards` at the last action. Read by the `STEP_ADVANTAGES` only.
+        components: `[n, f]` value of each reward function, NaN = does not apply; read by "gdpo"
+            only.
         component_weights: `[f]` weights of the reward functions; None = all 1.
         gamma: Discount per action, in [0, 1]; a float or `[n, 1]`.
         eps: Added to every standard deviation, in reward units.
-        kl_penalty: `[n, t]` beta times an estimate of the KL divergence to the reference, without gradient.
+        kl_penalty: `[n, t]` beta times an estimate of the KL divergence to the reference, without
+            gradient.
         reward_clip: Bound on the absolute value of a (normalised) reward.
-        whiten_advantages: Standardise over all actions of a member that are in the loss and have a reward; gives groups
-            of equal rewards an advantage.
-        in_loss: `[n, t]` booleans, True = is in the loss, a part of `mask`; None = `mask`. Read by `whiten_advantages`.
+        whiten_advantages: Standardise over all actions of a member that are in the loss and have a
+            reward; gives groups of equal rewards an advantage.
+        in_loss: `[n, t]` booleans, True = is in the loss, a part of `mask`; None = `mask`. Read by
+            `whiten_advantages`.
         advantage_clip: Bound on the absolute value of advantages; a float or `[n, 1]`.
 
     Returns:
         `[n, t]` in the dtype of `rewards`; 0 where the mask is False and where no reward applies.
 
     Raises:
-        ValueError: If "gdpo" gets no components, or a group that is compared has fewer than 2 completions.
+        ValueError: If "gdpo" gets no components, or a group that is compared has fewer than 2
+            completions.
     """
     bound = torch.inf if reward_clip is None else reward_clip
     # 1. Compare rewards within their group, clip them, and place them on actions.
@@ -82,7 +87,10 @@ def advantages(
         applies = ~rewards.isnan()
         if kind == "gdpo":
             if components is None:
-                raise ValueError(f"advantage {kind!r} needs the value of each reward function, got components=None.")
+                raise ValueError(
+                    f"advantage {kind!r} needs the value of each reward function, got"
+                    " components=None."
+                )
             applies = ~components.isnan().all(1)
             values = gdpo_advantages(components, component_weights, group_ids, member_ids, eps)
         elif kind == "outcome":
@@ -109,7 +117,9 @@ def advantages(
         result = returns_to_go(steps, mask, gamma)
     # 4. Whiten, clip and mask the advantages.
     if whiten_advantages:
-        result = whiten(result, (mask if in_loss is None else in_loss) & applies[:, None], member_ids)
+        result = whiten(
+            result, (mask if in_loss is None else in_loss) & applies[:, None], member_ids
+        )
     if advantage_clip is not None:
         result = result.clamp(min=-advantage_clip).clamp(max=advantage_clip)
     return torch.where(mask & applies[:, None], result, 0.0).to(rewards.dtype)
@@ -121,16 +131,18 @@ def advantages(
 def group_advantages(rewards: Tensor, group_ids: Tensor, eps: float = 1e-4) -> Tensor:
     r"""Standardise each reward within its group: (r - mean_g) / (std_g + eps).
 
-    The standard deviation is the sample one (n - 1). A group whose rewards are all equal gets exactly 0.
+    The standard deviation is the sample one (n - 1). A group whose rewards are all equal gets
+    exactly 0.
 
     Args:
-        rewards: `[n]` one scalar per completion; NaN = does not apply, and is left out of the statistics.
+        rewards: `[n]` one scalar per completion; NaN = does not apply, and is left out of the
+            statistics.
         group_ids: `[n]` group of each completion; any order, any group sizes.
         eps: Added to the standard deviation, in reward units.
 
     Returns:
-        `[n]` advantages in the dtype of `rewards`, dimensionless; 0 for NaN rewards and for groups in which fewer
-        than two rewards apply.
+        `[n]` advantages in the dtype of `rewards`, dimensionless; 0 for NaN rewards and for groups
+        in which fewer than two rewards apply.
 
     Raises:
         ValueError: If a group has fewer than 2 completions.
@@ -160,7 +172,9 @@ def leave_one_out_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
     return (centred * (count / (count - 1).clamp(min=1))).to(rewards.dtype)
 
 
-def batch_std_advantages(rewards: Tensor, group_ids: Tensor, member_ids: Tensor, eps: float = 1e-4) -> Tensor:
+def batch_std_advantages(
+    rewards: Tensor, group_ids: Tensor, member_ids: Tensor, eps: float = 1e-4
+) -> Tensor:
     r"""Subtract the group's mean and divide by the deviation of the batch: (r - mean_g) / (std_batch + eps).
 
     The batch is that of one member, `member_ids` `[n]`. Otherwise as `group_advantages`.
@@ -174,7 +188,11 @@ def batch_std_advantages(rewards: Tensor, group_ids: Tensor, member_ids: Tensor,
 
 
 def gdpo_advantages(
-    components: Tensor, weights: Tensor | None, group_ids: Tensor, member_ids: Tensor, eps: float = 1e-4
+    components: Tensor,
+    weights: Tensor | None,
+    group_ids: Tensor,
+    member_ids: Tensor,
+    eps: float = 1e-4,
 ) -> Tensor:
     r"""Standardise each reward function within its group, sum the results, and divide by the deviation of the sums.
 
@@ -184,7 +202,8 @@ def gdpo_advantages(
         components: `[n, f]` one column per reward function; NaN = does not apply.
         weights: `[f]` weights of the reward functions; None = all 1.
         group_ids: `[n]` group of each completion, at least 2 completions each.
-        member_ids: `[n]` member of each completion; the deviation of the sums is that of one member.
+        member_ids: `[n]` member of each completion; the deviation of the sums is that of one
+            member.
         eps: Added to every standard deviation.
 
     Returns:
@@ -192,7 +211,9 @@ def gdpo_advantages(
 
     Source: GDPO (arXiv:2601.05242); "normalize_then_sum" in TRL.
     """
-    standard = torch.stack([group_advantages(column, group_ids, eps) for column in components.double().unbind(1)], 1)
+    standard = torch.stack(
+        [group_advantages(column, group_ids, eps) for column in components.double().unbind(1)], 1
+    )
     if weights is None:
         total = standard.sum(1)
     else:
@@ -218,7 +239,8 @@ def _centred(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Tensor
 def returns_to_go(step_rewards: Tensor, mask: Tensor, gamma: Coefficient = 1.0) -> Tensor:
     r"""Return the discounted sum of rewards from each action to the end: G_t = sum over u >= t of gamma^(u - t) r_u.
 
-    Only counted actions are discounted; tokens between them (tool output, observations) are not steps.
+    Only counted actions are discounted; tokens between them (tool output, observations) are not
+    steps.
 
     Args:
         step_rewards: `[n, t]`; NaN, and all values where the mask is False, count as 0.
@@ -242,7 +264,8 @@ def _returns(step_rewards: Tensor, mask: Tensor, gamma: Coefficient) -> Tensor:
     span = 1
     width = mask.shape[1]
     while span < width:
-        # `totals[:, t]` covers the columns t to t + span - 1, `decays[:, t]` discounts over them: double both.
+        # `totals[:, t]` covers the columns t to t + span - 1, `decays[:, t]` discounts over them:
+        # double both.
         ahead = slice(span, None)
         totals[:, :-span] = totals[:, :-span] + decays[:, :-span] * totals[:, ahead]
         decays[:, :-span] = decays[:, :-span] * decays[:, ahead]
@@ -250,21 +273,25 @@ def _returns(step_rewards: Tensor, mask: Tensor, gamma: Coefficient) -> Tensor:
     return totals
 
 
-def standardised_step_rewards(step_rewards: Tensor, mask: Tensor, group_ids: Tensor, eps: float = 1e-4) -> Tensor:
+def standardised_step_rewards(
+    step_rewards: Tensor, mask: Tensor, group_ids: Tensor, eps: float = 1e-4
+) -> Tensor:
     r"""Standardise every step reward over all step rewards of its group: (r - mean_g) / (std_g + eps).
 
-    The advantage "process" is their return-to-go. It is 0 everywhere if all steps earn the same (CartPole,
-    MountainCar).
+    The advantage "process" is their return-to-go. It is 0 everywhere if all steps earn the same
+    (CartPole, MountainCar).
 
     Args:
-        step_rewards: `[n, t]`; NaN = no reward is given here. Language models have rewards at the ends of reasoning
-            steps; a 0 at other tokens would count as a reward of 0 and shift the mean.
+        step_rewards: `[n, t]`; NaN = no reward is given here. Language models have rewards at the
+            ends of reasoning steps; a 0 at other tokens would count as a reward of 0 and shift the
+            mean.
         mask: `[n, t]` booleans, True = counts.
         group_ids: `[n]` group of each completion.
         eps: Added to the sample standard deviation, in reward units.
 
     Returns:
-        `[n, t]`, dimensionless; NaN where no reward is given. Exactly 0 where all of a group's step rewards are equal.
+        `[n, t]`, dimensionless; NaN where no reward is given. Exactly 0 where all of a group's step
+        rewards are equal.
 
     Raises:
         ValueError: If a group has fewer than 2 completions.
@@ -279,12 +306,16 @@ def standardised_step_rewards(step_rewards: Tensor, mask: Tensor, group_ids: Ten
 
 
 def group_return_advantages(
-    step_rewards: Tensor, mask: Tensor, group_ids: Tensor, gamma: Coefficient = 1.0, eps: float = 1e-4
+    step_rewards: Tensor,
+    mask: Tensor,
+    group_ids: Tensor,
+    gamma: Coefficient = 1.0,
+    eps: float = 1e-4,
 ) -> Tensor:
     r"""Standardise every return-to-go over all counted actions of its group.
 
-    A perfect episode that a time limit cuts off still ends in small returns, so its last actions score below the mean.
-    `timestep_return_advantages` has no such bias.
+    A perfect episode that a time limit cuts off still ends in small returns, so its last actions
+    score below the mean. `timestep_return_advantages` has no such bias.
 
     Args:
         step_rewards: `[n, t]`; NaN = no reward is given here; a row of NaN does not apply.
@@ -310,12 +341,16 @@ def group_return_advantages(
 
 
 def timestep_return_advantages(
-    step_rewards: Tensor, mask: Tensor, group_ids: Tensor, gamma: Coefficient = 1.0, eps: float = 1e-4
+    step_rewards: Tensor,
+    mask: Tensor,
+    group_ids: Tensor,
+    gamma: Coefficient = 1.0,
+    eps: float = 1e-4,
 ) -> Tensor:
     r"""Standardise every return-to-go over the group's returns at the same time step.
 
-    An episode that has ended is compared with a return of 0, as in an absorbing state. Arguments and result are those
-    of `group_return_advantages`.
+    An episode that has ended is compared with a return of 0, as in an absorbing state. Arguments
+    and result are those of `group_return_advantages`.
 
     Source: code of the GRPO proposal for SB3-contrib.
     """
@@ -328,16 +363,21 @@ def timestep_return_advantages(
     return torch.where(applies & mask, standard, 0.0).to(step_rewards.dtype)
 
 
-def _standardised(values: Tensor, applies: Tensor, group_of_action: Tensor, groups: int, eps: float) -> Tensor:
+def _standardised(
+    values: Tensor, applies: Tensor, group_of_action: Tensor, groups: int, eps: float
+) -> Tensor:
     """Return (value - mean_g) / (std_g + eps) in float64, with statistics over the values that apply."""
     statistics = group_statistics(values, applies, group_of_action, groups)
-    return (values.double() - statistics.mean[group_of_action]) / (statistics.std[group_of_action] + eps)
+    return (values.double() - statistics.mean[group_of_action]) / (
+        statistics.std[group_of_action] + eps
+    )
 
 
 def whiten(values: Tensor, mask: Tensor, member_ids: Tensor) -> Tensor:
     r"""Standardise over all counted actions of each member: (A - mean) / sqrt(variance + 1e-8).
 
-    Long completions weigh more in the mean, so groups of equal rewards get an advantage other than 0.
+    Long completions weigh more in the mean, so groups of equal rewards get an advantage other than
+    0.
 
     Args:
         values: `[n, t]` advantages.
@@ -353,4 +393,6 @@ def whiten(values: Tensor, mask: Tensor, member_ids: Tensor) -> Tensor:
     member_of_action = member[:, None].expand_as(mask)
     statistics = group_statistics(values, mask, member_of_action, members)
     centred = values.double() - statistics.mean[member_of_action]
-    return torch.where(mask, centred / (statistics.std[member_of_action] ** 2 + 1e-8).sqrt(), 0.0).to(values.dtype)
+    return torch.where(
+        mask, centred / (statistics.std[member_of_action] ** 2 + 1e-8).sqrt(), 0.0
+    ).to(values.dtype)

@@ -11,7 +11,9 @@ from torch.utils.checkpoint import checkpoint
 from evogrpo.functional.matmul import FEW_ROWS, ROW_MULTIPLE, frozen_linear, uses_onednn
 
 TILE = 1 << 17
-"""Logits that are processed at a time, so that they and their derivatives stay in the CPU cache (about 1 MB)."""
+"""Logits that are processed at a time, so that they and their derivatives stay in the CPU cache
+(about 1 MB).
+"""
 
 
 def chunked_log_probs(
@@ -29,38 +31,45 @@ def chunked_log_probs(
 ) -> tuple[Tensor, Tensor]:
     r"""Return log softmax(head(hidden) / temperature)[target] and the entropy of every row, in chunks of rows.
 
-    Each row's values depend on its own hidden state only. Their gradients are therefore computed in the forward pass,
-    by vector-Jacobian products through `head` while the logits of the chunk exist. The backward pass needs neither the
-    logits nor a second pass over the vocabulary. With `train_head`, it computes the logits of each chunk again.
+    Each row's values depend on its own hidden state only. Their gradients are therefore computed in
+    the forward pass, by vector-Jacobian products through `head` while the logits of the chunk
+    exist. The backward pass needs neither the logits nor a second pass over the vocabulary. With
+    `train_head`, it computes the logits of each chunk again.
 
     Args:
         hidden: `[k, h]` final hidden states.
-        head: Maps `[c, h]` to new logits `[c, v]`, row by row. The logits are overwritten, so its backward pass must
-            not need them.
+        head: Maps `[c, h]` to new logits `[c, v]`, row by row. The logits are overwritten, so its
+            backward pass must not need them.
         targets: `[k]` token ids.
         temperature: `[k]` above 0.
         forbidden: `[k]` booleans, True for rows in which `forbidden_ids` have probability 0.
         forbidden_ids: `[e]` token ids.
         chunk: Maximum number of rows of logits in memory, at least 1.
-        entropy_gradient: Make the entropies differentiable too, at the cost of a second product through `head`.
-        weight: `[v, h]` if `head` is only the product with this matrix. All chunks then share one buffer, and `head`
-            is not called.
+        entropy_gradient: Make the entropies differentiable too, at the cost of a second product
+            through `head`.
+        weight: `[v, h]` if `head` is only the product with this matrix. All chunks then share one
+            buffer, and `head` is not called.
         train_head: Also compute gradients of the parameters of `head`.
 
     Returns:
-        `[k]` log-probabilities and `[k]` entropies, float32, in nats. The former are differentiable once; so are the
-        latter with `entropy_gradient`.
+        `[k]` log-probabilities and `[k]` entropies, float32, in nats. The former are differentiable
+        once; so are the latter with `entropy_gradient`.
     """
-    # 1. With `train_head`, autograd computes the gradients. Logits are computed again instead of stored.
+    # 1. With `train_head`, autograd computes the gradients. Logits are computed again instead of
+    #    stored.
     if train_head:
 
-        def scores(hidden: Tensor, targets: Tensor, temperature: Tensor, forbidden: Tensor) -> tuple[Tensor, Tensor]:
+        def scores(
+            hidden: Tensor, targets: Tensor, temperature: Tensor, forbidden: Tensor
+        ) -> tuple[Tensor, Tensor]:
             log_p = scale_logits(head(hidden), temperature, forbidden, forbidden_ids).log_softmax(1)
             entropies = -(log_p.exp() * log_p.clamp(min=-1e30)).sum(1)  # 0 * -inf would be NaN
             return log_p.gather(1, targets[:, None])[:, 0], entropies
 
         columns = [values.split(chunk) for values in (hidden, targets, temperature, forbidden)]
-        parts = [checkpoint(scores, *part, use_reentrant=False) for part in zip(*columns, strict=True)]
+        parts = [
+            checkpoint(scores, *part, use_reentrant=False) for part in zip(*columns, strict=True)
+        ]
         log_probs, entropies = (torch.cat(values) for values in zip(*parts, strict=True))
         return log_probs, entropies if entropy_gradient else entropies.detach()
     # 2. Otherwise the forward pass computes the gradients, chunk by chunk.
@@ -106,7 +115,10 @@ class _FunctionHead:
 
 
 class _LinearHead:
-    """Vocabulary head as a product with a matrix `[v, h]`. Each call overwrites the logits of the one before."""
+    """Vocabulary head as a product with a matrix `[v, h]`.
+
+    Each call overwrites the logits of the one before.
+    """
 
     def __init__(self, weight: Tensor, rows: int, dtype: torch.dtype) -> None:
         self._weight = weight.detach()
@@ -115,7 +127,9 @@ class _LinearHead:
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits `[c, v]` of `[c, h]`."""
         if uses_onednn(FEW_ROWS, hidden, self._weight):
-            return frozen_linear(pad(hidden, (0, 0, 0, -len(hidden) % ROW_MULTIPLE)), self._weight)[: len(hidden)]
+            return frozen_linear(pad(hidden, (0, 0, 0, -len(hidden) % ROW_MULTIPLE)), self._weight)[
+                : len(hidden)
+            ]
         return torch.mm(hidden, self._weight.T, out=self._buffer[: len(hidden)])
 
     def vjp(self, grad: Tensor, *, last: bool) -> Tensor:
@@ -154,7 +168,8 @@ class _ChunkedLogProbs(torch.autograd.Function):
         else:
             entropy_grads = None
         for start in range(0, hidden.shape[0], chunk):
-            # 2. Log-probabilities and entropies of a chunk. Gradients of the log-probabilities overwrite the logits.
+            # 2. Log-probabilities and entropies of a chunk. Gradients of the log-probabilities
+            #    overwrite the logits.
             part = slice(start, start + chunk)
             logits = head.logits(hidden[part])
             if entropy_grads is None:
@@ -212,7 +227,8 @@ def _log_probs_and_entropies(
         scaled: `[c, v]` logits / temperature, float32; overwritten.
         targets: `[c, 1]` token ids.
         temperature: `[c, 1]`.
-        grad: `[c, v]` buffer for d(log p[target]) / d(logits), or None; may be the logits themselves.
+        grad: `[c, v]` buffer for d(log p[target]) / d(logits), or None; may be the logits
+            themselves.
         entropy_grad: `[c, v]` buffer for d(entropy) / d(logits), or None.
         has_forbidden: Some tokens have probability 0.
     """
@@ -244,8 +260,12 @@ def row_tiles(logits: Tensor) -> list[slice]:
     return [slice(first, min(first + step, rows)) for first in range(0, rows, step)]
 
 
-def scale_logits(logits: Tensor, temperature: Tensor | None, forbidden: Tensor | None, forbidden_ids: Tensor) -> Tensor:
-    """Divide logits by their row's temperature and exclude forbidden tokens; overwrites float32 logits.
+def scale_logits(
+    logits: Tensor, temperature: Tensor | None, forbidden: Tensor | None, forbidden_ids: Tensor
+) -> Tensor:
+    """Divide logits by their row's temperature and exclude forbidden tokens.
+
+    Overwrites float32 logits.
 
     Args:
         logits: `[k, v]`.
@@ -260,15 +280,18 @@ def scale_logits(logits: Tensor, temperature: Tensor | None, forbidden: Tensor |
     if temperature is not None:
         scaled /= temperature[:, None]
     if forbidden is not None:
-        scaled[:, forbidden_ids] = scaled[:, forbidden_ids].masked_fill(forbidden[:, None], -torch.inf)
+        scaled[:, forbidden_ids] = scaled[:, forbidden_ids].masked_fill(
+            forbidden[:, None], -torch.inf
+        )
     return scaled
 
 
 def sample_inverse_cdf(weights: Tensor, uniforms: Tensor, block: int = 256) -> Tensor:
     """Sample one category per row by inverting its cumulative distribution at a uniform random number.
 
-    The first category whose cumulative weight exceeds `uniform * total` is chosen. Categories of weight 0 are never
-    chosen. Two levels of sums (blocks, then one block) replace a cumulative sum over the whole vocabulary.
+    The first category whose cumulative weight exceeds `uniform * total` is chosen. Categories of
+    weight 0 are never chosen. Two levels of sums (blocks, then one block) replace a cumulative sum
+    over the whole vocabulary.
 
     Args:
         weights: `[k, v]` at least 0, not necessarily normalised.
@@ -292,11 +315,14 @@ def sample_inverse_cdf(weights: Tensor, uniforms: Tensor, block: int = 256) -> T
 def _first_exceeding(weights: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:
     """Return the first column whose cumulative weight exceeds the threshold, and the threshold minus that before it."""
     cumulative = weights.cumsum(1)
-    # If rounding put the threshold at or above the total, take the last category of positive weight.
+    # If rounding put the threshold at or above the total, take the last category of positive
+    # weight.
     below = torch.nextafter(cumulative[:, -1], torch.zeros_like(threshold))
     threshold = torch.minimum(threshold, below)
     chosen = torch.searchsorted(cumulative, threshold[:, None], right=True)
-    chosen = chosen.clamp(max=weights.shape[1] - 1)  # only rows with NaN get here; callers report them
+    chosen = chosen.clamp(
+        max=weights.shape[1] - 1
+    )  # only rows with NaN get here; callers report them
     before = cumulative.gather(1, chosen) - weights.gather(1, chosen)
     return chosen[:, 0], (threshold - before[:, 0]).clamp(min=0.0)
 
@@ -312,7 +338,8 @@ def apply_repetition_penalty(logits: Tensor, token_ids: Tensor, penalty: float) 
     Returns:
         `[k, v]` new logits, float32.
 
-    Source: CTRL (arXiv:1909.05858), section 4.1; `RepetitionPenaltyLogitsProcessor` of transformers.
+    Source: CTRL (arXiv:1909.05858), section 4.1; `RepetitionPenaltyLogitsProcessor` of
+    transformers.
     """
     logits = logits.float()
     scores = logits.gather(1, token_ids)
@@ -325,14 +352,16 @@ def truncate_logits(scaled: Tensor, *, top_k: int, top_p: float, min_p: float) -
     Args:
         scaled: `[k, v]` logits divided by temperature; -inf = already excluded.
         top_k: Number of most likely tokens to keep, with ties of the last; 0 = all.
-        top_p: Keep the most likely tokens that together have at least this probability; in (0, 1], 1 = all.
-        min_p: Keep tokens at least this many times as likely as the most likely one; in [0, 1), 0 = all.
+        top_p: Keep the most likely tokens that together have at least this probability; in (0, 1],
+            1 = all.
+        min_p: Keep tokens at least this many times as likely as the most likely one; in [0, 1), 0 =
+            all.
 
     Returns:
         `[k, v]`, -inf where a token is excluded. Rows are independent.
 
-    Sources: Fan et al. (arXiv:1805.04833) for top-k; nucleus sampling (arXiv:1904.09751) for top-p; arXiv:2407.01082
-    for min-p. Order and ties are those of transformers.
+    Sources: Fan et al. (arXiv:1805.04833) for top-k; nucleus sampling (arXiv:1904.09751) for top-p;
+    arXiv:2407.01082 for min-p. Order and ties are those of transformers.
     """
     if 0 < top_k < scaled.shape[1]:
         last = scaled.topk(top_k, dim=1).values[:, -1:]

@@ -20,7 +20,9 @@ AdvantageType = Literal[
     "reinforce",
 ]
 """Advantage estimators, described in `Objective`."""
-Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+Aggregation = Literal[
+    "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+]
 ActionKl = Literal["k1", "k2", "k3", "abs"]
 FullKl = Literal["full", "full_reversed"]
 KlEstimator = Literal[ActionKl, FullKl]
@@ -42,10 +44,12 @@ class LossProperties:
 
     Attributes:
         aggregation: Default reduction.
-        ratio: Unit of the probability ratio that is clipped: each "action", or the "completion", by the mean of its
-            actions' log-ratios. "geometric mean" clips each action's ratio and then takes one mean per completion.
+        ratio: Unit of the probability ratio that is clipped: each "action", or the "completion", by
+            the mean of its actions' log-ratios. "geometric mean" clips each action's ratio and then
+            takes one mean per completion.
         clips: Clip hyperparameters that always apply.
-        bounded: The loss is min(ratio A, clipped ratio A), to which dual_clip or delta can be added.
+        bounded: The loss is min(ratio A, clipped ratio A), to which dual_clip or delta can be
+            added.
         switches: Switches of `Objective` that only this loss type reads.
     """
 
@@ -68,9 +72,13 @@ LOSS_TYPES: Mapping[str, LossProperties] = {
     "dr_grpo": LossProperties(aggregation="seq-mean-token-sum-norm", bounded=True),
     "gspo": LossProperties(aggregation="seq-mean-token-mean", ratio="completion", bounded=True),
     "luspo": LossProperties(aggregation="seq-mean-token-sum", ratio="completion", bounded=True),
-    "cispo": LossProperties(aggregation="token-mean", clips=("clip_high",), switches=("cispo_clip_low",)),
+    "cispo": LossProperties(
+        aggregation="token-mean", clips=("clip_high",), switches=("cispo_clip_low",)
+    ),
     "sapo": LossProperties(
-        aggregation="seq-mean-token-mean", clips=(), switches=("sapo_tau_positive", "sapo_tau_negative")
+        aggregation="seq-mean-token-mean",
+        clips=(),
+        switches=("sapo_tau_positive", "sapo_tau_negative"),
     ),
     "gmpo": LossProperties(aggregation="seq-mean-token-mean", ratio="geometric mean"),
 }

@@ -36,16 +36,20 @@ def policy_loss(
     sapo_tau_negative: float = 1.05,
     cispo_clip_low: bool = False,
 ) -> Tensor:
-    r"""Return the loss of every action, to be minimised; `loss_weights` reduces it to the loss type's formula.
+    r"""Return the loss of every action, to be minimised.
+
+    `loss_weights` reduces it to the loss type's formula.
 
     With d = log_probs - old_log_probs and rho = exp(d), d clamped to +-20 before an exponential:
 
-    - "grpo", "dapo", "bnpo", "dr_grpo": -min(rho A, clip(rho, 1 - low, 1 + high) A). They differ in their reduction.
-    - "gspo", "luspo": the same with one ratio per completion, rho = exp(mean of d over its actions).
+    - "grpo", "dapo", "bnpo", "dr_grpo": -min(rho A, clip(rho, 1 - low, 1 + high) A). They differ in
+      their reduction.
+    - "gspo", "luspo": the same with one ratio per completion, rho = exp(mean of d over its
+      actions).
     - "cispo": -min(rho, 1 + high) A log_probs; the first factor carries no gradient.
     - "sapo": -A sigmoid(tau (rho - 1)) 4 / tau, with one tau for A > 0 and one for the others.
-    - "gmpo": -A exp(mean of d' over the completion), d' = d clipped to [-low, high] on the side where A increases
-      its size.
+    - "gmpo": -A exp(mean of d' over the completion), d' = d clipped to [-low, high] on the side
+      where A increases its size.
 
     Args:
         loss_type: One of `LossType`.
@@ -53,10 +57,11 @@ def policy_loss(
         old_log_probs: `[n, t]` log-probabilities at sampling time, in nats, without gradient.
         advantages: `[n, 1]` or `[n, t]`, dimensionless.
         mask: `[n, t]` booleans, True = counts; where it is False, other tensors may have any value.
-        clip_low: Half-width of the clipping interval below 1 (below 0 for "gmpo"); a float or `[n, 1]`.
+        clip_low: Half-width of the clipping interval below 1 (below 0 for "gmpo"); a float or
+            `[n, 1]`.
         clip_high: Half-width above; a float or `[n, 1]`.
-        dual_clip: Where A < 0 the loss is at most `-dual_clip * A`; above 1. None = unbounded. Only for losses with a
-            minimum, as `delta`.
+        dual_clip: Where A < 0 the loss is at most `-dual_clip * A`; above 1. None = unbounded. Only
+            for losses with a minimum, as `delta`.
         delta: Upper bound of the unclipped rho, above 1 + clip_high. None = unbounded.
         sapo_tau_positive: Temperature tau of "sapo" where A > 0, above 0.
         sapo_tau_negative: Temperature tau elsewhere, above 0.
@@ -65,21 +70,28 @@ def policy_loss(
     Returns:
         `[n, t]` losses; 0 where the mask is False.
 
-    Source: PPO (arXiv:1707.06347), equation 7; GSPO (arXiv:2507.18071); CISPO (arXiv:2506.13585); SAPO
-    (arXiv:2511.20347); GMPO (arXiv:2507.20673); dual clip (arXiv:1912.09729); delta (arXiv:2505.07291).
+    Source: PPO (arXiv:1707.06347), equation 7; GSPO (arXiv:2507.18071); CISPO (arXiv:2506.13585);
+    SAPO (arXiv:2511.20347); GMPO (arXiv:2507.20673); dual clip (arXiv:1912.09729); delta
+    (arXiv:2505.07291).
     """
     loss = LOSS_TYPES[loss_type]
     log_ratios = torch.where(mask, log_probs - old_log_probs, 0.0)
-    advantages = torch.where(mask, advantages, 0.0)  # NaN in the padding times 0 would be a gradient of NaN
+    advantages = torch.where(
+        mask, advantages, 0.0
+    )  # NaN in the padding times 0 would be a gradient of NaN
     if loss.bounded:
         ratio = _ratios(loss, log_ratios, mask)
         if delta is None:
             unclipped = ratio
         else:
             unclipped = ratio.clamp(max=delta)
-        losses = -torch.minimum(unclipped * advantages, _clamp(ratio, 1.0 - clip_low, 1.0 + clip_high) * advantages)
+        losses = -torch.minimum(
+            unclipped * advantages, _clamp(ratio, 1.0 - clip_low, 1.0 + clip_high) * advantages
+        )
         if dual_clip is not None:
-            losses = torch.where(advantages < 0, torch.minimum(losses, -dual_clip * advantages), losses)
+            losses = torch.where(
+                advantages < 0, torch.minimum(losses, -dual_clip * advantages), losses
+            )
         return torch.where(mask, losses, 0.0)
     if loss_type == "cispo":
         factor = _exp(log_ratios.detach()).clamp(max=1.0 + clip_high)
@@ -93,7 +105,9 @@ def policy_loss(
     else:
         assert loss_type == "gmpo"
         sign = advantages.sign()
-        clipped = sign * torch.minimum(sign * log_ratios, sign * _clamp(log_ratios, -clip_low, clip_high))
+        clipped = sign * torch.minimum(
+            sign * log_ratios, sign * _clamp(log_ratios, -clip_low, clip_high)
+        )
         losses = -advantages * _exp(_sequence_mean(clipped, mask))
     return torch.where(mask, losses, 0.0)
 
@@ -109,10 +123,13 @@ def clipped_actions(
     clip_high: Coefficient,
     cispo_clip_low: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return masks of the actions where the lower and the upper clip bind; their means are the clip fractions.
+    """Return masks of the actions where the lower and the upper clip bind.
 
-    A clip binds where it removes the gradient. In "cispo" it removes none, so its clips bind for advantages of either
-    sign. "sapo" has no clip. Actions with advantage 0 are never counted. Arguments are those of `policy_loss`.
+    Their means are the clip fractions.
+
+    A clip binds where it removes the gradient. In "cispo" it removes none, so its clips bind for
+    advantages of either sign. "sapo" has no clip. Actions with advantage 0 are never counted.
+    Arguments are those of `policy_loss`.
 
     Returns:
         Two `[n, t]` booleans, low and high; False where the mask is False.
@@ -135,7 +152,11 @@ def clipped_actions(
 
 
 def loss_weights(
-    loss_type: str, aggregation: str | None, mask: Tensor, member_ids: Tensor, max_completion_length: int | None = None
+    loss_type: str,
+    aggregation: str | None,
+    mask: Tensor,
+    member_ids: Tensor,
+    max_completion_length: int | None = None,
 ) -> Tensor:
     r"""Return the weight of every action in its member's loss: sum(weights * losses) is the reduced loss.
 
@@ -146,8 +167,9 @@ def loss_weights(
     - "seq-mean-token-mean": 1 / (n * actions of the completion);
     - "seq-mean-token-sum-norm": 1 / (n * max_completion_length).
 
-    Weights are computed over a whole optimizer step before it is split into micro-batches, so any split of whole rows
-    gives the same gradient. Members are summed, not averaged. A completion without counted actions still counts in n.
+    Weights are computed over a whole optimizer step before it is split into micro-batches, so any
+    split of whole rows gives the same gradient. Members are summed, not averaged. A completion
+    without counted actions still counts in n.
 
     Args:
         loss_type: One of `LossType`; determines the aggregation if that is None.
@@ -159,14 +181,18 @@ def loss_weights(
     Returns:
         `[n, t]` float32; 0 where the mask is False.
 
-    Source: DeepSeekMath (arXiv:2402.03300), equation 3; DAPO (arXiv:2503.14476), equation 8; Dr. GRPO
-    (arXiv:2503.20783); the names are verl's and ROLL's.
+    Source: DeepSeekMath (arXiv:2402.03300), equation 3; DAPO (arXiv:2503.14476), equation 8; Dr.
+    GRPO (arXiv:2503.20783); the names are verl's and ROLL's.
     """
     loss = LOSS_TYPES[loss_type]
     mode = loss.aggregation if aggregation is None else aggregation
     lengths = mask.sum(1)
-    zeros = torch.zeros(int(member_ids.max()) + 1 if len(member_ids) else 0, dtype=torch.float64, device=mask.device)
-    completions = zeros.index_add(0, member_ids, torch.ones_like(lengths, dtype=torch.float64))[member_ids]
+    zeros = torch.zeros(
+        int(member_ids.max()) + 1 if len(member_ids) else 0, dtype=torch.float64, device=mask.device
+    )
+    completions = zeros.index_add(0, member_ids, torch.ones_like(lengths, dtype=torch.float64))[
+        member_ids
+    ]
     if mode == "token-mean":
         divisor = zeros.index_add(0, member_ids, lengths.double())[member_ids]
     elif mode == "seq-mean-token-sum":
@@ -185,7 +211,9 @@ def _ratios(loss: LossProperties, log_ratios: Tensor, mask: Tensor) -> Tensor:
 
 
 def _sequence_mean(values: Tensor, mask: Tensor) -> Tensor:
-    mean = torch.where(mask, values, 0.0).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+    mean = torch.where(mask, values, 0.0).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(
+        min=1
+    )
     return mean.expand_as(mask)
 
 
@@ -205,12 +233,15 @@ def kl_estimate(kind: str, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     r"""Estimate KL(policy || reference) from sampled actions, with d = log_probs - ref_log_probs.
 
     - "k1": d. Unbiased, of any sign. As a loss its expected gradient is 0: use it in rewards.
-    - "k2": d^2 / 2. Biased but never negative. As a loss its expected gradient is that of KL(policy || reference).
+    - "k2": d^2 / 2. Biased but never negative. As a loss its expected gradient is that of KL(policy
+      || reference).
     - "k3": exp(-d) + d - 1. Unbiased and never negative. As a loss its expected gradient is that of
       KL(reference || policy), which is the same to first order around the reference.
-    - "abs": |d|. Its gradient is 0 where |d| is at most `ROUNDING`: the sign of a rounding error is random.
+    - "abs": |d|. Its gradient is 0 where |d| is at most `ROUNDING`: the sign of a rounding error is
+      random.
 
-    Unbiased: in expectation over actions sampled from the policy. d is clamped to +-20 before the exponential.
+    Unbiased: in expectation over actions sampled from the policy. d is clamped to +-20 before the
+    exponential.
 
     Args:
         kind: One of `ActionKl`.
@@ -220,7 +251,8 @@ def kl_estimate(kind: str, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     Returns:
         `[n, t]` in nats.
 
-    Source: Schulman, "Approximating KL divergence" (2020); DeepSeekMath (arXiv:2402.03300), equation 4, for k3.
+    Source: Schulman, "Approximating KL divergence" (2020); DeepSeekMath (arXiv:2402.03300),
+    equation 4, for k3.
     """
     difference = log_probs - ref_log_probs
     if kind == "k1":
@@ -228,7 +260,8 @@ def kl_estimate(kind: str, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     if kind == "k2":
         return difference**2 / 2
     if kind == "k3":
-        # E[exp(-d)] = sum_a p(a) q(a) / p(a) = 1, so exp(-d) - 1 has mean 0 and only lowers the variance of d.
+        # E[exp(-d)] = sum_a p(a) q(a) / p(a) = 1, so exp(-d) - 1 has mean 0 and only lowers the
+        # variance of d.
         difference = difference.clamp(-20.0, 20.0)
         return torch.exp(-difference) + difference - 1.0
     assert kind == "abs"
@@ -236,15 +269,18 @@ def kl_estimate(kind: str, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     return torch.where(beyond_rounding, difference, difference.detach()).abs()
 
 
-def bias_corrected_kl(kl: Tensor, loss_type: str, log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Tensor:
+def bias_corrected_kl(
+    kl: Tensor, loss_type: str, log_probs: Tensor, old_log_probs: Tensor, mask: Tensor
+) -> Tensor:
     r"""Multiply estimates of the KL by the ratio, with its gradient.
 
-    The expected gradient is then that of the estimate under the current policy, although the old policy acted. For k3
-    that is the gradient of KL(policy || reference).
+    The expected gradient is then that of the estimate under the current policy, although the old
+    policy acted. For k3 that is the gradient of KL(policy || reference).
 
     Args:
         kl: `[n, t]` as `kl_estimate` returns them, in nats.
-        loss_type: Determines the ratio: the completion's for "gspo" and "luspo", otherwise the action's.
+        loss_type: Determines the ratio: the completion's for "gspo" and "luspo", otherwise the
+            action's.
         log_probs: `[n, t]` log-probabilities of the current policy, in nats.
         old_log_probs: `[n, t]` log-probabilities of the policy that acted, in nats.
         mask: `[n, t]` booleans, True = counts.
@@ -254,7 +290,9 @@ def bias_corrected_kl(kl: Tensor, loss_type: str, log_probs: Tensor, old_log_pro
 
     Source: DeepSeek-V3.2 (arXiv:2512.02556); TRL's `use_bias_correction_kl`.
     """
-    return kl * _ratios(LOSS_TYPES[loss_type], torch.where(mask, log_probs - old_log_probs, 0.0), mask)
+    return kl * _ratios(
+        LOSS_TYPES[loss_type], torch.where(mask, log_probs - old_log_probs, 0.0), mask
+    )
 
 
 def adaptive_kl(value: Tensor, kl: Tensor, target: float, horizon: int, n: int) -> Tensor:
@@ -264,7 +302,8 @@ def adaptive_kl(value: Tensor, kl: Tensor, target: float, horizon: int, n: int) 
         value: Coefficients, or factors on them, any shape.
         kl: Measured divergence in nats, the same shape.
         target: Target divergence in nats, above 0.
-        horizon: Number of samples over which the coefficient changes by at most a fifth, at least 1.
+        horizon: Number of samples over which the coefficient changes by at most a fifth, at least
+            1.
         n: Number of samples in the measurement.
 
     Returns:
@@ -283,21 +322,24 @@ def importance_weights(
 ) -> Tensor:
     r"""Return importance weights: probability ratios of the trainer's policy to the sampler's, bounded by a cap.
 
-    The ratio is exp(old - sampler), of each action ("token_") or of all actions of a completion ("sequence_"). Above
-    the cap it becomes the cap ("_truncate") or 0 ("_mask").
+    The ratio is exp(old - sampler), of each action ("token_") or of all actions of a completion
+    ("sequence_"). Above the cap it becomes the cap ("_truncate") or 0 ("_mask").
 
     Args:
         kind: One of `ImportanceCorrection`.
         old_log_probs: `[n, t]` log-probabilities of the trainer's policy at sampling time, in nats.
-        sampler_log_probs: `[n, t]` log-probabilities that the sampler reported, in nats; NaN = unknown, taken as equal.
+        sampler_log_probs: `[n, t]` log-probabilities that the sampler reported, in nats; NaN =
+            unknown, taken as equal.
         mask: `[n, t]` booleans, True = counts.
         cap: Upper bound of the ratio, at least 1.
 
     Returns:
-        `[n, t]` weights of the policy loss (not of the KL), without gradient; 1 where the mask is False.
+        `[n, t]` weights of the policy loss (not of the KL), without gradient; 1 where the mask is
+        False.
 
-    Source: Yao et al., "Your efficient RL framework secretly brings you off-policy RL training" (2025), for
-    truncation; Liu et al., "When speed kills stability" (2025), for sequences and masks.
+    Source: Yao et al., "Your efficient RL framework secretly brings you off-policy RL training"
+    (2025), for truncation; Liu et al., "When speed kills stability" (2025), for sequences and
+    masks.
     """
     level, action = kind.split("_")
     difference = (old_log_probs - sampler_log_probs).detach()
@@ -312,7 +354,9 @@ def importance_weights(
     return torch.where(mask, ratio, 1.0)
 
 
-def high_entropy_mask(entropies: Tensor, mask: Tensor, member_ids: Tensor, quantile: float) -> Tensor:
+def high_entropy_mask(
+    entropies: Tensor, mask: Tensor, member_ids: Tensor, quantile: float
+) -> Tensor:
     """Return a mask of each member's actions with the highest entropy.
 
     The policy loss of other actions is left out, but they still count in every denominator.
@@ -324,7 +368,8 @@ def high_entropy_mask(entropies: Tensor, mask: Tensor, member_ids: Tensor, quant
         quantile: Fraction to keep, in (0, 1].
 
     Returns:
-        `[n, t]` booleans, a subset of `mask`. Actions within `ROUNDING` nats of the threshold are kept too.
+        `[n, t]` booleans, a subset of `mask`. Actions within `ROUNDING` nats of the threshold are
+        kept too.
 
     Source: "Beyond the 80/20 rule" (arXiv:2506.01939).
     """
@@ -335,7 +380,8 @@ def high_entropy_mask(entropies: Tensor, mask: Tensor, member_ids: Tensor, quant
         values = entropies[member_actions]
         if not len(values):
             continue
-        # The 1 - quantile point by linear interpolation lies just below this order statistic (or on it).
+        # The 1 - quantile point by linear interpolation lies just below this order statistic (or on
+        # it).
         rank = math.ceil((1.0 - quantile) * (len(values) - 1) - 1e-9)
         selected |= member_actions & (entropies >= values.kthvalue(rank + 1).values - ROUNDING)
     return selected

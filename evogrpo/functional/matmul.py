@@ -1,8 +1,8 @@
 """Products with frozen weights, by the faster of MKL and oneDNN on this CPU.
 
-In float32 torch multiplies with MKL. On AMD CPUs with AVX-512, oneDNN is faster: 10 % with many tokens, 3 times and
-more with few tokens and many weights. oneDNN compiles a kernel of half a megabyte for every shape, so numbers of tokens
-are padded to few values.
+In float32 torch multiplies with MKL. On AMD CPUs with AVX-512, oneDNN is faster: 10 % with many
+tokens, 3 times and more with few tokens and many weights. oneDNN compiles a kernel of half a
+megabyte for every shape, so numbers of tokens are padded to few values.
 """
 
 from functools import cache
@@ -13,7 +13,9 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 MIN_ELEMENTS = 1 << 18
-"""Minimum number of elements of the larger matrix for which oneDNN is used; below it the call outweighs the gain."""
+"""Minimum number of elements of the larger matrix for which oneDNN is used; below it the call
+outweighs the gain.
+"""
 
 FEW_ROWS, ROW_MULTIPLE, FEW_ROWS_MULTIPLE = 128, 32, 8
 """oneDNN is used for at most `FEW_ROWS` rows (tokens), and for more if they are a multiple of `ROW_MULTIPLE`.
@@ -23,7 +25,9 @@ Callers pad rows to a multiple of `ROW_MULTIPLE`, or of `FEW_ROWS_MULTIPLE` up t
 
 
 def frozen_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return x W^T + b, `[m, out]`. Uses MKL if gradients are recorded: the oneDNN operator has none.
+    """Return x W^T + b, `[m, out]`.
+
+    Uses MKL if gradients are recorded: the oneDNN operator has none.
 
     Args:
         x: `[m, in]`.
@@ -63,7 +67,9 @@ def frozen_linear_columns(weight: Tensor, x: Tensor, bias: Tensor | None = None)
 
 def padding_rows(rows: int, dtype: torch.dtype, device: torch.device) -> int:
     """Return the number of zero rows that pad `rows` for oneDNN; 0 where it is not used."""
-    used = device.type == "cpu" and (dtype == torch.bfloat16 or (dtype == torch.float32 and onednn_is_faster()))
+    used = device.type == "cpu" and (
+        dtype == torch.bfloat16 or (dtype == torch.float32 and onednn_is_faster())
+    )
     return _rows_to_multiple(rows) if used else 0
 
 
@@ -92,11 +98,16 @@ def uses_onednn(rows: int, x: Tensor, weight: Tensor) -> bool:
 @cache
 def onednn_is_faster() -> bool:
     """Return True on AMD CPUs with AVX-512, on Linux, if torch has the oneDNN operator."""
-    capable = torch.backends.cpu.get_cpu_capability().startswith("AVX512") and torch.backends.mkldnn.is_available()
+    capable = (
+        torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+        and torch.backends.mkldnn.is_available()
+    )
     if not capable or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return False
     processor = Path("/proc/cpuinfo")  # only on Linux
-    return processor.is_file() and "AuthenticAMD" in processor.read_text(encoding="utf-8", errors="replace")
+    return processor.is_file() and "AuthenticAMD" in processor.read_text(
+        encoding="utf-8", errors="replace"
+    )
 
 
 def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -39,7 +39,8 @@ def adamw_step_(
     exp_avg_sq.mul_(betas[1]).addcmul_(gradient, gradient, value=1.0 - betas[1])
     root = torch.sqrt(exp_avg_sq, out=gradient)
     root.div_(math.sqrt(1.0 - betas[1] ** step)).add_(eps)
-    # torch refuses a factor that the dtype cannot hold. The largest one makes the weights infinite, which is detected.
+    # torch refuses a factor that the dtype cannot hold. The largest one makes the weights infinite,
+    # which is detected.
     step_size = min(lr / (1.0 - betas[0] ** step), torch.finfo(weights.dtype).max)
     weights.addcdiv_(exp_avg, root, value=-step_size)
 
@@ -56,9 +57,12 @@ def adamw_steps_(
     eps: float,
     weight_decay: float,
 ) -> None:
-    """Take one AdamW step in place for every row of `[p, k]` weights, gradients and moments; see `adamw_step_`.
+    """Take one AdamW step in place for every row of `[p, k]` weights, gradients and moments.
 
-    `steps` and `lrs` are the step number (from 1) and learning rate of each row; the other settings are shared.
+    See `adamw_step_`.
+
+    `steps` and `lrs` are the step number (from 1) and learning rate of each row; the other settings
+    are shared.
     """
 
     def column(values: Iterable[float]) -> Tensor:
@@ -74,4 +78,6 @@ def adamw_steps_(
     root = torch.sqrt(exp_avg_sq, out=gradients)
     root.div_(column(math.sqrt(1.0 - betas[1] ** step) for step in steps)).add_(eps)
     torch.div(exp_avg, root, out=root)
-    weights.addcmul_(root, column(-lr / (1.0 - betas[0] ** step) for lr, step in zip(lrs, steps, strict=True)))
+    weights.addcmul_(
+        root, column(-lr / (1.0 - betas[0] ** step) for lr, step in zip(lrs, steps, strict=True))
+    )

@@ -21,11 +21,16 @@ class GroupStatistics(NamedTuple):
 
     @property
     def std(self) -> Tensor:
-        """`[k]` sample standard deviation (n - 1), in the unit of the values; 0 where fewer than two apply."""
+        """`[k]` sample standard deviation (n - 1), in the unit of the values.
+
+        0 where fewer than two apply.
+        """
         return (self.square / (self.amount - 1).clamp(min=1)).sqrt()
 
 
-def group_statistics(values: Tensor, applies: Tensor, groups: Tensor, count: int) -> GroupStatistics:
+def group_statistics(
+    values: Tensor, applies: Tensor, groups: Tensor, count: int
+) -> GroupStatistics:
     """Compute the statistics of values by group.
 
     Args:
@@ -44,7 +49,8 @@ def group_statistics(values: Tensor, applies: Tensor, groups: Tensor, count: int
     high = (zeros - torch.inf).scatter_reduce(0, groups, values, "amax")
     amount = zeros.index_add(0, groups, torch.ones_like(values))
     mean = zeros.index_add(0, groups, values) / amount.clamp(min=1)
-    # The mean of eight 0.1s can differ from 0.1 by rounding. Divided by a small deviation, that would be noise.
+    # The mean of eight 0.1s can differ from 0.1 by rounding. Divided by a small deviation, that
+    # would be noise.
     mean = torch.where(low == high, low, mean)
     return GroupStatistics(amount, mean, zeros.index_add(0, groups, (values - mean[groups]) ** 2))
 
@@ -77,7 +83,8 @@ def comparable_groups(group_ids: Tensor) -> tuple[Tensor, int]:
     distinct, numbers, sizes = torch.unique(group_ids, return_inverse=True, return_counts=True)
     if len(distinct) and int(sizes.min()) < 2:
         raise ValueError(
-            f"Each group must have at least 2 completions, got 1 in groups {distinct[sizes < 2].tolist()[:5]}."
+            "Each group must have at least 2 completions, got 1 in groups"
+            f" {distinct[sizes < 2].tolist()[:5]}."
         )
     return numbers, len(distinct)
 
@@ -97,11 +104,13 @@ def normalise_rewards(
 
     Args:
         rewards: `[n]`; NaN = does not apply and stays NaN.
-        norm: Source of mean and sample standard deviation: "group" (the completion's group), "batch" (all rewards of
-            its member) or "running" (the member's running statistics; see `update_running_statistics`).
+        norm: Source of mean and sample standard deviation: "group" (the completion's group),
+            "batch" (all rewards of its member) or "running" (the member's running statistics; see
+            `update_running_statistics`).
         group_ids: `[n]` group of each completion.
         member_ids: `[n]` member of each completion; with "running", its row in `running`.
-        running: `[p, 3]` float64, as returned by `update_running_statistics`; needed by "running" only.
+        running: `[p, 3]` float64, as returned by `update_running_statistics`; needed by "running"
+            only.
         shift: Subtract the mean only.
         scale: Divide by the standard deviation only; rewards that are all equal stay as they are.
         eps: Added to the standard deviation, in reward units.
@@ -128,7 +137,9 @@ def normalise_rewards(
     return values.to(rewards.dtype)
 
 
-def difficulty_mask(rewards: Tensor, group_ids: Tensor, low: float | None, high: float | None) -> Tensor:
+def difficulty_mask(
+    rewards: Tensor, group_ids: Tensor, low: float | None, high: float | None
+) -> Tensor:
     """Return a mask of completions in groups that are neither too hard nor too easy: low < mean reward < high.
 
     Args:
@@ -170,7 +181,8 @@ def update_running_statistics(running: Tensor, rewards: Tensor, member_ids: Tens
     """Add rewards to the running statistics of their members.
 
     Args:
-        running: `[p, 3]` float64: number of rewards, their mean and their sum of squared distances from it; 0 at first.
+        running: `[p, 3]` float64: number of rewards, their mean and their sum of squared distances
+            from it; 0 at first.
         rewards: `[n]`; NaN = does not apply.
         member_ids: `[n]` row of each reward's member in `running`.
 
@@ -184,7 +196,9 @@ def update_running_statistics(running: Tensor, rewards: Tensor, member_ids: Tens
     total = count + new.amount
     share = new.amount / total.clamp(min=1)
     distance = new.mean - mean
-    merged = torch.stack([total, mean + distance * share, square + new.square + distance**2 * count * share], 1)
+    merged = torch.stack(
+        [total, mean + distance * share, square + new.square + distance**2 * count * share], 1
+    )
     return torch.where(new.amount[:, None] > 0, merged, running)
 
 
@@ -205,7 +219,9 @@ def overlong_penalty(lengths: Tensor, max_length: int, buffer: int) -> Tensor:
     Source: DAPO (arXiv:2503.14476), equation 13.
     """
     if not 1 <= buffer <= max_length:
-        raise ValueError(f"overlong_buffer must be from 1 to the maximum length ({max_length}), got {buffer}.")
+        raise ValueError(
+            f"overlong_buffer must be from 1 to the maximum length ({max_length}), got {buffer}."
+        )
     return -((lengths.float() - (max_length - buffer)) / buffer).clamp(0.0, 1.0)
 
 
@@ -228,7 +244,8 @@ def subtract_kl(step_rewards: Tensor, penalty: Tensor, mask: Tensor) -> Tensor:
 
     Args:
         step_rewards: `[n, t]`; NaN = no reward is given here, which counts as 0.
-        penalty: `[n, t]` beta times an estimate of the KL divergence to the reference, without gradient.
+        penalty: `[n, t]` beta times an estimate of the KL divergence to the reference, without
+            gradient.
         mask: `[n, t]` booleans, True = counts.
 
     Returns:

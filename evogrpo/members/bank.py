@@ -11,40 +11,53 @@ from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.records import Batch, Rollout, SamplingBatch, UpdateReport
 
 FinishedCallback = Callable[[Sequence[int], Sequence[Sequence[int]]], None]
-"""Called while sampling with the numbers of newly finished rows and their token ids without padding; both may be
-empty."""
+"""Called while sampling with the numbers of newly finished rows and their token ids without
+padding; both may be empty.
+"""
 
 
 class SamplerError(ValueError):
-    """An external sampler cannot sample. The run is saved and ends; it can be resumed without changes."""
+    """An external sampler cannot sample.
+
+    The run is saved and ends; it can be resumed without changes.
+    """
 
 
 class Sampler(Protocol):
     """Generates completions, either in-process (the bank) or through an external engine such as vLLM."""
 
     def sample(
-        self, rows: SamplingBatch, *, base: bool = False, on_finished: FinishedCallback | None = None
+        self,
+        rows: SamplingBatch,
+        *,
+        base: bool = False,
+        on_finished: FinishedCallback | None = None,
     ) -> Rollout:
         """Sample one completion per row, in the order of the rows; tensors may be on any device.
 
         Args:
-            rows: Prompts, member of each row, and sampling options. Log-probabilities are those of the truncated and
-                rescaled distribution that `rows.options` describes.
+            rows: Prompts, member of each row, and sampling options. Log-probabilities are those of
+                the truncated and rescaled distribution that `rows.options` describes.
             base: Sample from the untrained base model and ignore `rows.member_ids`.
-            on_finished: May be called with each finished row, at most once, so that rewards can start early. A sampler
-                may ignore it.
+            on_finished: May be called with each finished row, at most once, so that rewards can
+                start early. A sampler may ignore it.
         """
 
     def sync(self, slots: Sequence[int]) -> None:
-        """Reload the weights of these slots. Called before sampling whenever weights have changed, on all ranks."""
+        """Reload the weights of these slots.
+
+        Called before sampling whenever weights have changed, on all ranks.
+        """
 
 
 LossFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(row numbers `[k]` in the batch, their log_probs `[k, t]` and entropies `[k, t]`, both in nats and 0 where masked) ->
-`[k]` weighted losses, to be summed. Must have no side effects: rows are repeated after running out of memory.
-Entropies carry a gradient only in `update(..., entropy_gradient=True)`. If `StackedBank.update` gets
-`reference_distributions`, the loss gets a fourth argument: divergences `[k, t]` from them, in nats and with a gradient;
-0 where masked."""
+"""(row numbers `[k]` in the batch, their log_probs `[k, t]` and entropies `[k, t]`, both in nats
+and 0 where masked) -> `[k]` weighted losses, to be summed. Must have no side effects: rows are
+repeated after running out of memory. Entropies carry a gradient only in
+`update(..., entropy_gradient=True)`. If `StackedBank.update` gets `reference_distributions`, the
+loss gets a fourth argument: divergences `[k, t]` from them, in nats and with a gradient; 0 where
+masked.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,9 +66,12 @@ class Update:
 
     Attributes:
         reports: Reports by slot.
-        log_probs: `[n, t]` log-probabilities of the batch's actions before the step, in nats; 0 where masked.
-        entropies: `[n, t]` entropies of the action distributions before the step, in nats; 0 where masked.
-        divergences: `[n, t]` divergences from the reference distributions, in nats; None = not requested.
+        log_probs: `[n, t]` log-probabilities of the batch's actions before the step, in nats; 0
+            where masked.
+        entropies: `[n, t]` entropies of the action distributions before the step, in nats; 0 where
+            masked.
+        divergences: `[n, t]` divergences from the reference distributions, in nats; None = not
+            requested.
     """
 
     reports: dict[int, UpdateReport]
@@ -65,15 +81,20 @@ class Update:
 
 
 PolicyVersion = Literal["weights", "reference", "base"]
-"""The members' current weights, the reference policy of the KL term, or the untrained base policy."""
+"""The members' current weights, the reference policy of the KL term, or the untrained base policy.
+"""
 
 TrainState = dict[str, Tensor]
-"""Copies of one member's weights, optimizer moments, step count, running statistics and, if it has one, reference."""
+"""Copies of one member's weights, optimizer moments, step count, running statistics and, if it has
+one, reference.
+"""
 
 
 RUNNING_STATS = ("kl_factor", "reward_count", "reward_mean", "reward_m2", "lr_factor", "lr_ceiling")
-"""Columns of `PolicyBank.running_stats`: factor on beta (adaptive KL); count, mean and sum of squared deviations of the
-raw rewards so far (running reward normalisation); factor on lr and its largest value (`target_kl`)."""
+"""Columns of `PolicyBank.running_stats`: factor on beta (adaptive KL); count, mean and sum of
+squared deviations of the raw rewards so far (running reward normalisation); factor on lr and its
+largest value (`target_kl`).
+"""
 
 INITIAL_RUNNING_STATS = (1.0, 0.0, 0.0, 0.0, 1.0, 0.0)
 """Running statistics of a new member."""
@@ -82,7 +103,8 @@ INITIAL_RUNNING_STATS = (1.0, 0.0, 0.0, 0.0, 1.0, 0.0)
 class PolicyBank(Protocol):
     """Policies and optimizers of all members of a population.
 
-    Members are independent: up to rounding, each gets the result that a bank with that member alone would compute.
+    Members are independent: up to rounding, each gets the result that a bank with that member alone
+    would compute.
     """
 
     @property
@@ -98,10 +120,15 @@ class PolicyBank(Protocol):
 
     @property
     def running_stats(self) -> Tensor:
-        """`[p, 6]` float64 on the CPU, modified in place: the columns `RUNNING_STATS`. Inherited and saved."""
+        """`[p, 6]` float64 on the CPU, modified in place: the columns `RUNNING_STATS`.
+
+        Inherited and saved.
+        """
 
     def log_probs(self, batch: Batch, *, base: bool = False) -> Tensor:
-        """Return `[n, t]` log-probabilities of the batch's actions in nats, without gradient; 0 where masked.
+        """Return `[n, t]` log-probabilities of the batch's actions in nats, without gradient.
+
+        0 where masked.
 
         Args:
             batch: Rows of any members, in any order.
@@ -109,12 +136,18 @@ class PolicyBank(Protocol):
         """
 
     def entropies(self, batch: Batch) -> Tensor:
-        """Return `[n, t]` entropies of the action distributions in nats, without gradient; 0 where masked."""
+        """Return `[n, t]` entropies of the action distributions in nats, without gradient.
+
+        0 where masked.
+        """
 
     def reference_log_probs(self, batch: Batch) -> Tensor:
-        """Return `[n, t]` log-probabilities under the reference policy in nats, without gradient; 0 where masked.
+        """Return `[n, t]` log-probabilities under the reference policy in nats, without gradient.
 
-        The reference is each member's own if the bank stores one per member, and the base policy otherwise.
+        0 where masked.
+
+        The reference is each member's own if the bank stores one per member, and the base policy
+        otherwise.
         """
 
     def mix_reference(self, slot: int, mixing: float) -> None:
@@ -172,12 +205,19 @@ class PolicyBank(Protocol):
 
 def check_parents(parents: Sequence[int | None], size: int) -> None:
     """Raise ValueError unless `parents` is one existing slot (or None) for each of `size` slots."""
-    if len(parents) != size or any(parent is not None and not 0 <= parent < size for parent in parents):
-        raise ValueError(f"parents must contain a slot from 0 to {size - 1} or None for each slot, got {parents}.")
+    if len(parents) != size or any(
+        parent is not None and not 0 <= parent < size for parent in parents
+    ):
+        raise ValueError(
+            f"parents must contain a slot from 0 to {size - 1} or None for each slot, got"
+            f" {parents}."
+        )
 
 
 def check_train_state(
-    state: Mapping[str, Tensor], expected: Mapping[str, tuple[tuple[int, ...], torch.dtype]], settings: str
+    state: Mapping[str, Tensor],
+    expected: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+    settings: str,
 ) -> None:
     """Raise ValueError unless a train state has the expected names, shapes and types.
 
@@ -190,8 +230,8 @@ def check_train_state(
     for name in {**expected, **given}:
         if given.get(name) != expected.get(name):
             raise ValueError(
-                f"Train state {name!r} must be {expected.get(name)}, got {given.get(name)}. Use the {settings} and "
-                "reference ('base' or 'snapshot') it was saved with."
+                f"Train state {name!r} must be {expected.get(name)}, got {given.get(name)}. Use the"
+                f" {settings} and reference ('base' or 'snapshot') it was saved with."
             )
     if state["step"] < 0:
         raise ValueError(f"Train state 'step' must be at least 0, got {int(state['step'])}.")

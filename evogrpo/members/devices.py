@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     import torch
 
 BASE_ALLOWANCE, ALLOWANCE_FACTOR = 2**26, 100
-"""A checkpoint's settings may need this many bytes, plus this multiple of the size of its tensors."""
+"""A checkpoint's settings may need this many bytes, plus this multiple of the size of its tensors.
+"""
 
 Precision = Literal["auto", "float32", "bfloat16", "int8", "nf4"]
 """Precisions of a base model; see `evogrpo.members.language.loading.choose_precision`."""
@@ -31,9 +32,14 @@ def check_device(device: "str | torch.device") -> None:
         raise ValueError("device 'auto' is the default. Leave device out.")
     try:
         torch.empty(1, device=device).cpu()  # a tensor on the meta device has no data
-    except (RuntimeError, AssertionError, TypeError) as error:  # torch asserts that it was built with CUDA
+    except (
+        RuntimeError,
+        AssertionError,
+        TypeError,
+    ) as error:  # torch asserts that it was built with CUDA
         raise ValueError(
-            f"device {shown(device, 40)} is not available. Use 'cpu', or 'cuda' if torch.cuda.is_available()."
+            f"device {shown(device, 40)} is not available. Use 'cpu', or 'cuda' if"
+            " torch.cuda.is_available()."
         ) from error
 
 
@@ -65,8 +71,8 @@ def available_device(device: str | None) -> str:
 def single_threaded(*, enabled: bool) -> Iterator[None]:
     """Run torch on one thread inside the block, unless OMP_NUM_THREADS is set.
 
-    Measured with 8 members on CartPole: a second thread is 5 % faster on an idle machine and nine times slower on a
-    busy one. Results are bit-equal.
+    Measured with 8 members on CartPole: a second thread is 5 % faster on an idle machine and nine
+    times slower on a busy one. Results are bit-equal.
 
     Args:
         enabled: False changes nothing. Set it for small networks.
@@ -94,8 +100,9 @@ def check_stored_size(needed: int, stored: int) -> None:
     """
     if needed > BASE_ALLOWANCE + ALLOWANCE_FACTOR * stored:
         raise ValueError(
-            f"The settings in the checkpoint need {needed / 1e9:.1f} GB, over {ALLOWANCE_FACTOR} times the size of "
-            "its tensors. It is damaged or was changed. Load another checkpoint."
+            f"The settings in the checkpoint need {needed / 1e9:.1f} GB, over {ALLOWANCE_FACTOR}"
+            " times the size of its tensors. It is damaged or was changed. Load another"
+            " checkpoint."
         )
 
 
@@ -105,14 +112,18 @@ def check_allocation(needed: int, device: "torch.device", what: str) -> None:
     Args:
         needed: Bytes.
         device: Device of the allocation.
-        what: What is allocated and how to make it smaller, for the message: "the adapters of 8 members: use fewer".
+        what: What is allocated and how to make it smaller, for the message: "the adapters of 8
+            members: use fewer".
 
     Raises:
         ValueError: If the device has less memory.
     """
     available, _ = device_memory(str(device))
     if available is not None and needed > available:
-        raise ValueError(f"{device} has {available / 1e9:.0f} GB, but {needed / 1e9:.0f} GB are needed for {what}")
+        raise ValueError(
+            f"{device} has {available / 1e9:.0f} GB, but {needed / 1e9:.0f} GB are needed for"
+            f" {what}"
+        )
 
 
 def device_memory(device: str) -> tuple[int | None, str]:
@@ -126,7 +137,9 @@ def device_memory(device: str) -> tuple[int | None, str]:
     return process_memory(), "memory"
 
 
-def process_memory(groups: Path = _GROUPS, membership: Path = Path("/proc/self/cgroup")) -> int | None:
+def process_memory(
+    groups: Path = _GROUPS, membership: Path = Path("/proc/self/cgroup")
+) -> int | None:
     """Return the memory that this process may use, in bytes: the machine's, or less inside a container or cgroup.
 
     Args:
@@ -140,8 +153,11 @@ def process_memory(groups: Path = _GROUPS, membership: Path = Path("/proc/self/c
         lines = membership.read_text().splitlines()
     else:
         lines = []
-    inner = Path(next((line.removeprefix("0::").strip("/") for line in lines if line.startswith("0::")), ""))
-    # Inside a container the path may be the host's and not exist; the root is then the container's own group.
+    inner = Path(
+        next((line.removeprefix("0::").strip("/") for line in lines if line.startswith("0::")), "")
+    )
+    # Inside a container the path may be the host's and not exist; the root is then the container's
+    # own group.
     for folder in (inner, *inner.parents):
         try:
             sizes.append(int((groups / folder / "memory.max").read_text()))

@@ -26,19 +26,22 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 CheckpointFiles = dict[str, bytes | Callable[[], bytes]]
-"""Additional files of a checkpoint: bytes, or a function that is called when the file is written."""
+"""Additional files of a checkpoint: bytes, or a function that is called when the file is written.
+"""
 
 
 class Banks(dict[str, PolicyBank]):
     """Banks of all policies of the same members, by policy.
 
-    Selection, cloning and checkpoints use all policies of a member; acting and learning use one bank at a time.
+    Selection, cloning and checkpoints use all policies of a member; acting and learning use one
+    bank at a time.
 
     Args:
         banks: Bank of each policy, all with the same number of slots.
 
     Attributes:
-        changed: Slots whose train states have changed since the sampler last loaded them; initially all.
+        changed: Slots whose train states have changed since the sampler last loaded them; initially
+            all.
 
     Raises:
         ValueError: If there is no bank, or they differ in size.
@@ -47,7 +50,10 @@ class Banks(dict[str, PolicyBank]):
     def __init__(self, banks: Mapping[str, PolicyBank]) -> None:
         sizes = {bank.size for bank in banks.values()}
         if len(sizes) != 1:
-            raise ValueError(f"banks must contain at least one bank, all of the same size, got sizes {sorted(sizes)}.")
+            raise ValueError(
+                "banks must contain at least one bank, all of the same size, got sizes"
+                f" {sorted(sizes)}."
+            )
         super().__init__(banks)
         self.changed = set(range(self.size))
 
@@ -57,15 +63,22 @@ class Banks(dict[str, PolicyBank]):
         return next(iter(self.values())).size
 
     def inherit(self, parents: Sequence[int | None]) -> None:
-        """Copy the train state of slot `parents[i]` to slot i, for every policy; None = fresh initialisation."""
+        """Copy the train state of slot `parents[i]` to slot i, for every policy.
+
+        None = fresh initialisation.
+        """
         for bank in self.values():
-            bank.inherit(parents)  # banks have equal sizes, so invalid parents raise at the first, before any change
+            bank.inherit(
+                parents
+            )  # banks have equal sizes, so invalid parents raise at the first, before any change
         self.changed.update(slot for slot, parent in enumerate(parents) if parent != slot)
 
     @property
     def state_keys(self) -> tuple[str, ...]:
         """Keys of a train state, the same for all members."""
-        return tuple(state_key(policy, name) for policy, bank in self.items() for name in bank.state_keys)
+        return tuple(
+            state_key(policy, name) for policy, bank in self.items() for name in bank.state_keys
+        )
 
     def state_tensor(self, slot: int, name: str) -> Tensor:
         """Return a copy of one tensor of a train state."""
@@ -73,23 +86,31 @@ class Banks(dict[str, PolicyBank]):
         return self[policy or DEFAULT_POLICY].state_tensor(slot, key)
 
     def state(self, slot: int) -> TrainState:
-        """Return a copy of the train state of a slot; with several policies the keys are "policy/name"."""
+        """Return a copy of the train state of a slot.
+
+        With several policies the keys are "policy/name".
+        """
         return {
-            state_key(policy, name): value for policy, bank in self.items() for name, value in bank.state(slot).items()
+            state_key(policy, name): value
+            for policy, bank in self.items()
+            for name, value in bank.state(slot).items()
         }
 
     def load_state(self, slot: int, state: Mapping[str, Tensor]) -> None:
         """Load a train state into a slot.
 
         Raises:
-            ValueError: If it has other policies, or does not fit one of them; nothing is changed then.
+            ValueError: If it has other policies, or does not fit one of them; nothing is changed
+                then.
         """
         parts: dict[str, dict[str, Tensor]] = {}
         for key, value in state.items():
             policy, _, name = key.rpartition("/")
             parts.setdefault(policy or DEFAULT_POLICY, {})[name] = value
         if set(parts) != set(self):
-            raise ValueError(f"The train state must have policies {sorted(self)}, got {sorted(parts)}.")
+            raise ValueError(
+                f"The train state must have policies {sorted(self)}, got {sorted(parts)}."
+            )
         before = {policy: bank.state(slot) for policy, bank in self.items() if len(self) > 1}
         for policy, bank in self.items():
             try:
@@ -97,12 +118,16 @@ class Banks(dict[str, PolicyBank]):
             except ValueError as error:
                 for loaded, previous in before.items():
                     self[loaded].load_state(slot, previous)
-                raise ValueError(str(error) if policy == DEFAULT_POLICY else f"policy {policy!r}: {error}") from error
+                raise ValueError(
+                    str(error) if policy == DEFAULT_POLICY else f"policy {policy!r}: {error}"
+                ) from error
         self.changed.add(slot)
 
     def snapshot(self, slots: Collection[int]) -> dict[int, TrainState]:
         """Return copies of train states by slot, in CPU memory, for `load_state`."""
-        return {slot: {name: value.cpu() for name, value in self.state(slot).items()} for slot in slots}
+        return {
+            slot: {name: value.cpu() for name, value in self.state(slot).items()} for slot in slots
+        }
 
     def keep_reference(self, slot: int) -> None:
         """Make a member's current policies its references; ValueError without own references."""
@@ -190,16 +215,19 @@ class RolloutBatch:
 
     Attributes:
         experience: The samples as batches to learn from, by policy.
-        scores: Rewards and texts of the environment, row by row, without penalties and step rewards.
+        scores: Rewards and texts of the environment, row by row, without penalties and step
+            rewards.
         member_ids: `[n]` slots of the members that acted.
         start_ids: `[n]` positions in `starts`.
-        truncated: `[n]` completions that ran out of length, or episodes in which an agent was truncated.
+        truncated: `[n]` completions that ran out of length, or episodes in which an agent was
+            truncated.
         tokens: Tokens (or environment steps) processed, by slot, discarded groups included.
         starts: Training starts that were opened.
-        questions: Texts of the starts, for display; untrusted. Empty for environments without texts.
+        questions: Texts of the starts, for display; untrusted. Empty for environments without
+            texts.
         observed: Observation statistics to add to the running ones; one entry per sampling.
-        earned: Mean raw reward of each group that has rewards, by slot and position of the start, before dynamic
-            sampling.
+        earned: Mean raw reward of each group that has rewards, by slot and position of the start,
+            before dynamic sampling.
         scoring_seconds: Time that reward functions took; 0 for environments that are played.
     """
 
@@ -220,7 +248,12 @@ class RolloutBatch:
     def mean_group_rewards(self) -> dict[int, dict[int, float]]:
         """Return the mean raw reward of each group, by slot and position of its start."""
         groups: dict[int, dict[int, list[float]]] = {}
-        rows = zip(self.member_ids.tolist(), self.start_ids.tolist(), self.scores.rewards.tolist(), strict=True)
+        rows = zip(
+            self.member_ids.tolist(),
+            self.start_ids.tolist(),
+            self.scores.rewards.tolist(),
+            strict=True,
+        )
         for slot, start, reward in rows:
             if math.isfinite(reward):
                 groups.setdefault(slot, {}).setdefault(start, []).append(reward)
@@ -262,7 +295,11 @@ class EvaluationRequest:
     @property
     def start_ids(self) -> Tensor:
         """`[n]` position in `questions` of each row, ordered by slot, then question."""
-        return torch.arange(len(self.questions)).repeat_interleave(self.answers_per_question).repeat(len(self.slots))
+        return (
+            torch.arange(len(self.questions))
+            .repeat_interleave(self.answers_per_question)
+            .repeat(len(self.slots))
+        )
 
     @property
     def member_ids(self) -> Tensor:
@@ -277,7 +314,9 @@ class EvaluationRequest:
     @property
     def temperature(self) -> Tensor:
         """`[n]` 1 for sampled answers, 0 for greedy ones."""
-        return torch.full((len(self.slots) * self.rows_per_slot,), 0.0 if self.answers is None else 1.0)
+        return torch.full(
+            (len(self.slots) * self.rows_per_slot,), 0.0 if self.answers is None else 1.0
+        )
 
     @property
     def streams(self) -> list[tuple[int, ...]]:
@@ -288,7 +327,9 @@ class EvaluationRequest:
 # ---- devices
 
 
-def choose_device(accelerator: "Accelerator | None", device: str | torch.device | None) -> str | torch.device | None:
+def choose_device(
+    accelerator: "Accelerator | None", device: str | torch.device | None
+) -> str | torch.device | None:
     """Return the requested device, or that of the accelerator; None = not specified.
 
     Raises:
@@ -302,14 +343,18 @@ def choose_device(accelerator: "Accelerator | None", device: str | torch.device 
     from accelerate import Accelerator
 
     if not isinstance(accelerator, Accelerator):
-        raise ValueError(f"accelerator must be an accelerate.Accelerator, got {shown(accelerator)}.")
+        raise ValueError(
+            f"accelerator must be an accelerate.Accelerator, got {shown(accelerator)}."
+        )
     if device is not None:
         raise ValueError(f"The accelerator sets the device. Leave out device={str(device)!r}.")
     chosen: torch.device = accelerator.device
     return chosen
 
 
-def autocast_context(accelerator: "Accelerator | None") -> Callable[[], AbstractContextManager[None]]:
+def autocast_context(
+    accelerator: "Accelerator | None",
+) -> Callable[[], AbstractContextManager[None]]:
     """Return a factory of the autocast context of forward passes."""
     if accelerator is None or accelerator.mixed_precision == "no":
         return nullcontext
@@ -324,28 +369,47 @@ def space_to_json(space: spaces.Space[Any]) -> dict[str, Any]:
     """Return a space as plain JSON values.
 
     Raises:
-        ValueError: If it is not a Box, Discrete, MultiDiscrete, MultiBinary, or a Dict, Tuple or Sequence of these.
+        ValueError: If it is not a Box, Discrete, MultiDiscrete, MultiBinary, or a Dict, Tuple or
+            Sequence of these.
     """
     match space:
         case spaces.Sequence():  # of tokens; only language models have them
-            return {"kind": "sequence", "part": space_to_json(space.feature_space), "stack": space.stack}
+            return {
+                "kind": "sequence",
+                "part": space_to_json(space.feature_space),
+                "stack": space.stack,
+            }
         case spaces.Dict():
-            return {"kind": "dict", "parts": [[key, space_to_json(part)] for key, part in space.spaces.items()]}
+            return {
+                "kind": "dict",
+                "parts": [[key, space_to_json(part)] for key, part in space.spaces.items()],
+            }
         case spaces.Tuple():
             return {"kind": "tuple", "parts": [space_to_json(part) for part in space.spaces]}
         case spaces.Box():
             bounds: dict[str, Any] = {}
             for name in ("low", "high"):  # one bound if all are equal; infinite ones as text
-                flat = [str(value) if np.isinf(value) else value.item() for value in getattr(space, name).ravel()]
+                flat = [
+                    str(value) if np.isinf(value) else value.item()
+                    for value in getattr(space, name).ravel()
+                ]
                 bounds[name] = flat[0] if flat and all(value == flat[0] for value in flat) else flat
             return {"kind": "box", **bounds, "shape": list(space.shape), "dtype": str(space.dtype)}
         case spaces.Discrete():
-            return {"kind": "discrete", "n": int(space.n), "start": int(space.start), "dtype": str(space.dtype)}
+            return {
+                "kind": "discrete",
+                "n": int(space.n),
+                "start": int(space.start),
+                "dtype": str(space.dtype),
+            }
         case spaces.MultiDiscrete():
             values = {"nvec": space.nvec.tolist(), "start": space.start.tolist()}
             return {"kind": "multi_discrete", **values, "dtype": str(space.dtype)}
         case spaces.MultiBinary():
-            return {"kind": "multi_binary", "n": space.n if isinstance(space.n, int) else list(space.shape)}
+            return {
+                "kind": "multi_binary",
+                "n": space.n if isinstance(space.n, int) else list(space.shape),
+            }
     raise ValueError(f"A checkpoint cannot store the space {space}.")
 
 
@@ -359,9 +423,13 @@ def space_from_json(values: Mapping[str, Any], stored_bytes: int = 0) -> spaces.
     match values["kind"]:
         case "dict":
             # A list of pairs keeps the order of keys, which is the order of features.
-            return spaces.Dict([(key, space_from_json(part, stored_bytes)) for key, part in values["parts"]])
+            return spaces.Dict(
+                [(key, space_from_json(part, stored_bytes)) for key, part in values["parts"]]
+            )
         case "sequence":
-            return spaces.Sequence(space_from_json(values["part"], stored_bytes), stack=values["stack"])
+            return spaces.Sequence(
+                space_from_json(values["part"], stored_bytes), stack=values["stack"]
+            )
         case "tuple":
             return spaces.Tuple([space_from_json(part, stored_bytes) for part in values["parts"]])
         case "box":
@@ -371,11 +439,15 @@ def space_from_json(values: Mapping[str, Any], stored_bytes: int = 0) -> spaces.
             low, high = (_bounds_from_json(values[name], shape, dtype) for name in ("low", "high"))
             return spaces.Box(low, high, shape, dtype.type)
         case "discrete":
-            return spaces.Discrete(values["n"], start=values["start"], dtype=np.dtype(values["dtype"]).type)
+            return spaces.Discrete(
+                values["n"], start=values["start"], dtype=np.dtype(values["dtype"]).type
+            )
         case "multi_discrete":
             dtype = np.dtype(values["dtype"])
             return spaces.MultiDiscrete(
-                np.array(values["nvec"]), dtype=dtype.type, start=np.array(values["start"], dtype=dtype)
+                np.array(values["nvec"]),
+                dtype=dtype.type,
+                start=np.array(values["start"], dtype=dtype),
             )
         case "multi_binary":
             check_stored_size(math.prod(np.atleast_1d(values["n"]).tolist()), stored_bytes)
@@ -385,5 +457,7 @@ def space_from_json(values: Mapping[str, Any], stored_bytes: int = 0) -> spaces.
 
 def _bounds_from_json(values: Any, shape: tuple[int, ...], dtype: "np.dtype[Any]") -> NDArray[Any]:
     if isinstance(values, list):
-        return np.array([float(value) if isinstance(value, str) else value for value in values], dtype).reshape(shape)
+        return np.array(
+            [float(value) if isinstance(value, str) else value for value in values], dtype
+        ).reshape(shape)
     return np.full(shape, float(values) if isinstance(values, str) else values, dtype)

@@ -10,11 +10,20 @@ from evogrpo.reporting.lineage import MemberHistory, ancestors, best_member, mem
 from evogrpo.reporting.records import Estimate, MemberReport, StepRecord
 from evogrpo.reporting.summary import METRICS, RunSummary
 
-# Colour-blind safe palette of Okabe and Ito, adjusted so that each colour is visible on white and on black.
-# the best member's lineage, the untrained base
+# Colour-blind safe palette of Okabe and Ito, adjusted so that each colour is visible on white and
+# on black. the best member's lineage, the untrained base
 BEST = "#D55E00"
 BASE = "#7D8590"
-_SLOT_COLOURS = ("#0A7CC4", "#009E73", "#CC79A7", "#56B4E9", "#D99A00", "#8C8C8C", "#9467BD", "#8C6D31")
+_SLOT_COLOURS = (
+    "#0A7CC4",
+    "#009E73",
+    "#CC79A7",
+    "#56B4E9",
+    "#D99A00",
+    "#8C8C8C",
+    "#9467BD",
+    "#8C6D31",
+)
 _SHARED_COLOUR = "#7B93AD"  # of all slots, if there are more slots than colours
 _MAX_MARKED = 80  # generations or steps; more markers would cover the lines
 _MAX_POINTS = 6000  # per chart of learning steps; of more points, neighbouring ones are averaged
@@ -53,7 +62,9 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """A chart with one or several lines per member. All texts are constants or names of hyperparameters.
+    """A chart with one or several lines per member.
+
+    All texts are constants or names of hyperparameters.
 
     Attributes:
         title: Title.
@@ -146,7 +157,11 @@ def run_charts(summary: RunSummary) -> RunCharts:
     limits = _fitness_limits(results, summary)
     edge = limits[0] + 0.03 * (limits[1] - limits[0])  # height of the marks of failures
     marked = numbers[-1] - numbers[0] < _MAX_MARKED
-    failures = [(result.index, result.slot, result.generation) for result in results if result.fitness is None]
+    failures = [
+        (result.index, result.slot, result.generation)
+        for result in results
+        if result.fitness is None
+    ]
     # 2. Hyperparameters that have a value; the search space may list others.
     spaces = {
         name: space
@@ -177,8 +192,12 @@ def run_charts(summary: RunSummary) -> RunCharts:
             for index, slot, number in failures
         ),
         lineage=_lineage_chart(histories, styles),
-        metrics=tuple(_metric_chart(name, summary.steps, styles) for name in summary.metrics if histories),
-        hyperparameters=tuple(_hyperparameter_chart(name, space, histories, styles) for name, space in spaces.items()),
+        metrics=tuple(
+            _metric_chart(name, summary.steps, styles) for name in summary.metrics if histories
+        ),
+        hyperparameters=tuple(
+            _hyperparameter_chart(name, space, histories, styles) for name, space in spaces.items()
+        ),
     )
 
 
@@ -232,15 +251,23 @@ def _fitness_stretches(history: MemberHistory, start: Estimate | None) -> list[l
             stretches.append([])
         else:
             number = result.generation
-            stretches[-1].append(Point(number, result.fitness, number, result.standard_error or 0.0))
+            stretches[-1].append(
+                Point(number, result.fitness, number, result.standard_error or 0.0)
+            )
     return [stretch for stretch in stretches if stretch]
 
 
 def _fitness_limits(results: Sequence[MemberReport], summary: RunSummary) -> tuple[float, float]:
     """Return the limits of the fitness axis: all results, the untrained base and the tests, with their errors."""
-    shown = [(result.fitness, result.standard_error or 0.0) for result in results if result.fitness is not None]
+    shown = [
+        (result.fitness, result.standard_error or 0.0)
+        for result in results
+        if result.fitness is not None
+    ]
     fixed = [summary.start, *([summary.test.before, summary.test.after] if summary.test else [])]
-    shown += [(estimate.mean, estimate.standard_error) for estimate in fixed if estimate is not None]
+    shown += [
+        (estimate.mean, estimate.standard_error) for estimate in fixed if estimate is not None
+    ]
     return _limits([mean + sign * error for mean, error in shown for sign in (-1, 1)] or [0.0, 1.0])
 
 
@@ -269,7 +296,10 @@ def _lineage_chart(histories: Sequence[MemberHistory], styles: _Styles) -> Chart
             parent = []
         else:
             parent = [Point(origin.generation, position[origin.slot], first.generation)]
-        points = [Point(result.generation, position[result.slot], result.generation) for result in history.results]
+        points = [
+            Point(result.generation, position[result.slot], result.generation)
+            for result in history.results
+        ]
         stretches.append((history.index, first.slot, [*parent, start, *points]))
     return Chart(
         title="lineage",
@@ -305,7 +335,9 @@ def _metric_chart(name: str, steps: Sequence[StepRecord], styles: _Styles) -> Ch
         title=title,
         unit=unit,
         limits=_limits(values, log=log),
-        lines=styles.lines((index, slot, averaged(points)) for (index, slot), points in curves.items()),
+        lines=styles.lines(
+            (index, slot, averaged(points)) for (index, slot), points in curves.items()
+        ),
         x_title="learning step",
         log=log,
         marked=len(steps) <= _MAX_MARKED,
@@ -315,19 +347,25 @@ def _metric_chart(name: str, steps: Sequence[StepRecord], styles: _Styles) -> Ch
 def _hyperparameter_chart(
     name: str, space: Mapping[str, Any], histories: Sequence[MemberHistory], styles: _Styles
 ) -> Chart:
-    """Return one hyperparameter of every member by generation; `space` has the fields of its search space."""
+    """Return one hyperparameter of every member by generation.
+
+    `space` has the fields of its search space.
+    """
     # 1. Choose the axis: names, or numbers on a linear or logarithmic scale.
     results = [result for history in histories for result in history.results]
     values = [value for result in results if (value := _value(result, name)) is not None]
     choices = space.get("choices")
     choices = choices if isinstance(choices, list) else []
-    # Names come from members, which are validated, instead of the search space in the journal, which is not.
+    # Names come from members, which are validated, instead of the search space in the journal,
+    # which is not.
     names = sorted({value for value in values if isinstance(value, str)})
     numbers = [value for value in values if not isinstance(value, str)]
     ticks = sorted({choice for choice in choices if isinstance(choice, int | float)})
     # Choices with equal ratios, such as 4, 8, 16, are evenly spaced on a log axis.
     ratios = [after / before for before, after in pairwise(ticks) if before > 0]
-    geometric = len(ratios) > 1 and len(ratios) == len(ticks) - 1 and max(ratios) < 1.01 * min(ratios)
+    geometric = (
+        len(ratios) > 1 and len(ratios) == len(ticks) - 1 and max(ratios) < 1.01 * min(ratios)
+    )
     log = not names and min(numbers) > 0 and (space.get("scale") == "log" or geometric)
 
     def height(result: MemberReport) -> float:
@@ -336,7 +374,8 @@ def _hyperparameter_chart(
             return float(names.index(value))
         return float(value or 0.0)
 
-    # 2. Collect the points of each member, from its parent's last value before the birth, and its birth.
+    # 2. Collect the points of each member, from its parent's last value before the birth, and its
+    #    birth.
     stretches = []
     births = []
     for history in histories:
@@ -349,7 +388,10 @@ def _hyperparameter_chart(
             births.append((history.index, first.slot, list(points)))
             if _value(origin, name) is not None:
                 points.insert(0, Point(origin.generation, height(origin), first.generation))
-        points += [Point(result.generation, height(result), result.generation) for result in history.results]
+        points += [
+            Point(result.generation, height(result), result.generation)
+            for result in history.results
+        ]
         stretches.append((history.index, first.slot, points))
     # 3. Set limits and ticks.
     if names:

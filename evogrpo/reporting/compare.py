@@ -75,7 +75,8 @@ class Comparison:
 
     Attributes:
         runs: The runs.
-        settings: Values per run of settings that differ, by dotted name; None where a run does not have one.
+        settings: Values per run of settings that differ, by dotted name; None where a run does not
+            have one.
         differences: Test difference of every run but the first.
     """
 
@@ -84,7 +85,9 @@ class Comparison:
     differences: tuple[TestDifference, ...]
 
 
-def compare_runs(folders: Sequence[Path], configurations: Sequence[Mapping[str, Any] | None]) -> Comparison:
+def compare_runs(
+    folders: Sequence[Path], configurations: Sequence[Mapping[str, Any] | None]
+) -> Comparison:
     """Compare runs: their settings, best members and tests.
 
     Args:
@@ -92,26 +95,32 @@ def compare_runs(folders: Sequence[Path], configurations: Sequence[Mapping[str, 
         configurations: Plain values of each run's configuration; None for a run started in Python.
 
     Raises:
-        ValueError: If there are fewer than two runs, one repeats or is no run, or a value is invalid.
+        ValueError: If there are fewer than two runs, one repeats or is no run, or a value is
+            invalid.
     """
     if len(folders) < 2 or len({folder.resolve() for folder in folders}) != len(folders):
         names = ", ".join(map(str, folders))
         raise ValueError(f"compare needs at least two different run directories, got {names}.")
     summaries = [read_summary(folder) for folder in folders]
-    # Settings are those of the configurations. If a run has none, they are those of all run events, because
-    # configurations and run events have different names for settings. Limits are those of the last resume.
+    # Settings are those of the configurations. If a run has none, they are those of all run events,
+    # because configurations and run events have different names for settings. Limits are those of
+    # the last resume.
     configured = [
         {**values, "schedule": summary.facts.get("schedule", values.get("schedule"))}
         for values, summary in zip(configurations, summaries, strict=True)
         if values is not None
     ]
-    settings_of_runs = configured if len(configured) == len(folders) else [summary.facts for summary in summaries]
+    settings_of_runs = (
+        configured if len(configured) == len(folders) else [summary.facts for summary in summaries]
+    )
     runs = tuple(
         ComparedRun(
             path=folder,
             summary=summary,
             best=best_member(summary.generations),
-            settings=flat({name: value for name, value in values.items() if name not in _NO_SETTINGS}),
+            settings=flat(
+                {name: value for name, value in values.items() if name not in _NO_SETTINGS}
+            ),
         )
         for folder, summary, values in zip(folders, summaries, settings_of_runs, strict=True)
     )
@@ -119,7 +128,11 @@ def compare_runs(folders: Sequence[Path], configurations: Sequence[Mapping[str, 
     rows = {name: tuple(run.settings.get(name) for run in runs) for name in settings}
     return Comparison(
         runs=runs,
-        settings={name: values for name, values in rows.items() if any(value != values[0] for value in values)},
+        settings={
+            name: values
+            for name, values in rows.items()
+            if any(value != values[0] for value in values)
+        },
         differences=tuple(difference_of_tests(run.summary, runs[0].summary) for run in runs[1:]),
     )
 
@@ -134,12 +147,15 @@ def difference_of_tests(run: RunSummary, first: RunSummary) -> TestDifference:
     if test is None or first_test is None:
         return TestDifference(gain=None, why="one of the runs has no test yet")
     if test.measure != first_test.measure:
-        return TestDifference(gain=None, why=f"measured differently: {test.measure} and {first_test.measure}")
+        return TestDifference(
+            gain=None, why=f"measured differently: {test.measure} and {first_test.measure}"
+        )
     data = run.facts.get("data")
     reference = first.facts.get("data")
     if not isinstance(data, Mapping) or not isinstance(reference, Mapping):
         return TestDifference(gain=None, why="a journal has no fingerprint of its test")
-    # 1. Different tasks: fingerprints, named such as "test questions" or "reward score", differ in more than questions.
+    # 1. Different tasks: fingerprints, named such as "test questions" or "reward score", differ in
+    #    more than questions.
     differs = {str(name) for name in (*data, *reference) if data.get(name) != reference.get(name)}
     other_task = sorted(
         name
@@ -149,17 +165,22 @@ def difference_of_tests(run: RunSummary, first: RunSummary) -> TestDifference:
     if other_task or run.changed_data or first.changed_data:
         reason = ", ".join(other_task) or "data changed when a run was resumed"
         return TestDifference(gain=None, why=f"not the same task: {reason}")
-    # 2. Different test questions: compare the means. A dataset has a fingerprint per split, so its test questions can
-    # be the same with another seed. Reset seeds depend on the seed and on the sizes of all splits.
+    # 2. Different test questions: compare the means. A dataset has a fingerprint per split, so its
+    # test questions can be the same with another seed. Reset seeds depend on the seed and on the
+    # sizes of all splits.
     irrelevant = set()
     if "test questions" in data:
         irrelevant = {"seed", "prompts", "date", "train questions", "validation questions"}
     if differs - irrelevant:
         standard_error = math.hypot(test.after.standard_error, first_test.after.standard_error)
         gain = Estimate(mean=test.after.mean - first_test.after.mean, standard_error=standard_error)
-        return TestDifference(gain=gain, why=f"different test questions: {', '.join(sorted(differs))}")
+        return TestDifference(
+            gain=gain, why=f"different test questions: {', '.join(sorted(differs))}"
+        )
     # 3. Equal test questions, of which one run may have used fewer: compare question by question.
     count = min(len(test.scores), len(first_test.scores))
     pairs = Fitness.from_scores(test.scores[:count]), Fitness.from_scores(first_test.scores[:count])
     mean, standard_error = paired_difference(*pairs)
-    return TestDifference(gain=Estimate(mean=mean, standard_error=standard_error), paired=True, questions=count)
+    return TestDifference(
+        gain=Estimate(mean=mean, standard_error=standard_error), paired=True, questions=count
+    )

@@ -27,16 +27,34 @@ COLUMNS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "parent": (WHOLE, "index of its parent; missing for a founder"),
         "born": (WHOLE, "generation whose plan gave birth to it; 0 for the first founders"),
         "step": (WHOLE, "learning steps of the run by the end of the generation"),
-        "fitness": (REAL, "mean raw reward per question that selection uses, in reward units; missing if it failed"),
+        "fitness": (
+            REAL,
+            (
+                "mean raw reward per question that selection uses, in reward units; missing if it"
+                " failed"
+            ),
+        ),
         "standard_error": (REAL, "standard error of the mean over questions, in reward units"),
-        "fitness_before": (REAL, "fitness of its state at the start of the generation; missing if unknown"),
+        "fitness_before": (
+            REAL,
+            "fitness of its state at the start of the generation; missing if unknown",
+        ),
         "questions": (WHOLE, "number of validation questions"),
         "failed": (TEXT, "reason of its failure; missing if it did not fail"),
         "best": (FLAG, "true for the best member of the generation"),
-        "in_best_lineage": (FLAG, "true if the row belongs to the lineage of the run's best member"),
-        "tokens": (WHOLE, "tokens (small networks: transitions) processed in the generation, without evaluations"),
+        "in_best_lineage": (
+            FLAG,
+            "true if the row belongs to the lineage of the run's best member",
+        ),
+        "tokens": (
+            WHOLE,
+            "tokens (small networks: transitions) processed in the generation, without evaluations",
+        ),
         "seconds": (REAL, "its share of the generation's wall-clock time"),
-        "evaluation_tokens": (WHOLE, "tokens (small networks: environment steps) of its evaluation"),
+        "evaluation_tokens": (
+            WHOLE,
+            "tokens (small networks: environment steps) of its evaluation",
+        ),
         "evaluation_seconds": (REAL, "wall-clock time of its evaluation"),
     },
     "steps": {
@@ -70,17 +88,25 @@ COLUMNS: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "evaluations": {
         "split": (TEXT, "validation, test, or train where fitness is measured by training rewards"),
         "measure": (TEXT, "greedy, sampled or rollouts"),
-        "who": (TEXT, "untrained, member, or gain: the paired difference of a member and the untrained base"),
+        "who": (
+            TEXT,
+            "untrained, member, or gain: the paired difference of a member and the untrained base",
+        ),
         "member": (WHOLE, "index of the member; missing for the untrained base"),
-        "generation": (WHOLE, "generation at whose end it was measured; 0 for the baseline, missing for the test"),
+        "generation": (
+            WHOLE,
+            "generation at whose end it was measured; 0 for the baseline, missing for the test",
+        ),
         "questions": (WHOLE, "number of questions"),
         "fitness": (REAL, "mean raw reward per question, in reward units"),
         "standard_error": (REAL, "standard error of the mean over questions, in reward units"),
     },
 }
-"""Columns of every frame: type, and description with unit. `members` and `births` also have one column per
-hyperparameter. `steps` has one column per metric of learning steps; `members` has their means as `mean/NAME`. In
-`members`, a calibrated `lr` is the mean of the rates that were used; in `births` it is the first guess."""
+"""Columns of every frame: type, and description with unit. `members` and `births` also have one
+column per hyperparameter. `steps` has one column per metric of learning steps; `members` has their
+means as `mean/NAME`. In `members`, a calibrated `lr` is the mean of the rates that were used; in
+`births` it is the first guess.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -88,7 +114,8 @@ class RunFrames:
     """A run as data frames, with the columns of `COLUMNS`; steps discarded on resume are left out.
 
     Attributes:
-        facts: Fields of the run event: version, seed, task, schedule, search space and so on; untrusted.
+        facts: Fields of the run event: version, seed, task, schedule, search space and so on;
+            untrusted.
         members: One row per member and generation.
         steps: One row per member and learning step.
         births: One row per member.
@@ -148,8 +175,9 @@ def read_run(run_dir: str | Path) -> RunFrames:
 
 def _members(summary: RunSummary) -> Iterator[dict[str, Any]]:
     """Yield one row per member and generation."""
-    # Fitness of a member's state at the start of each generation: that of the previous generation. In its first
-    # generation it is that of its parent before the birth, or for a founder the baseline.
+    # Fitness of a member's state at the start of each generation: that of the previous generation.
+    # In its first generation it is that of its parent before the birth, or for a founder the
+    # baseline.
     if summary.start is None:
         baseline = None
     else:
@@ -177,7 +205,11 @@ def _members(summary: RunSummary) -> Iterator[dict[str, Any]]:
             if member.hyperparameters.target_kl is not None and used_lr is not None:
                 hyperparameters["lr"] = used_lr
             yield {
-                **{name: getattr(member, name) for name in COLUMNS["members"] if hasattr(member, name)},
+                **{
+                    name: getattr(member, name)
+                    for name in COLUMNS["members"]
+                    if hasattr(member, name)
+                },
                 "member": member.index,
                 "step": generation.step,
                 "fitness_before": earlier_fitness[state],
@@ -210,14 +242,18 @@ def _births(summary: RunSummary) -> Iterator[dict[str, Any]]:
     best = best_member(summary.generations)
     reports = reports_by_member(summary.generations)
     for birth in summary.births:
-        founders[birth.index] = founders.get(birth.parent, birth.index) if birth.parent is not None else birth.index
+        founders[birth.index] = (
+            founders.get(birth.parent, birth.index) if birth.parent is not None else birth.index
+        )
         member_reports = reports.get(birth.index, [])
         yield {
             **{name: getattr(birth, name) for name in ("parent", "born", "slot", "reason")},
             "member": birth.index,
             "founder": founders[birth.index],
             "last": max((member.generation for member in member_reports), default=None),
-            "best_fitness": max((m.fitness for m in member_reports if m.fitness is not None), default=None),
+            "best_fitness": max(
+                (m.fitness for m in member_reports if m.fitness is not None), default=None
+            ),
             "winner": best is not None and birth.index == best.index,
             **birth.hyperparameters.to_json(),
         }
@@ -227,7 +263,12 @@ def _changes(births: Sequence[MemberRecord]) -> Iterator[dict[str, Any]]:
     """Yield one row per hyperparameter that changed at a birth."""
     for birth in births:
         for name, pair in birth.changes.items():
-            row: dict[str, Any] = {"member": birth.index, "parent": birth.parent, "born": birth.born, "name": name}
+            row: dict[str, Any] = {
+                "member": birth.index,
+                "parent": birth.parent,
+                "born": birth.born,
+                "name": name,
+            }
             for column, value in zip(("old", "new"), pair, strict=True):
                 row[f"{column}_name" if isinstance(value, str) else column] = value
             yield row
@@ -236,7 +277,9 @@ def _changes(births: Sequence[MemberRecord]) -> Iterator[dict[str, Any]]:
 def _evaluations(summary: RunSummary) -> Iterator[dict[str, Any]]:
     """Yield one row per measured mean: baseline, members and test."""
 
-    def row(who: str, measure: str, estimate: Estimate, questions: int | None, **others: Any) -> dict[str, Any]:
+    def row(
+        who: str, measure: str, estimate: Estimate, questions: int | None, **others: Any
+    ) -> dict[str, Any]:
         split = "train" if measure == ROLLOUTS else "validation"
         values = {"split": split, "who": who, "measure": measure, "questions": questions, **others}
         return {**values, "fitness": estimate.mean, "standard_error": estimate.standard_error}
@@ -253,9 +296,20 @@ def _evaluations(summary: RunSummary) -> Iterator[dict[str, Any]]:
                     questions = None
                 else:
                     questions = member.questions
-                yield row("member", measure, estimate, questions, member=member.index, generation=generation.generation)
+                yield row(
+                    "member",
+                    measure,
+                    estimate,
+                    questions,
+                    member=member.index,
+                    generation=generation.generation,
+                )
     if test is not None:
-        for who, estimate in {"untrained": test.before, "member": test.after, "gain": test.gain}.items():
+        for who, estimate in {
+            "untrained": test.before,
+            "member": test.after,
+            "gain": test.gain,
+        }.items():
             index = None if who == "untrained" else test.index
             yield row(who, test.measure, estimate, test.questions, split="test", member=index)
 
@@ -268,6 +322,8 @@ def _frame(pd: Any, name: str, rows: Sequence[Mapping[str, Any]]) -> "DataFrame"
             number = WHOLE if is_integer(hyperparameter) else REAL
             types[hyperparameter] = TEXT if is_categorical(hyperparameter) else number
     types |= {column: REAL for row in rows for column in row if column not in types}
-    columns = {name: pd.Series([row.get(name) for row in rows], dtype=kind) for name, kind in types.items()}
+    columns = {
+        name: pd.Series([row.get(name) for row in rows], dtype=kind) for name, kind in types.items()
+    }
     frame: DataFrame = pd.DataFrame(columns)
     return frame

@@ -74,10 +74,14 @@ def _figure(run: RunCharts) -> "Figure":
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    # 1. Choose the rows and their heights. At most three panels share a row; four fill two rows of two.
+    # 1. Choose the rows and their heights. At most three panels share a row; four fill two rows of
+    #    two.
     count = len(run.hyperparameters)
     columns = {1: 1, 2: 2, 4: 2}.get(count, 3)
-    rows = [run.metrics, *(run.hyperparameters[start : start + columns] for start in range(0, count, columns))]
+    rows = [
+        run.metrics,
+        *(run.hyperparameters[start : start + columns] for start in range(0, count, columns)),
+    ]
     rows = [row for row in rows if row]
     heights = [_HEADER_HEIGHT + _FITNESS_HEIGHT, *(_ROW_HEIGHT for _ in rows)]
     figure = Figure(figsize=(_WIDTH, sum(heights)), layout="constrained")
@@ -91,10 +95,19 @@ def _figure(run: RunCharts) -> "Figure":
         cells = grid[number].subgridspec(1, len(charts) if charts is run.metrics else columns)
         for column, chart in enumerate(charts):
             draw_chart(figure.add_subplot(cells[0, column]), chart, run)
-    # 3. Add title and legend. `parse_math=False` shows dollar signs in texts of the run as they are.
-    figure.suptitle(_one_line(run.summary.title, 120), x=0.01, ha="left", size=13.5, weight="bold", parse_math=False)
+    # 3. Add title and legend. `parse_math=False` shows dollar signs in texts of the run as they
+    #    are.
+    figure.suptitle(
+        _one_line(run.summary.title, 120),
+        x=0.01,
+        ha="left",
+        size=13.5,
+        weight="bold",
+        parse_math=False,
+    )
     legend = axes.legend(
-        *axes.get_legend_handles_labels(),  # without them, matplotlib warns about a run without generations
+        # without them, matplotlib warns about a run without generations
+        *axes.get_legend_handles_labels(),
         title=_facts(run.summary), alignment="left", loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=4,
         frameon=False, fontsize=8.8, title_fontsize=9.5,
     )  # fmt: skip
@@ -106,7 +119,8 @@ def draw_chart(axes: "Axes", chart: Chart, run: RunCharts) -> None:
     """Plot the lines of a chart; the lineage of the best member is highlighted."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-    # 1. Lines of equal colour are plotted as one line with gaps, because thousands of lines take minutes.
+    # 1. Lines of equal colour are plotted as one line with gaps, because thousands of lines take
+    #    minutes.
     for colour in dict.fromkeys(line.colour for line in chart.lines):
         lines = [line for line in chart.lines if line.colour == colour]
         x, y, errors = _joined(lines)
@@ -120,7 +134,16 @@ def draw_chart(axes: "Axes", chart: Chart, run: RunCharts) -> None:
             label = run.label(colour)
         else:
             label = None
-        axes.plot(x, y, color=colour, linewidth=width, alpha=alpha, zorder=3 if best else 2, label=label, **style)
+        axes.plot(
+            x,
+            y,
+            color=colour,
+            linewidth=width,
+            alpha=alpha,
+            zorder=3 if best else 2,
+            label=label,
+            **style,
+        )
         if chart.errors:
             low = [mean - error for mean, error in zip(y, errors, strict=True)]
             high = [mean + error for mean, error in zip(y, errors, strict=True)]
@@ -135,7 +158,16 @@ def draw_chart(axes: "Axes", chart: Chart, run: RunCharts) -> None:
             size = 2.5
         else:
             size = 4.5
-        axes.plot(x, y, "o", color=colour, markersize=size, mec="white", mew=0.7, zorder=4 if colour == BEST else 2.5)
+        axes.plot(
+            x,
+            y,
+            "o",
+            color=colour,
+            markersize=size,
+            mec="white",
+            mew=0.7,
+            zorder=4 if colour == BEST else 2.5,
+        )
     # 3. Axes.
     if chart.log:
         axes.set_yscale("log")
@@ -145,13 +177,19 @@ def draw_chart(axes: "Axes", chart: Chart, run: RunCharts) -> None:
     elif chart.log:
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     else:
-        axes.yaxis.set_major_locator(MaxNLocator(8 if chart is run.fitness else 5, steps=[1, 2, 2.5, 5, 10]))
+        axes.yaxis.set_major_locator(
+            MaxNLocator(8 if chart is run.fitness else 5, steps=[1, 2, 2.5, 5, 10])
+        )
     names = dict(enumerate(chart.names))
     axes.yaxis.set_major_formatter(
-        FuncFormatter(lambda value, _: names.get(round(value), "") if names else number_text(float(value)))
+        FuncFormatter(
+            lambda value, _: names.get(round(value), "") if names else number_text(float(value))
+        )
     )
     axes.yaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_locator(MaxNLocator(12 if chart is run.fitness else 5, integer=True, min_n_ticks=1))
+    axes.xaxis.set_major_locator(
+        MaxNLocator(12 if chart is run.fitness else 5, integer=True, min_n_ticks=1)
+    )
     axes.set_title(chart.title)
     axes.set_ylabel(chart.unit)
     axes.set_xlabel(chart.x_title)
@@ -161,7 +199,11 @@ def _joined(lines: Sequence[Line]) -> tuple[list[float], list[float], list[float
     """Return x, y and error of the points of all lines, with gaps between the lines."""
     gap = Point(math.nan, math.nan, 0, math.nan)
     points = [point for line in lines for point in (*line.points, gap)]
-    return [point.x for point in points], [point.y for point in points], [point.error for point in points]
+    return (
+        [point.x for point in points],
+        [point.y for point in points],
+        [point.error for point in points],
+    )
 
 
 def _draw_fitness(axes: "Axes", run: RunCharts) -> None:
@@ -173,7 +215,14 @@ def _draw_fitness(axes: "Axes", run: RunCharts) -> None:
     axes.set_ylabel(f"fitness ({run.fitness.unit})")
     if summary.start is not None:
         words = f"{summary.terms.untrained}, {summary.split}"
-        axes.axhline(summary.start.mean, color=BASE, linestyle=(0, (6, 4)), linewidth=1.4, zorder=1.5, label=words)
+        axes.axhline(
+            summary.start.mean,
+            color=BASE,
+            linestyle=(0, (6, 4)),
+            linewidth=1.4,
+            zorder=1.5,
+            label=words,
+        )
     for label, colour, x, estimate in run.tests:
         axes.errorbar(
             [x], [estimate.mean], yerr=[estimate.standard_error], fmt="D", color=colour, markersize=8, capsize=4,
@@ -190,7 +239,9 @@ def _draw_fitness(axes: "Axes", run: RunCharts) -> None:
     best = [line.points[-1] for line in run.fitness.lines if line.colour == BEST]
     if best:
         end = max(best, key=lambda point: point.x)
-        axes.annotate(f"#{run.best}", end[:2], (8, 4), textcoords="offset points", color=BEST, weight="bold")
+        axes.annotate(
+            f"#{run.best}", end[:2], (8, 4), textcoords="offset points", color=BEST, weight="bold"
+        )
     if not run.fitness.lines:
         if run.histories:
             words = "no member has a fitness yet"
@@ -201,7 +252,9 @@ def _draw_fitness(axes: "Axes", run: RunCharts) -> None:
 
 def _facts(summary: RunSummary) -> str:
     """Return a line of facts about the run."""
-    size, seed, samples = (summary.facts.get(name, "?") for name in ("population_size", "seed", "samples_per_step"))
+    size, seed, samples = (
+        summary.facts.get(name, "?") for name in ("population_size", "seed", "samples_per_step")
+    )
     parts = [_one_line(f"population of {size} · seed {seed} · samples_per_step {samples}", 180)]
     if summary.generations:
         last = summary.generations[-1]

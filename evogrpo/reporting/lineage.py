@@ -13,7 +13,9 @@ from evogrpo.text import number_text, origin_text, score_text
 
 
 def best_member(generations: Sequence[GenerationReport]) -> MemberReport | None:
-    """Return the report with which the run's best member became the best; None before the first evaluation.
+    """Return the report with which the run's best member became the best.
+
+    None before the first evaluation.
 
     Args:
         generations: In order, as `evogrpo.storage.journal.latest_generations` returns them.
@@ -23,7 +25,9 @@ def best_member(generations: Sequence[GenerationReport]) -> MemberReport | None:
     else:
         best_ever = None
     members = (member for generation in generations for member in generation.members)
-    return next((member for member in members if (member.index, member.generation) == best_ever), None)
+    return next(
+        (member for member in members if (member.index, member.generation) == best_ever), None
+    )
 
 
 def fitness_estimate(member: MemberReport) -> Estimate | None:
@@ -42,7 +46,9 @@ def reports_by_member(generations: Sequence[GenerationReport]) -> dict[int, list
     return reports
 
 
-def lineage_of(generations: Sequence[GenerationReport], member: MemberReport) -> tuple[MemberReport, ...]:
+def lineage_of(
+    generations: Sequence[GenerationReport], member: MemberReport
+) -> tuple[MemberReport, ...]:
     """Return the reports of every generation in which a member's state was trained.
 
     Args:
@@ -50,14 +56,16 @@ def lineage_of(generations: Sequence[GenerationReport], member: MemberReport) ->
         member: The member's report of one of them.
 
     Returns:
-        In order, from the founder's first report to `member`. Training of an ancestor after its child's birth is left
-        out.
+        In order, from the founder's first report to `member`. Training of an ancestor after its
+        child's birth is left out.
     """
     by_member = reports_by_member(generations)
     line: list[MemberReport] = []
     current: MemberReport | None = member
     while current is not None:
-        reports = [report for report in by_member[current.index] if report.generation <= current.generation]
+        reports = [
+            report for report in by_member[current.index] if report.generation <= current.generation
+        ]
         line = [*reports, *line]
         parent = reports[0].parent
         current = origin_of(reports[0], by_member.get(parent, []) if parent is not None else [])
@@ -72,20 +80,28 @@ def origin_of(first: MemberReport, parents: Sequence[MemberReport]) -> MemberRep
         parents: All reports of its parent, in order.
 
     Returns:
-        The parent's last report before the member's first; None if there is none. Its generation is always earlier,
-        even in a damaged journal, so a loop over origins ends.
+        The parent's last report before the member's first; None if there is none. Its generation is
+        always earlier, even in a damaged journal, so a loop over origins ends.
     """
-    return next((report for report in reversed(parents) if report.generation < first.generation), None)
+    return next(
+        (report for report in reversed(parents) if report.generation < first.generation), None
+    )
 
 
-def calibrated_rates(summary: RunSummary, line: Sequence[MemberReport]) -> tuple[float, float] | None:
+def calibrated_rates(
+    summary: RunSummary, line: Sequence[MemberReport]
+) -> tuple[float, float] | None:
     """Return the first and the last calibrated learning rate of a lineage; None if it has none.
 
     Args:
         summary: The run.
         line: Result of `lineage_of`.
     """
-    trained = {(report.index, report.generation) for report in line if report.hyperparameters.target_kl is not None}
+    trained = {
+        (report.index, report.generation)
+        for report in line
+        if report.hyperparameters.target_kl is not None
+    }
     first = last = None
     for step in summary.steps:
         for member in step.members:
@@ -105,9 +121,9 @@ class BestSchedule:
     """Hyperparameter schedule of a run's best member.
 
     Attributes:
-        stages: From its founder's first learning step to the evaluation that made it the best. They count the learning
-            steps of its lineage. Where the learning rate was calibrated, `lr` is the first calibrated one: a replay
-            searches from there.
+        stages: From its founder's first learning step to the evaluation that made it the best. They
+            count the learning steps of its lineage. Where the learning rate was calibrated, `lr` is
+            the first calibrated one: a replay searches from there.
         calibrated: First and last calibrated learning rate of its lineage; None if it has none.
         member: The best member's report of that evaluation.
         networks: Architecture changes in its lineage, as text; the schedule does not include them.
@@ -130,17 +146,20 @@ def best_schedule(summary: RunSummary) -> BestSchedule:
     numbers = [generation.generation for generation in generations]
     if numbers != list(range(1, len(numbers) + 1)):
         raise ValueError(
-            f"A schedule needs all generations from 1 on, but the journal has {numbers}. Restore the journal from a "
-            "copy."
+            f"A schedule needs all generations from 1 on, but the journal has {numbers}. Restore"
+            " the journal from a copy."
         )
     member = best_member(generations)
     if member is None:
         raise ValueError(
-            "The run has no evaluated member, so there is no best one. If its directory has a folder `best`, load that "
-            "with evogrpo.GRPO.load."
+            "The run has no evaluated member, so there is no best one. If its directory has a"
+            " folder `best`, load that with evogrpo.GRPO.load."
         )
     # 2. Build one stage per sequence of generations with equal settings.
-    ends = [0, *(generation.step for generation in generations)]  # learning steps after each generation
+    ends = [
+        0,
+        *(generation.step for generation in generations),
+    ]  # learning steps after each generation
     line = lineage_of(generations, member)
     calibrated = calibrated_rates(summary, line)
     stages: list[ScheduleStage] = []
@@ -155,14 +174,21 @@ def best_schedule(summary: RunSummary) -> BestSchedule:
             samples_per_step=generations[number - 1].samples_per_step or 0,
         )
         last = stages[-1] if stages else None
-        if last and (last.hyperparameters, last.samples_per_step) == (stage.hyperparameters, stage.samples_per_step):
-            stages[-1] = ScheduleStage(**{**vars(last), "generations": (*last.generations, *stage.generations)})
+        if last and (last.hyperparameters, last.samples_per_step) == (
+            stage.hyperparameters,
+            stage.samples_per_step,
+        ):
+            stages[-1] = ScheduleStage(
+                **{**vars(last), "generations": (*last.generations, *stage.generations)}
+            )
         else:
             stages.append(stage)
     # 3. List architecture changes. Every report of a member repeats the changes of its birth.
     born = {report.index: report.changes[NETWORK] for report in line if NETWORK in report.changes}
     networks = tuple(f"{old} -> {new}" for old, new in born.values())
-    return BestSchedule(stages=tuple(stages), member=member, calibrated=calibrated, networks=networks)
+    return BestSchedule(
+        stages=tuple(stages), member=member, calibrated=calibrated, networks=networks
+    )
 
 
 def best_hyperparameters(run_dir: str | Path) -> tuple[Hyperparameters, ...]:
@@ -172,8 +198,9 @@ def best_hyperparameters(run_dir: str | Path) -> tuple[Hyperparameters, ...]:
         run_dir: Run directory; the run may still be active.
 
     Returns:
-        Those of the best member, then those of the newest generation's members in order of fitness, without duplicates
-        and failed members. Where the learning rate was calibrated, `lr` is the last calibrated one.
+        Those of the best member, then those of the newest generation's members in order of fitness,
+        without duplicates and failed members. Where the learning rate was calibrated, `lr` is the
+        last calibrated one.
 
     Raises:
         ValueError: If there is no run, no member was evaluated, or a journal value is invalid.
@@ -182,10 +209,14 @@ def best_hyperparameters(run_dir: str | Path) -> tuple[Hyperparameters, ...]:
     generations = summary.generations
     best = best_member(generations)
     if best is None:
-        raise ValueError(f"{run_dir} has no evaluated member yet. Wait for its first generation, or give another run.")
+        raise ValueError(
+            f"{run_dir} has no evaluated member yet. Wait for its first generation, or give another"
+            " run."
+        )
     healthy = [member for member in generations[-1].members if member.fitness is not None]
     ranked = sorted(healthy, key=lambda member: (-(member.fitness or 0.0), member.slot))
-    # Members with equal hyperparameters may have calibrated to different rates: the best of them counts.
+    # Members with equal hyperparameters may have calibrated to different rates: the best of them
+    # counts.
     distinct: dict[Hyperparameters, MemberReport] = {}
     for member in (best, *ranked):
         distinct.setdefault(member.hyperparameters, member)
@@ -194,7 +225,9 @@ def best_hyperparameters(run_dir: str | Path) -> tuple[Hyperparameters, ...]:
         calibrated = None
         if hyperparameters.target_kl is not None:
             calibrated = calibrated_rates(summary, lineage_of(generations, member))
-        found.append(hyperparameters if calibrated is None else replace(hyperparameters, lr=calibrated[1]))
+        found.append(
+            hyperparameters if calibrated is None else replace(hyperparameters, lr=calibrated[1])
+        )
     return tuple(found)
 
 
@@ -214,7 +247,10 @@ class MemberHistory:
 
 
 def member_histories(summary: RunSummary) -> tuple[MemberHistory, ...]:
-    """Return the history of every member that finished a generation; parents come before their children."""
+    """Return the history of every member that finished a generation.
+
+    Parents come before their children.
+    """
     reports = reports_by_member(summary.generations)
     histories: dict[int, MemberHistory] = {}
     for index in sorted(reports, key=lambda index: (reports[index][0].generation, index)):
@@ -260,15 +296,20 @@ def birth_text(member: MemberRecord | MemberReport, evolvable: Iterable[str]) ->
     else:
         step_size = "target_kl"
     names = list(evolvable) or [step_size, "clip_coef", "group_size"]
-    return f"founder with {', '.join(f'{name} {number_text(getattr(member.hyperparameters, name))}' for name in names)}"
+    return (
+        "founder with"
+        f" {', '.join(f'{name} {number_text(getattr(member.hyperparameters, name))}' for name in names)}"
+    )
 
 
-def tree_lines(births: Sequence[MemberRecord], path: Collection[int]) -> list[tuple[int, MemberRecord]]:
+def tree_lines(
+    births: Sequence[MemberRecord], path: Collection[int]
+) -> list[tuple[int, MemberRecord]]:
     """Return the lines of a printed lineage: the indentation and the member of each.
 
-    One child of a member, its heir, continues its line without indentation; other children are indented below it. The
-    heir is the child on the best member's path, or the child with most descendants. Indentation therefore grows with
-    the logarithm of the number of members.
+    One child of a member, its heir, continues its line without indentation; other children are
+    indented below it. The heir is the child on the best member's path, or the child with most
+    descendants. Indentation therefore grows with the logarithm of the number of members.
 
     Args:
         births: All births in order of index; a parent comes before its children.
@@ -280,9 +321,13 @@ def tree_lines(births: Sequence[MemberRecord], path: Collection[int]) -> list[tu
     # 1. List the children of each member, and count its descendants and itself.
     indices = {birth.index for birth in births}
     children: dict[int | None, list[MemberRecord]] = {}
-    for birth in births:  # a parent that is missing from the journal makes its children roots of the tree
+    for (
+        birth
+    ) in births:  # a parent that is missing from the journal makes its children roots of the tree
         if birth.parent is not None and birth.parent >= birth.index:
-            raise ValueError(f"A parent must be older than its child, got #{birth.parent} of #{birth.index}.")
+            raise ValueError(
+                f"A parent must be older than its child, got #{birth.parent} of #{birth.index}."
+            )
         children.setdefault(birth.parent if birth.parent in indices else None, []).append(birth)
     sizes: dict[int, int] = {}
     for birth in reversed(births):  # children before their parents
@@ -291,12 +336,17 @@ def tree_lines(births: Sequence[MemberRecord], path: Collection[int]) -> list[tu
     lines: list[tuple[int, MemberRecord]] = []
 
     def add_line(first: MemberRecord, indent: int) -> None:
-        """Add a line for a member, its heir, the heir's heir and so on; other children are indented by one."""
+        """Add a line for a member, its heir, the heir's heir and so on.
+
+        Other children are indented by one.
+        """
         member: MemberRecord | None = first
         while member is not None:
             lines.append((indent, member))
             below = children.get(member.index, [])
-            heir = max(below, key=lambda child: (child.index in path, sizes[child.index]), default=None)
+            heir = max(
+                below, key=lambda child: (child.index in path, sizes[child.index]), default=None
+            )
             for child in below:
                 if child is not heir:
                     add_line(child, indent + 1)

@@ -140,12 +140,17 @@ class StepReport(JournalRecord):
     examples: tuple[Example, ...] = ()
 
     def __repr__(self) -> str:
-        rewards = ", ".join(f"#{member.index} {number_text(member.reward)}" for member in self.learned.values())
+        rewards = ", ".join(
+            f"#{member.index} {number_text(member.reward)}" for member in self.learned.values()
+        )
         return f"StepReport(step={self.step}, generation={self.generation}, rewards: {rewards})"
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values, without completions; see `StepRecord`."""
-        members = [{"slot": slot, "index": each.index, **each.metrics} for slot, each in self.learned.items()]
+        members = [
+            {"slot": slot, "index": each.index, **each.metrics}
+            for slot, each in self.learned.items()
+        ]
         names = ("step", "generation", "seconds", "phases", "waiting", "tokens")
         return {**{name: getattr(self, name) for name in names}, "members": members}
 
@@ -181,7 +186,8 @@ class BaselineReport(JournalRecord):
     """Fitness of the untrained base before training.
 
     Attributes:
-        questions: Number of validation questions, or of starts of the first step if fitness is the training rewards.
+        questions: Number of validation questions, or of starts of the first step if fitness is the
+            training rewards.
         fitness: Mean reward on them.
         measure: "greedy", "sampled" or "rollouts", as for members.
         cost: Cost of the evaluation.
@@ -201,7 +207,9 @@ class BaselineReport(JournalRecord):
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
         """Build from the result of `to_json`; raise ValueError for an invalid value."""
-        return super().from_json({**values, "fitness": values})  # `to_json` merges the fields of the estimate
+        return super().from_json(
+            {**values, "fitness": values}
+        )  # `to_json` merges the fields of the estimate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,9 +230,10 @@ class MemberReport(JournalRecord):
         seconds: Its share of the generation's time, by tokens.
         changes: (old, new) of every hyperparameter that changed at its birth, by name.
         reason: Reason of its birth.
-        metrics: Means over the generation's learning steps: loss, kl, grad_norm, reward, ...; None = not measured.
-        measured: Estimates by measure: "greedy" and "sampled" on validation questions, "rollouts" for training
-            rewards. One of them is `fitness`; empty if it failed.
+        metrics: Means over the generation's learning steps: loss, kl, grad_norm, reward, ...; None
+            = not measured.
+        measured: Estimates by measure: "greedy" and "sampled" on validation questions, "rollouts"
+            for training rewards. One of them is `fitness`; empty if it failed.
         questions: Number of validation questions it was evaluated on.
         evaluation: Cost of its evaluation.
         scores: Fitness by measure, with the score of every question.
@@ -259,7 +268,10 @@ class MemberReport(JournalRecord):
             score = f"failed={self.failed!r}"
         else:
             score = f"fitness={score_text(self.fitness, self.standard_error)}"
-        return f"MemberReport(index={self.index}, slot={self.slot}, generation={self.generation}, {score})"
+        return (
+            f"MemberReport(index={self.index}, slot={self.slot}, generation={self.generation},"
+            f" {score})"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,13 +286,16 @@ class GenerationReport(JournalRecord):
         plan: The evolution plan; None after the last generation.
         seconds: Wall-clock time of the run so far, including resumed parts.
         tokens: Tokens processed by all members so far, without evaluations.
-        timesteps: Environment steps that members have trained on so far, without evaluations; None for language models.
+        timesteps: Environment steps that members have trained on so far, without evaluations; None
+            for language models.
         examples: One completion of each member, from the last learning step.
         questions: Largest number of questions (or starts) that a member was evaluated on.
         evaluation: Cost of all evaluations so far, including the untrained base.
-        best_ever: (index, generation) of the run's best member so far; None before the first evaluation.
+        best_ever: (index, generation) of the run's best member so far; None before the first
+            evaluation.
         samples_per_step: Samples per member and learning step.
-        steps_per_generation: Learning steps that were planned for it; a limit of the run may have ended it earlier.
+        steps_per_generation: Learning steps that were planned for it; a limit of the run may have
+            ended it earlier.
     """
 
     event: ClassVar[str] = "generation"
@@ -302,7 +317,9 @@ class GenerationReport(JournalRecord):
 
     def __post_init__(self) -> None:
         if all(member.index != self.best_index for member in self.members):
-            raise ValueError(f"best_index must be the index of one of the members, got {self.best_index}.")
+            raise ValueError(
+                f"best_index must be the index of one of the members, got {self.best_index}."
+            )
 
     @property
     def best(self) -> MemberReport:
@@ -310,8 +327,13 @@ class GenerationReport(JournalRecord):
         return next(member for member in self.members if member.index == self.best_index)
 
     def __repr__(self) -> str:
-        scores = ", ".join(f"#{member.index} {number_text(member.fitness)}" for member in self.members)
-        return f"GenerationReport(generation={self.generation}, step={self.step}, best=#{self.best_index} of {scores})"
+        scores = ", ".join(
+            f"#{member.index} {number_text(member.fitness)}" for member in self.members
+        )
+        return (
+            f"GenerationReport(generation={self.generation}, step={self.step},"
+            f" best=#{self.best_index} of {scores})"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -326,7 +348,8 @@ class TestReport(JournalRecord):
         gain: Mean of the paired differences, question by question, with its standard error.
         measure: "greedy" or "sampled".
         cost: Cost of the test.
-        scores: Raw reward of the member per question, in the split's order, for paired comparison with other runs.
+        scores: Raw reward of the member per question, in the split's order, for paired comparison
+            with other runs.
     """
 
     __test__ = False  # pytest must not collect it
@@ -342,7 +365,10 @@ class TestReport(JournalRecord):
     scores: tuple[Real, ...]
 
     def __repr__(self) -> str:
-        shown = f"questions={self.questions}, index={self.index}, before={self.before!r}, after={self.after!r}"
+        shown = (
+            f"questions={self.questions}, index={self.index}, before={self.before!r},"
+            f" after={self.after!r}"
+        )
         return f"TestReport({shown}, gain={self.gain!r})"
 
     @property
@@ -377,14 +403,18 @@ class Result:
         complete: True if its schedule is finished; otherwise it can be resumed.
         generations: Generations evaluated.
         steps: Learning steps taken.
-        timesteps: Environment steps that all members trained on, without evaluations; None for language models.
+        timesteps: Environment steps that all members trained on, without evaluations; None for
+            language models.
         tokens: Tokens (or transitions) processed by all members, without evaluations.
         seconds: Wall-clock time, including resumed parts.
         evaluation: Cost of all evaluations, including the untrained base and the test.
-        baseline: Fitness of the untrained base on the validation split; None if the run stopped before.
+        baseline: Fitness of the untrained base on the validation split; None if the run stopped
+            before.
         best: The best member; None before the first evaluation.
-        test: Base and best member on the test split, with the paired difference; None if there was no test.
-        run_dir: Folder of the journal, the checkpoints and the best member (`best`); None if nothing was recorded.
+        test: Base and best member on the test split, with the paired difference; None if there was
+            no test.
+        run_dir: Folder of the journal, the checkpoints and the best member (`best`); None if
+            nothing was recorded.
     """
 
     reason: str
@@ -405,12 +435,17 @@ class Result:
             best = ""
         else:
             best = f", best=#{self.best.index} {number_text(self.best.fitness.mean)}"
-        before, after = (None, None) if self.test is None else (self.test.before.mean, self.test.after.mean)
+        before, after = (
+            (None, None) if self.test is None else (self.test.before.mean, self.test.after.mean)
+        )
         if before is None:
             test = ""
         else:
             test = f", test: {number_text(before)} → {number_text(after)}"
-        return f"Result({self.reason!r}, generations={self.generations}, steps={self.steps}{best}{test})"
+        return (
+            f"Result({self.reason!r}, generations={self.generations},"
+            f" steps={self.steps}{best}{test})"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -468,8 +503,8 @@ def verdict(test: TestReport, terms: Terms) -> str | None:
     if test.beyond_noise:
         return None
     return (
-        f"No significant difference from the {terms.untrained} (less than two standard errors). Train longer or use "
-        f"more test {terms.questions}."
+        f"No significant difference from the {terms.untrained} (less than two standard errors)."
+        f" Train longer or use more test {terms.questions}."
     )
 
 

@@ -15,8 +15,21 @@ from evogrpo.extras import install_hint
 from evogrpo.reporting.charts import BASE, BEST, Chart, Line, RunCharts, run_charts
 from evogrpo.reporting.figure import figure_png, run_figure
 from evogrpo.reporting.lineage import ancestors, best_member, fitness_estimate, reports_by_member
-from evogrpo.reporting.records import Estimate, Example, GenerationReport, MemberReport, processed, verdict
-from evogrpo.reporting.summary import METRICS, RunSummary, changed_budgets, read_summary, retired_members
+from evogrpo.reporting.records import (
+    Estimate,
+    Example,
+    GenerationReport,
+    MemberReport,
+    processed,
+    verdict,
+)
+from evogrpo.reporting.summary import (
+    METRICS,
+    RunSummary,
+    changed_budgets,
+    read_summary,
+    retired_members,
+)
 from evogrpo.storage.atomic_files import replace_file
 from evogrpo.text import (
     changes_text,
@@ -74,7 +87,10 @@ class RunReport:
         return run_figure(self._summary)
 
     def write(self) -> Path:
-        """Write `report.html` to the run directory, and `report.png` if matplotlib is installed; return the page."""
+        """Write `report.html` to the run directory, and `report.png` if matplotlib is installed.
+
+        Return the page.
+        """
         if install_hint("report.png", "matplotlib") is None:
             replace_file(self.run_dir / "report.png", figure_png(self._summary))
         path = self.run_dir / "report.html"
@@ -104,8 +120,8 @@ def html_page(summary: RunSummary) -> str:
         summary: The run.
 
     Returns:
-        The HTML text of a self-contained page. Values are escaped, the charts have no text of the run, and the content
-        security policy allows only the page's own scripts.
+        The HTML text of a self-contained page. Values are escaped, the charts have no text of the
+        run, and the content security policy allows only the page's own scripts.
     """
     title = escape(shorten(summary.title, 400))
     charts, scripts = _charts(summary)
@@ -120,7 +136,8 @@ def html_page(summary: RunSummary) -> str:
     ]
     style = files("evogrpo.reporting").joinpath("page.css").read_text("utf-8")
     hashes = " ".join(
-        f"'sha256-{base64.b64encode(hashlib.sha256(script.encode('utf-8')).digest()).decode()}'" for script in scripts
+        f"'sha256-{base64.b64encode(hashlib.sha256(script.encode('utf-8')).digest()).decode()}'"
+        for script in scripts
     )
     # plotly.js writes style elements, so styles cannot be listed by their hashes.
     allowed = hashes or "'none'"
@@ -141,7 +158,10 @@ def html_page(summary: RunSummary) -> str:
 
 
 def _charts(summary: RunSummary) -> tuple[str, list[str]]:
-    """Return the sections of the charts and the scripts that draw them; without plotly, a line on how to install it."""
+    """Return the sections of the charts and the scripts that draw them.
+
+    Without plotly, a line on how to install it.
+    """
     if not summary.generations:
         return "", []
     message = install_hint("Charts", "plotly")
@@ -152,14 +172,22 @@ def _charts(summary: RunSummary) -> tuple[str, list[str]]:
     # 1. Make the figures by element id: in full width, and small ones side by side.
     run = run_charts(summary)
     details = {
-        (result.index, result.generation): _hover_text(result, history.results[0].generation, summary)
+        (result.index, result.generation): _hover_text(
+            result, history.results[0].generation, summary
+        )
         for history in run.histories
         for result in history.results
     }
     whole = {"fitness": _fitness_figure(run, details), "lineage": _lineage_figure(run, details)}
     small = {
-        title: {f"{title.split()[0]}-{number}": _chart_figure(chart, run, {}) for number, chart in enumerate(charts)}
-        for title, charts in (("Hyperparameters", run.hyperparameters), ("Learning steps", run.metrics))
+        title: {
+            f"{title.split()[0]}-{number}": _chart_figure(chart, run, {})
+            for number, chart in enumerate(charts)
+        }
+        for title, charts in (
+            ("Hyperparameters", run.hyperparameters),
+            ("Learning steps", run.metrics),
+        )
     }
     # 2. Write the sections, with an empty element for each figure.
     lead = "Bands: ± one standard error. "
@@ -169,12 +197,18 @@ def _charts(summary: RunSummary) -> tuple[str, list[str]]:
         kind = "chart whole" if group is whole else "chart"
         elements = "".join(f'<div class="{kind}" id="{name}"></div>' for name in group)
         if group:
-            parts.append(_section(title, lead if group is whole else "", f'<div class="charts">{elements}</div>'))
+            parts.append(
+                _section(
+                    title, lead if group is whole else "", f'<div class="charts">{elements}</div>'
+                )
+            )
     # 3. Embed the figures as JSON, which the script draws into the elements.
     figures = {name: figure for group in (whole, *small.values()) for name, figure in group.items()}
     data = _embedded({name: figure.to_plotly_json() for name, figure in figures.items()})
     parts.append(f'<script type="application/json" id="charts">{data}</script>')
-    without = "<noscript><p>Charts need JavaScript. The tables contain the same values.</p></noscript>"
+    without = (
+        "<noscript><p>Charts need JavaScript. The tables contain the same values.</p></noscript>"
+    )
     return "\n".join([without, *parts]), [get_plotlyjs(), _DRAW]
 
 
@@ -183,7 +217,8 @@ def _hover_text(result: MemberReport, first: int, summary: RunSummary) -> str:
 
     Args:
         result: The result.
-        first: First generation of the member in this run. `born` may be a generation of an earlier run.
+        first: First generation of the member in this run. `born` may be a generation of an earlier
+            run.
         summary: The run.
     """
     values = result.hyperparameters.to_json()
@@ -195,7 +230,10 @@ def _hover_text(result: MemberReport, first: int, summary: RunSummary) -> str:
         f"fitness {score_text(result.fitness, result.standard_error)}",
         *(f"{name} {number_text(values[name])}" for name in summary.evolvable),
         "founder" if result.parent is None else f"child of #{result.parent}{birth}",
-        f"slot {result.slot}, {count_text(result.tokens)} {summary.terms.tokens}, {duration_text(result.seconds)}",
+        (
+            f"slot {result.slot}, {count_text(result.tokens)} {summary.terms.tokens},"
+            f" {duration_text(result.seconds)}"
+        ),
     ]
     return "<br>".join(lines)
 
@@ -209,19 +247,32 @@ def _fitness_figure(run: RunCharts, details: Mapping[tuple[int, int], str]) -> "
         base = [summary.start.mean] * 2
         words = f"{summary.terms.untrained}, {summary.split}"
         line = {"color": BASE, "dash": "dash", "width": 1.5}
-        figure.add_scatter(x=[first - 1, last], y=base, mode="lines", line=line, name=words, hoverinfo="name+y")
+        figure.add_scatter(
+            x=[first - 1, last], y=base, mode="lines", line=line, name=words, hoverinfo="name+y"
+        )
     if run.failures:
         marks = _points(run.failures, run.fitness, details)
-        figure.add_scatter(**marks, mode="markers", marker={"symbol": "x", "size": 9, "color": BASE}, name="failed")
+        figure.add_scatter(
+            **marks, mode="markers", marker={"symbol": "x", "size": 9, "color": BASE}, name="failed"
+        )
     for label, colour, x, estimate in run.tests:
         marker = {"symbol": "diamond", "size": 11, "color": colour}
         error = {"type": "data", "array": [estimate.standard_error], "thickness": 1.5}
         name = f"{label} {estimate}"
         figure.add_scatter(
-            x=[x], y=[estimate.mean], mode="markers", marker=marker, error_y=error, name=name, hoverinfo="name"
+            x=[x],
+            y=[estimate.mean],
+            mode="markers",
+            marker=marker,
+            error_y=error,
+            name=name,
+            hoverinfo="name",
         )
     figure.update_layout(
-        height=440, showlegend=True, legend={"orientation": "h", "y": -0.14}, hoverlabel={"namelength": -1}
+        height=440,
+        showlegend=True,
+        legend={"orientation": "h", "y": -0.14},
+        hoverlabel={"namelength": -1},
     )
     return figure
 
@@ -245,8 +296,13 @@ def _lineage_figure(run: RunCharts, details: Mapping[tuple[int, int], str]) -> "
     return figure
 
 
-def _chart_figure(chart: Chart, run: RunCharts, details: Mapping[tuple[int, int], str]) -> "PlotlyFigure":
-    """Return a chart as a plotly figure; `details` are hover texts of members by (index, generation)."""
+def _chart_figure(
+    chart: Chart, run: RunCharts, details: Mapping[tuple[int, int], str]
+) -> "PlotlyFigure":
+    """Return a chart as a plotly figure.
+
+    `details` are hover texts of members by (index, generation).
+    """
     import plotly.graph_objects as go
 
     figure = go.Figure(layout_template="none")
@@ -256,7 +312,9 @@ def _chart_figure(chart: Chart, run: RunCharts, details: Mapping[tuple[int, int]
         best = colour == BEST
         if chart.errors:
             shade = 0.16 if best else 0.03 if run.crowded else 0.1
-            figure.add_scatter(**_bands(lines), fill="toself", fillcolor=colour, opacity=shade, mode="none")
+            figure.add_scatter(
+                **_bands(lines), fill="toself", fillcolor=colour, opacity=shade, mode="none"
+            )
         width, opacity = (3.5, 1.0) if best else (1.0, 0.5) if run.crowded else (1.6, 0.9)
         figure.add_scatter(
             **_points(lines, chart, details),
@@ -273,7 +331,10 @@ def _chart_figure(chart: Chart, run: RunCharts, details: Mapping[tuple[int, int]
         marker = {"color": colour, "size": 9 if colour == BEST else 3 if run.crowded else 6}
         figure.add_scatter(**_points(births, chart, details), mode="markers", marker=marker)
     # 3. Axes.
-    ends = [point.x for line in chart.lines for point in (line.points[0], line.points[-1])] or [0, 1]
+    ends = [point.x for line in chart.lines for point in (line.points[0], line.points[-1])] or [
+        0,
+        1,
+    ]
     if max(ends) - min(ends) < 9:
         whole_numbers = {"dtick": 1}
     else:
@@ -289,14 +350,26 @@ def _chart_figure(chart: Chart, run: RunCharts, details: Mapping[tuple[int, int]
         if sum(low <= value <= high for value in values) < 2:  # a narrow range: evenly spaced ticks
             unit = 10.0 ** math.floor(math.log10(high - low))
             unit *= 1.0 if high - low >= 5 * unit else 0.5 if high - low >= 2 * unit else 0.2
-            values = tuple(unit * number for number in range(math.ceil(low / unit), math.floor(high / unit) + 1))
+            values = tuple(
+                unit * number
+                for number in range(math.ceil(low / unit), math.floor(high / unit) + 1)
+            )
     ticks: dict[str, Any] = {"nticks": 6}
     if values:
-        ticks = {"tickvals": values, "ticktext": chart.names or [number_text(value) for value in values]}
+        ticks = {
+            "tickvals": values,
+            "ticktext": chart.names or [number_text(value) for value in values],
+        }
     figure.update_layout(
         title={"text": f"<b>{chart.title}</b> {chart.unit}", "font": {"size": 13}, "x": 0.01},
         xaxis={"title": {"text": chart.x_title, "standoff": 4}, **whole_numbers, **grid},
-        yaxis={"range": limits, "type": "log" if chart.log else "linear", "exponentformat": "e", **ticks, **grid},
+        yaxis={
+            "range": limits,
+            "type": "log" if chart.log else "linear",
+            "exponentformat": "e",
+            **ticks,
+            **grid,
+        },
         font={"size": 12, "family": "system-ui, sans-serif"},
         paper_bgcolor="rgba(0,0,0,0)",
         plot_bgcolor="rgba(0,0,0,0)",
@@ -310,7 +383,9 @@ def _chart_figure(chart: Chart, run: RunCharts, details: Mapping[tuple[int, int]
     return figure
 
 
-def _points(lines: Iterable[Line], chart: Chart, details: Mapping[tuple[int, int], str]) -> dict[str, Any]:
+def _points(
+    lines: Iterable[Line], chart: Chart, details: Mapping[tuple[int, int], str]
+) -> dict[str, Any]:
     """Return the points of lines as x, y and hover texts, with gaps between the lines."""
     x: list[float | None] = []
     y: list[float | None] = []
@@ -362,7 +437,9 @@ def escape(value: Any) -> str:
 def _table(heads: Sequence[str], rows: Iterable[tuple[str, Sequence[Any]]]) -> str:
     """Return a table of headings and rows; a row is a CSS class and its cells."""
     head = "".join(f'<th scope="col">{escape(text)}</th>' for text in heads)
-    body = "".join(f'<tr class="{kind}">{"".join(map(_cell, cells))}</tr>\n' for kind, cells in rows)
+    body = "".join(
+        f'<tr class="{kind}">{"".join(map(_cell, cells))}</tr>\n' for kind, cells in rows
+    )
     label = escape(f"table of {', '.join(text for text in heads if text) or 'facts'}")
     # The frame scrolls, so it must be focusable by keyboard.
     return (
@@ -407,7 +484,10 @@ def _outcome(summary: RunSummary) -> str:
     if summary.resumes:
         lead += f" Resumed {pluralize(summary.resumes, 'time')}."
     if summary.changed_data:
-        lead += " Questions, rewards or environment changed during the run (see below), so fitness before and after "
+        lead += (
+            " Questions, rewards or environment changed during the run (see below), so fitness"
+            " before and after "
+        )
         lead += "cannot be compared."
     lead += f" Fitness: {summary.fitness_text}. End: {summary.ending}."
     # 2. Collect the rows of the table; the test adds its verdict to the summary line.
@@ -416,17 +496,30 @@ def _outcome(summary: RunSummary) -> str:
     best = best_member(summary.generations)
     rows: list[tuple[str, str, Estimate | None, int]] = []
     if baseline is not None:
-        rows.append((f"{terms.untrained}, {summary.split}", "", baseline.fitness, baseline.questions))
+        rows.append(
+            (f"{terms.untrained}, {summary.split}", "", baseline.fitness, baseline.questions)
+        )
     if best is not None:
         words = f"member #{best.index} after generation {best.generation}, {summary.split}"
-        rows.append((words, "best", fitness_estimate(best), best.questions or (baseline.questions if baseline else 0)))
+        rows.append(
+            (
+                words,
+                "best",
+                fitness_estimate(best),
+                best.questions or (baseline.questions if baseline else 0),
+            )
+        )
     if test is not None:
         rows.append((f"{terms.untrained}, test", "", test.before, test.questions))
         rows.append((f"member #{test.index}, test", "best", test.after, test.questions))
         rows.append(("paired difference, test", "", test.gain, test.questions))
         warning = verdict(test, terms)
         lead += f" {warning}" if warning else ""
-    cells = [(kind, [name, estimate, questions]) for name, kind, estimate, questions in rows if estimate is not None]
+    cells = [
+        (kind, [name, estimate, questions])
+        for name, kind, estimate, questions in rows
+        if estimate is not None
+    ]
     return f'<p class="quiet">{escape(lead)}</p>\n{_table(["", "fitness ± SE", terms.questions], cells)}'
 
 
@@ -439,14 +532,18 @@ def _costs(summary: RunSummary) -> str:
     test = summary.test
     steps = [step for step in summary.steps if step.step < last.step]
     seconds = {
-        name: math.fsum(step.phases.get(name) or 0.0 for step in steps) for name in ("sampling", "scoring", "learning")
+        name: math.fsum(step.phases.get(name) or 0.0 for step in steps)
+        for name in ("sampling", "scoring", "learning")
     }
     learning = math.fsum(seconds.values())
     if last.timesteps is None:
         tokens = {"learning": last.tokens}
     else:
         tokens = {"sampling": last.timesteps}
-    for name, cost in {"evaluations": last.evaluation, **({"test": test.cost} if test else {})}.items():
+    for name, cost in {
+        "evaluations": last.evaluation,
+        **({"test": test.cost} if test else {}),
+    }.items():
         seconds[name], tokens[name] = cost.seconds, cost.tokens
     whole = math.fsum(seconds.values()) or 1.0
     rows = []
@@ -484,7 +581,15 @@ def _ancestry(summary: RunSummary) -> str:
           score_text(ancestor.fitness, ancestor.standard_error), ancestor.reason])
         for ancestor in ancestors(summary, best)
     ]  # fmt: skip
-    heads = ["member", "parent", "generations", "changed at birth", *summary.evolvable, "fitness at the end", "reason"]
+    heads = [
+        "member",
+        "parent",
+        "generations",
+        "changed at birth",
+        *summary.evolvable,
+        "fitness at the end",
+        "reason",
+    ]
     return _section(f"Lineage of member #{best.index}", "", _table(heads, rows))
 
 
@@ -513,14 +618,18 @@ def _generations(summary: RunSummary) -> str:
             duration_text(generation.seconds),
         ]
         rows.append(("", cells))
-    return _section("Generations", lead, _folded("All generations", _table(heads, rows), opened=True), *tables)
+    return _section(
+        "Generations", lead, _folded("All generations", _table(heads, rows), opened=True), *tables
+    )
 
 
 def _generation_table(summary: RunSummary, generation: GenerationReport) -> str:
     """Return the collapsible table of one generation's members."""
     terms = summary.terms
     best = generation.best
-    measures = sorted({name for each in generation.members for name in each.measured if len(each.measured) > 1})
+    measures = sorted(
+        {name for each in generation.members for name in each.measured if len(each.measured) > 1}
+    )
     rows = []
     for member in generation.members:
         if member.fitness is None:
@@ -535,7 +644,11 @@ def _generation_table(summary: RunSummary, generation: GenerationReport) -> str:
             _parent_text(member.parent),
             *_values(member, summary),
             *(number_text(member.metrics.get(name)) for name in summary.metrics),
-            f"failed: {member.failed}" if member.failed else score_text(member.fitness, member.standard_error),
+            (
+                f"failed: {member.failed}"
+                if member.failed
+                else score_text(member.fitness, member.standard_error)
+            ),
             *(member.measured.get(name, "–") for name in measures),
             count_text(member.tokens),
             count_text(member.evaluation.tokens),
@@ -543,9 +656,18 @@ def _generation_table(summary: RunSummary, generation: GenerationReport) -> str:
             member.reason,
         ]
         rows.append((kind, cells))
-    heads = ["slot", "member", "parent", *summary.evolvable, *(METRICS[name][0] for name in summary.metrics)]
+    heads = [
+        "slot",
+        "member",
+        "parent",
+        *summary.evolvable,
+        *(METRICS[name][0] for name in summary.metrics),
+    ]
     heads += ["fitness ± SE", *measures, terms.tokens, "evaluation", "time", "reason of birth"]
-    words = f"Generation {generation.generation}: best #{best.index}, {score_text(best.fitness, best.standard_error)}"
+    words = (
+        f"Generation {generation.generation}: best #{best.index},"
+        f" {score_text(best.fitness, best.standard_error)}"
+    )
     budgets = ", ".join(changed_budgets(generation.plan))
     words += f"; then {budgets}" if budgets else ""
     return _folded(words, _table(heads, rows), opened=generation is summary.generations[-1])
@@ -565,7 +687,9 @@ def _facts(summary: RunSummary) -> str:
     rows = []
     for name, value in summary.facts.items():
         if name == "time" and isinstance(value, int | float) and 0 <= value < 1e11:
-            rows.append(("", ["started", f"{datetime.fromtimestamp(value, UTC):%Y-%m-%d %H:%M:%S} UTC"]))
+            rows.append(
+                ("", ["started", f"{datetime.fromtimestamp(value, UTC):%Y-%m-%d %H:%M:%S} UTC"])
+            )
         elif name not in ("time", "members", "lineage"):  # members have their own tables
             if isinstance(value, str):
                 text = value
@@ -577,10 +701,15 @@ def _facts(summary: RunSummary) -> str:
 
 
 def _completions(summary: RunSummary) -> str:
-    """Return one completion of each generation's best member, and of all members of the last; empty without any."""
+    """Return one completion of each generation's best member, and of all members of the last.
+
+    Empty without any.
+    """
     examples_by_generation: dict[int, Sequence[Example]] = {}
     for generation in summary.generations:
-        best = [example for example in generation.examples if example.index == generation.best.index]
+        best = [
+            example for example in generation.examples if example.index == generation.best.index
+        ]
         last = generation is summary.generations[-1]
         if last:
             chosen = generation.examples
@@ -595,14 +724,21 @@ def _completions(summary: RunSummary) -> str:
     parts = []
     for number, examples in examples_by_generation.items():
         blocks = "".join(_example_block(example, limit) for example in examples)
-        parts.append(_folded(f"Generation {number}", blocks, opened=number == max(examples_by_generation)))
-    lead = "One completion of each generation's best member, and of all members of the last one. Texts are untrusted."
+        parts.append(
+            _folded(f"Generation {number}", blocks, opened=number == max(examples_by_generation))
+        )
+    lead = (
+        "One completion of each generation's best member, and of all members of the last one. Texts"
+        " are untrusted."
+    )
     return _section("Sample completions", lead, *parts)
 
 
 def _example_block(example: Example, limit: int) -> str:
     """Return the markup of one completion with its prompt, reward and advantage."""
-    prompt, completion = (escape(shorten(text, limit)) for text in (example.prompt, example.completion))
+    prompt, completion = (
+        escape(shorten(text, limit)) for text in (example.prompt, example.completion)
+    )
     score = f"reward {number_text(example.reward)}, advantage {number_text(example.advantage)}"
     suffix = ", truncated" if example.truncated else ""
     # Browsers drop a newline right after <pre>.

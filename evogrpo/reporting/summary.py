@@ -34,7 +34,10 @@ def changed_budgets(plan: Plan | None) -> list[str]:
     """Return the budgets that a plan changes, as text."""
     if plan is None:
         return []
-    changed = {"samples per step": plan.samples_per_step, "steps per generation": plan.steps_per_generation}
+    changed = {
+        "samples per step": plan.samples_per_step,
+        "steps per generation": plan.steps_per_generation,
+    }
     return [f"{value} {name}" for name, value in changed.items() if value is not None]
 
 
@@ -53,8 +56,8 @@ class RunSummary:
     """Content of a journal.
 
     Attributes:
-        facts: Fields of the run event: version, seed, model, task and so on, with the schedule of the last resume;
-            untrusted.
+        facts: Fields of the run event: version, seed, model, task and so on, with the schedule of
+            the last resume; untrusted.
         evolvable: Search space of every evolving hyperparameter, by name.
         baseline: Fitness of the untrained base, or None if not evaluated yet.
         generations: In order; may be empty.
@@ -63,7 +66,8 @@ class RunSummary:
         test: The test, or None.
         resumes: Number of times the run was resumed.
         stopped: Reason of its end, or None.
-        changed_data: Changes of questions, rewards or environment that resuming accepted; untrusted.
+        changed_data: Changes of questions, rewards or environment that resuming accepted;
+            untrusted.
     """
 
     facts: Mapping[str, Any]
@@ -84,9 +88,14 @@ class RunSummary:
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """Names of `METRICS` that the learning steps have; the learning rate only if it was calibrated."""
+        """Names of `METRICS` that the learning steps have.
+
+        The learning rate only if it was calibrated.
+        """
         members = [member for step in self.steps for member in step.members]
-        values = {name: {member.metrics.get(name) for member in members} - {None} for name in METRICS}
+        values = {
+            name: {member.metrics.get(name) for member in members} - {None} for name in METRICS
+        }
         if "lr" in self.evolvable or len(values["learning_rate"]) < 2:
             del values["learning_rate"]
         return tuple(name for name in values if values[name])
@@ -119,11 +128,16 @@ class RunSummary:
     @property
     def title(self) -> str:
         """Task and, if any, model; untrusted."""
-        return " · ".join(str(self.facts[name]) for name in ("task", "model") if self.facts.get(name)) or "run"
+        return (
+            " · ".join(str(self.facts[name]) for name in ("task", "model") if self.facts.get(name))
+            or "run"
+        )
 
 
 def read_summary(run_dir: str | Path) -> RunSummary:
-    """Summarise a run from the journal in its directory; see `summarise`. The run may still be active.
+    """Summarise a run from the journal in its directory; see `summarise`.
+
+    The run may still be active.
 
     Raises:
         ValueError: If there is no journal, its start is missing, or a value is invalid.
@@ -144,8 +158,8 @@ def read_summary(run_dir: str | Path) -> RunSummary:
         else:
             hint = ""
         raise ValueError(
-            f"{path} does not contain the start of the run: it was stopped too early, or lines were removed. Restore "
-            f"it from a copy, or start another run.{hint}"
+            f"{path} does not contain the start of the run: it was stopped too early, or lines were"
+            f" removed. Restore it from a copy, or start another run.{hint}"
         )
     try:
         return summarise(events)
@@ -169,10 +183,14 @@ def summarise(events: Sequence[Mapping[str, Any]]) -> RunSummary:
     last = {event["event"]: event for event in events}  # the last event of each kind
     started = next(event for event in events if event["event"] == "run")
     run = validate(_RunRecord, started, "journal, run event")
-    refuse_unknown("hyperparameter in evolvable of the run event", run.evolvable, HYPERPARAMETER_NAMES)
+    refuse_unknown(
+        "hyperparameter in evolvable of the run event", run.evolvable, HYPERPARAMETER_NAMES
+    )
     # 2. Find the events of the end. A test and an end count only if no training follows.
     names = [event["event"] for event in events]
-    last_training = max((n for n, name in enumerate(names) if name in ("step", "generation", "resumed")), default=-1)
+    last_training = max(
+        (n for n, name in enumerate(names) if name in ("step", "generation", "resumed")), default=-1
+    )
     ending = {event["event"]: event for event in events[last_training + 1 :]}
     reasons = [event for event in ending.values() if event["event"] in ("stopped", "ended")]
     # 3. Read generations and learning steps.
@@ -197,14 +215,18 @@ def summarise(events: Sequence[Mapping[str, Any]]) -> RunSummary:
     resumed = [event for event in events if event["event"] == "resumed"]
     schedules = [event["schedule"] for event in (started, *resumed) if "schedule" in event]
     # 5. Collect the births. Members occur several times; the first record of each counts.
-    births = list(run.lineage)  # the founders; children are in the plans, and all members in generations
+    births = list(
+        run.lineage
+    )  # the founders; children are in the plans, and all members in generations
     for generation in generations:
         births += [member.record() for member in generation.members]
         births += () if generation.plan is None else generation.plan.children
     by_index = {birth.index: birth for birth in reversed(births)}
     return RunSummary(
         facts={
-            name: schedules[-1] if name == "schedule" else value for name, value in started.items() if name != "event"
+            name: schedules[-1] if name == "schedule" else value
+            for name, value in started.items()
+            if name != "event"
         },
         evolvable=run.evolvable,
         baseline=BaselineReport.from_json(last["baseline"]) if "baseline" in last else None,
@@ -217,7 +239,9 @@ def summarise(events: Sequence[Mapping[str, Any]]) -> RunSummary:
         changed_data=tuple(
             f"before step {event.get('step')}: {change}"
             for event in resumed
-            for change in validate(tuple[str, ...], event.get("changed_data", []), "journal, changed_data")
+            for change in validate(
+                tuple[str, ...], event.get("changed_data", []), "journal, changed_data"
+            )
         ),
     )
 

@@ -16,7 +16,8 @@ _TEMPORARY = re.compile(r"\..+\.\d+\.temporary")
 def sync_folder(folder: Path) -> None:
     """Sync the entries of a folder to disk.
 
-    Does nothing on Windows, which orders such changes itself, and on file systems that cannot sync a folder.
+    Does nothing on Windows, which orders such changes itself, and on file systems that cannot sync
+    a folder.
     """
     if os.name == "nt":
         return
@@ -59,7 +60,9 @@ def write_synced(path: Path, content: bytes) -> None:
 
 def replace_file(path: Path, content: bytes) -> None:
     """Replace the content of a file atomically: readers see the old or the new bytes, also after a kill."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.temporary")  # removed by `remove_temporary_files`
+    temporary = path.with_name(
+        f".{path.name}.{os.getpid()}.temporary"
+    )  # removed by `remove_temporary_files`
     temporary.unlink(missing_ok=True)  # left by a killed process with the same process id
     try:
         write_synced(temporary, content)
@@ -85,8 +88,8 @@ def refuse_links(*paths: Path) -> None:
     for path in paths:
         if path.is_symlink():
             raise NotRegularFileError(
-                f"{path} is a link, and a run does not write through links in its directory. Put the folder itself "
-                f"there: {path.resolve()}"
+                f"{path} is a link, and a run does not write through links in its directory. Put"
+                f" the folder itself there: {path.resolve()}"
             )
 
 
@@ -96,7 +99,8 @@ class NotRegularFileError(OSError):
 
 def _not_regular(path: Path) -> NotRegularFileError:
     return NotRegularFileError(
-        f"{path} must be a regular file, not a link, folder, pipe or device. Put the file itself there."
+        f"{path} must be a regular file, not a link, folder, pipe or device. Put the file itself"
+        " there."
     )
 
 
@@ -111,7 +115,9 @@ def open_regular_file(path: Path, flags: int = os.O_RDONLY) -> int:
     if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
         raise _not_regular(path)
     # Check again after opening: the file may have been replaced in between.
-    safe_flags = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    safe_flags = (
+        getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    )
     descriptor = os.open(path, flags | safe_flags, 0o644)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -131,7 +137,8 @@ def check_new_folder(folder: Path, *, allowed: Collection[str] = ()) -> None:
         allowed: Names of files that it may have besides.
 
     Raises:
-        ValueError: If it is not a folder, holds other files, cannot be written into, or its disk is full.
+        ValueError: If it is not a folder, holds other files, cannot be written into, or its disk is
+            full.
     """
     # The folder itself, or its nearest parent that exists.
     existing = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
@@ -140,10 +147,14 @@ def check_new_folder(folder: Path, *, allowed: Collection[str] = ()) -> None:
     try:
         if existing == folder:
             names = sorted(
-                path.name for path in folder.iterdir() if not path.name.startswith(".") and path.name not in allowed
+                path.name
+                for path in folder.iterdir()
+                if not path.name.startswith(".") and path.name not in allowed
             )
             if names:
-                raise ValueError(f"{folder} must be empty for a new run, but holds {', '.join(names[:3])}.")
+                raise ValueError(
+                    f"{folder} must be empty for a new run, but holds {', '.join(names[:3])}."
+                )
         # A written byte shows that the folder is writable and its disk not full.
         with tempfile.TemporaryFile(dir=existing) as file:
             file.write(b"\0")
@@ -151,6 +162,10 @@ def check_new_folder(folder: Path, *, allowed: Collection[str] = ()) -> None:
             free = shutil.disk_usage(existing).free
     except OSError as error:
         reason = error.strerror or error
-        raise ValueError(f"{existing} cannot be written into ({reason}). Choose another run directory.") from error
+        raise ValueError(
+            f"{existing} cannot be written into ({reason}). Choose another run directory."
+        ) from error
     if free < MIN_FREE_BYTES:
-        raise ValueError(f"A run needs {MIN_FREE_BYTES / 1e6:.0f} MB, but {folder} has {free / 1e6:.0f} MB free.")
+        raise ValueError(
+            f"A run needs {MIN_FREE_BYTES / 1e6:.0f} MB, but {folder} has {free / 1e6:.0f} MB free."
+        )

@@ -30,7 +30,14 @@ from evogrpo.storage.atomic_files import (
 from evogrpo.text import class_name, expand_user, one_line, shown
 from evogrpo.validation import dump, validate
 
-__all__ = ["CheckpointError", "Manifest", "read_checkpoint", "read_record", "verify_checkpoint", "write_checkpoint"]
+__all__ = [
+    "CheckpointError",
+    "Manifest",
+    "read_checkpoint",
+    "read_record",
+    "verify_checkpoint",
+    "write_checkpoint",
+]
 
 Kind = Literal["population", "agent"]
 FORMAT = "evogrpo-checkpoint"
@@ -40,8 +47,12 @@ VERSION = 5
 MANIFEST_NAME = "manifest.json"
 MAX_MANIFEST_BYTES = 1 << 24  # far more than the manifest of a hundred thousand files
 FILE_BYTES = 16 * 2**20
-"""Bytes of tensors after which the next tensor file is begun. Serialising a file takes twice this memory again."""
-MAX_TENSORS = 100_000  # of a file; parsing a forged header with any number of empty tensors would take long
+"""Bytes of tensors after which the next tensor file is begun. Serialising a file takes twice this
+memory again.
+"""
+MAX_TENSORS = (
+    100_000  # of a file; parsing a forged header with any number of empty tensors would take long
+)
 CHECKPOINTS = "checkpoints"
 """Folder of the checkpoints in a run directory."""
 
@@ -58,17 +69,26 @@ class CheckpointError(ValueError):
 
 def is_path(source: str) -> bool:
     """Return True if the name of a base model in a checkpoint may be a local path, which is never followed."""
-    return source.startswith((".", "~", "/", "\\")) or Path(source).exists() or source.endswith(".gguf")
+    return (
+        source.startswith((".", "~", "/", "\\"))
+        or Path(source).exists()
+        or source.endswith(".gguf")
+    )
 
 
 def damaged_error(path: Path, reason: str) -> CheckpointError:
     """Return the error for a file that was changed after it was written."""
-    return CheckpointError(f"{path} {reason}. The checkpoint is damaged. Use another one, or a copy.")
+    return CheckpointError(
+        f"{path} {reason}. The checkpoint is damaged. Use another one, or a copy."
+    )
 
 
 @contextmanager
 def checkpoint_errors(path: Path | str) -> Iterator[None]:
-    """Convert errors of loading a malformed record to CheckpointError; a forged record has valid hashes."""
+    """Convert errors of loading a malformed record to CheckpointError.
+
+    A forged record has valid hashes.
+    """
     try:
         yield
     except (CheckpointError, OSError):
@@ -127,7 +147,9 @@ class Manifest:
 
 def tensor_names(kind: Kind, names: Iterable[str]) -> list[str]:
     """Return, in order, those of the names that are names of tensor files of a kind."""
-    return sorted(name for name in names if re.fullmatch(rf"{kind}(-[0-9]{{5}})?\.safetensors", name))
+    return sorted(
+        name for name in names if re.fullmatch(rf"{kind}(-[0-9]{{5}})?\.safetensors", name)
+    )
 
 
 def _is_plain_name(name: str) -> bool:
@@ -153,8 +175,8 @@ def read_manifest(folder: Path) -> Manifest:
             raise ValueError(f'format must be "{FORMAT}"')
         if values.get("version") != VERSION:
             raise CheckpointError(
-                f"{path} has format version {shown(values.get('version'))}, but this evogrpo reads version {VERSION}. "
-                "Load it with the version that wrote it."
+                f"{path} has format version {shown(values.get('version'))}, but this evogrpo reads"
+                f" version {VERSION}. Load it with the version that wrote it."
             )
         return validate(Manifest, values, extra="forbid")
     except CheckpointError:
@@ -178,18 +200,22 @@ def write_checkpoint(
 ) -> None:
     """Save tensors and a record as one folder that is complete or absent, even if the process is killed.
 
-    Everything is written and synced in a temporary folder next to `folder`, which is then renamed. A replaced
-    checkpoint can be loaded until the new one has its name. Leftovers of killed writes are removed first. Only one
-    process may write a given folder, or the generations of a run, at a time.
+    Everything is written and synced in a temporary folder next to `folder`, which is then renamed.
+    A replaced checkpoint can be loaded until the new one has its name. Leftovers of killed writes
+    are removed first. Only one process may write a given folder, or the generations of a run, at a
+    time.
 
-    Memory: about three times the size of one tensor file, which is at most `file_bytes` plus one tensor.
+    Memory: about three times the size of one tensor file, which is at most `file_bytes` plus one
+    tensor.
 
     Args:
         folder: Folder of the checkpoint; its parents are created.
-        tensors: Dense tensors of any dtype, shape and device; views and tied tensors are stored as separate tensors.
-            Each is read once, when it is written, so a mapping may create them on access.
+        tensors: Dense tensors of any dtype, shape and device; views and tied tensors are stored as
+            separate tensors. Each is read once, when it is written, so a mapping may create them on
+            access.
         record: Strict JSON: text keys, finite numbers.
-        files: Further files, by plain name: their bytes, or a function that returns them when they are written.
+        files: Further files, by plain name: their bytes, or a function that returns them when they
+            are written.
         kind: Kind of the saved object; the reader must give the same kind.
         replace: Replace an existing checkpoint.
         file_bytes: See `FILE_BYTES`.
@@ -204,7 +230,9 @@ def write_checkpoint(
     files = files or {}
     for name in files:
         if not _is_plain_name(name) or name in {f"{kind}.json", *tensor_names(kind, files)}:
-            raise ValueError(f"{name!r} cannot be the name of a file. Use letters, digits, '.', '_' and '-'.")
+            raise ValueError(
+                f"{name!r} cannot be the name of a file. Use letters, digits, '.', '_' and '-'."
+            )
     record_bytes = dump_json(record, what="record").encode("ascii")
     make_folder(folder.parent)
     remove_leftovers(folder)
@@ -233,7 +261,9 @@ def write_checkpoint(
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _tensor_files(kind: Kind, tensors: Mapping[str, Tensor], file_bytes: int) -> Iterator[tuple[str, bytes]]:
+def _tensor_files(
+    kind: Kind, tensors: Mapping[str, Tensor], file_bytes: int
+) -> Iterator[tuple[str, bytes]]:
     """Yield names and contents of the tensor files; each tensor is read when its file is filled."""
     held: dict[str, Tensor] = {}
     # size: bytes of the held tensors
@@ -248,9 +278,16 @@ def _tensor_files(kind: Kind, tensors: Mapping[str, Tensor], file_bytes: int) ->
             size = 0
             file_name = f"{kind}-{number:05d}.safetensors"
         if not isinstance(name, str) or name == "__metadata__":
-            raise ValueError(f"the name of a tensor must be text other than '__metadata__', got {shown(name)}.")
+            raise ValueError(
+                f"the name of a tensor must be text other than '__metadata__', got {shown(name)}."
+            )
         tensor = tensors[name]
-        if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+        if (
+            not isinstance(tensor, Tensor)
+            or tensor.layout != torch.strided
+            or tensor.is_quantized
+            or tensor.is_meta
+        ):
             raise ValueError(f"{name!r} must be a dense tensor. Convert it, or leave it out.")
         # safetensors refuses tensors that share memory, and writes the whole storage of a view.
         whole = tensor.detach().resolve_conj().resolve_neg().to("cpu")
@@ -279,14 +316,22 @@ def _check_overwrite(folder: Path, *, kind: Kind, replace: bool, written: Set[st
         raise CheckpointError(f"{folder} is not a folder. Choose another path.")
     found = {entry.name for entry in folder.iterdir()}
     own = {MANIFEST_NAME, f"{kind}.json", *tensor_names(kind, found)}
-    with suppress(CheckpointError):  # a damaged checkpoint may be replaced if all of its files are known by name
+    with suppress(
+        CheckpointError
+    ):  # a damaged checkpoint may be replaced if all of its files are known by name
         own |= read_manifest(folder).files.keys()
     if found & own and not replace:
-        raise CheckpointError(f"{folder} already holds a checkpoint. Pass replace=True, or choose another folder.")
-    if found & own:  # the system may have added hidden files, such as .DS_Store, which are replaced as well
+        raise CheckpointError(
+            f"{folder} already holds a checkpoint. Pass replace=True, or choose another folder."
+        )
+    if (
+        found & own
+    ):  # the system may have added hidden files, such as .DS_Store, which are replaced as well
         own |= {name for name in found if name.startswith(".") and (folder / name).is_file()}
     if foreign := sorted(found - own - (written if replace else set())):
-        raise CheckpointError(f"{folder} holds other files: {', '.join(foreign[:5])}. Choose another folder.")
+        raise CheckpointError(
+            f"{folder} holds other files: {', '.join(foreign[:5])}. Choose another folder."
+        )
 
 
 def checkpoint_path(folder: Path) -> Path:
@@ -302,7 +347,9 @@ def _move_into_place(temporary: Path, folder: Path) -> None:
     previous = folder.with_name(f".{folder.name}.previous")
     replacing = os.path.lexists(folder)
     if replacing:
-        if os.path.lexists(previous):  # a leftover that could not be removed; the next write tries again
+        if os.path.lexists(
+            previous
+        ):  # a leftover that could not be removed; the next write tries again
             previous.rename(folder.with_name(f".{folder.name}.temporary-{uuid.uuid4().hex}"))
         folder.rename(previous)
     try:
@@ -338,8 +385,12 @@ def remove_leftovers(folder: Path) -> None:
 # ---- reading
 
 
-def read_checkpoint(folder: Path | str, *, kind: Kind = "population") -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Load a checkpoint after checking all its files. One tensor file at a time is in memory besides the tensors.
+def read_checkpoint(
+    folder: Path | str, *, kind: Kind = "population"
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Load a checkpoint after checking all its files.
+
+    One tensor file at a time is in memory besides the tensors.
 
     Args:
         folder: The checkpoint's folder.
@@ -365,7 +416,8 @@ def read_record(folder: Path | str, *, kind: Kind = "population") -> dict[str, A
     """Load only the record of a checkpoint, after checking its file.
 
     Raises:
-        CheckpointError: If the manifest or the record is missing or was changed, or the kind differs.
+        CheckpointError: If the manifest or the record is missing or was changed, or the kind
+            differs.
     """
     return _record(*_find(folder, kind))
 
@@ -380,11 +432,16 @@ def verify_checkpoint(folder: Path | str) -> None:
 
 
 def _find(folder: Path | str, kind: Kind) -> tuple[Path, Manifest]:
-    """Return the folder and the manifest of a checkpoint; raise CheckpointError if it is of another kind."""
+    """Return the folder and the manifest of a checkpoint.
+
+    Raise CheckpointError if it is of another kind.
+    """
     path = checkpoint_path(Path(folder).resolve())
     manifest = read_manifest(path)
     if manifest.kind != kind:
-        raise CheckpointError(f"{path} must be a checkpoint of kind {kind!r}, got kind {manifest.kind!r}.")
+        raise CheckpointError(
+            f"{path} must be a checkpoint of kind {kind!r}, got kind {manifest.kind!r}."
+        )
     return path, manifest
 
 
@@ -434,7 +491,10 @@ def _read_verified(path: Path, entry: FileEntry) -> bytes:
 
 @contextmanager
 def _opened(path: Path, entry: FileEntry | None = None) -> Iterator[BufferedReader]:
-    """Open a regular file; raise CheckpointError if it is missing or its size differs from the manifest."""
+    """Open a regular file.
+
+    Raise CheckpointError if it is missing or its size differs from the manifest.
+    """
     try:
         with os.fdopen(open_regular_file(path), "rb") as file:
             actual = os.fstat(file.fileno()).st_size
@@ -464,7 +524,9 @@ def stored_generations(run_dir: Path | str) -> list[int]:
         return []
     folders = (entry for entry in parent.iterdir() if entry.is_dir())
     names = (entry.name.removeprefix(".").removesuffix(".previous") for entry in folders)
-    return sorted({int(match[1]) for name in names if (match := _GENERATION.fullmatch(name))}, reverse=True)
+    return sorted(
+        {int(match[1]) for name in names if (match := _GENERATION.fullmatch(name))}, reverse=True
+    )
 
 
 def latest_checkpoint(run_dir: Path | str) -> int | None:
@@ -479,9 +541,10 @@ def latest_checkpoint(run_dir: Path | str) -> int | None:
 def prune(run_dir: Path | str, written: int, keep: int = 2) -> None:
     """Remove old checkpoints without reading them; `written` and the `keep` - 1 before it stay.
 
-    The checkpoint of `written` is complete, so the run can be resumed even if all others are damaged. Checkpoints of
-    later generations are those that a resumed run has skipped, such as damaged ones. They are not counted or removed,
-    and are replaced when the run reaches these generations.
+    The checkpoint of `written` is complete, so the run can be resumed even if all others are
+    damaged. Checkpoints of later generations are those that a resumed run has skipped, such as
+    damaged ones. They are not counted or removed, and are replaced when the run reaches these
+    generations.
 
     Args:
         run_dir: Run directory.
@@ -492,5 +555,7 @@ def prune(run_dir: Path | str, written: int, keep: int = 2) -> None:
     for generation in older[keep:]:
         folder = checkpoint_path(generation_folder(run_dir, generation))
         temporary = folder.with_name(f".{folder.name}.temporary-{uuid.uuid4().hex}")
-        folder.rename(temporary)  # so that a kill while files are removed leaves no incomplete checkpoint
+        folder.rename(
+            temporary
+        )  # so that a kill while files are removed leaves no incomplete checkpoint
         shutil.rmtree(temporary, ignore_errors=True)

@@ -38,8 +38,9 @@ class JournalError(ValueError):
 class Journal:
     """Appends events to a JSONL file; when `append` returns, the event is on disk.
 
-    Opening removes an incomplete last line, left by a kill during `append`. One process writes a journal at a time. If
-    another program, such as an editor, replaces, removes or changes the file meanwhile, it is written again.
+    Opening removes an incomplete last line, left by a kill during `append`. One process writes a
+    journal at a time. If another program, such as an editor, replaces, removes or changes the file
+    meanwhile, it is written again.
 
     Args:
         path: The file; it is created with its folder if it does not exist.
@@ -70,7 +71,9 @@ class Journal:
                 os.fsync(self._file)
             if created:
                 sync_folder(self.path.parent)
-            if os.fstat(self._file).st_nlink > 1:  # appending would change the other file, such as a backup
+            if (
+                os.fstat(self._file).st_nlink > 1
+            ):  # appending would change the other file, such as a backup
                 self._write_again()
             self._state = _state(os.fstat(self._file))
         except BaseException:
@@ -78,7 +81,9 @@ class Journal:
             raise
 
     def check(self) -> str | None:
-        """Check that the file is as it was written, or write it again; called before every event and checkpoint.
+        """Check that the file is as it was written, or write it again.
+
+        Called before every event and checkpoint.
 
         Returns:
             A warning if another program has removed or changed the file, else None.
@@ -97,8 +102,8 @@ class Journal:
         opened = os.fstat(self._file)
         if found is not None and os.path.samestat(found, opened) and opened.st_size > self.size:
             raise JournalError(
-                f"{self.path} was changed during the run: it has {opened.st_size} bytes instead of {self.size}. Stop "
-                "the other process that writes into it, and resume the run."
+                f"{self.path} was changed during the run: it has {opened.st_size} bytes instead of"
+                f" {self.size}. Stop the other process that writes into it, and resume the run."
             )
         # 2. Keep content that is not the beginning of this journal, then write the file again.
         content = b""
@@ -137,7 +142,8 @@ class Journal:
 
         Args:
             event: The kind of event, such as "generation".
-            fields: Strict JSON values; a missing number is None, never NaN. The time is added, in Unix seconds.
+            fields: Strict JSON values; a missing number is None, never NaN. The time is added, in
+                Unix seconds.
 
         Raises:
             ValueError: If a field is not strict JSON; nothing is written then.
@@ -184,7 +190,9 @@ def set_aside(path: Path) -> Path:
 
 
 def read_journal(path: Path | str) -> list[dict[str, Any]]:
-    """Read the valid events of a journal, oldest first; see `parse_journal`. The file may grow meanwhile.
+    """Read the valid events of a journal, oldest first; see `parse_journal`.
+
+    The file may grow meanwhile.
 
     Raises:
         JournalError: If the file is missing or is not a journal.
@@ -203,15 +211,17 @@ def read_bytes(path: Path | str) -> bytes:
             return file.read()
     except OSError as error:
         reason = error.strerror or error
-        raise JournalError(f"cannot read the journal {path}: {reason}. Give the directory of a run.") from error
+        raise JournalError(
+            f"cannot read the journal {path}: {reason}. Give the directory of a run."
+        ) from error
 
 
 def parse_journal(content: bytes, path: Path | str) -> list[dict[str, Any]]:
     """Return the valid events of a journal, oldest first.
 
-    A resumed run continues from a checkpoint. Its `resumed` event has the length of the journal at that checkpoint.
-    Events between this offset and the `resumed` event are left out, an earlier `resumed` event with its effect
-    included. An incomplete last line is left out as well.
+    A resumed run continues from a checkpoint. Its `resumed` event has the length of the journal at
+    that checkpoint. Events between this offset and the `resumed` event are left out, an earlier
+    `resumed` event with its effect included. An incomplete last line is left out as well.
 
     Args:
         content: Content of the file, or any prefix of it.
@@ -230,24 +240,34 @@ def parse_journal(content: bytes, path: Path | str) -> list[dict[str, Any]]:
                 raise ValueError('an event is an object with a text "event"')
             if number == 1 and event.get("journal_version") != VERSION:
                 raise JournalError(
-                    f"{path} has journal version {shown(event.get('journal_version'))}, but this evogrpo reads version "
-                    f"{VERSION}. Use the version that wrote it."
+                    f"{path} has journal version {shown(event.get('journal_version'))}, but this"
+                    f" evogrpo reads version {VERSION}. Use the version that wrote it."
                 )
             if event["event"] == "resumed":
                 checkpoint = event.get("offset")
-                if not isinstance(checkpoint, int) or isinstance(checkpoint, bool) or not 0 <= checkpoint <= offset:
-                    raise ValueError(f"offset must be a whole number up to {offset}, got {shown(checkpoint)}")
+                if (
+                    not isinstance(checkpoint, int)
+                    or isinstance(checkpoint, bool)
+                    or not 0 <= checkpoint <= offset
+                ):
+                    raise ValueError(
+                        f"offset must be a whole number up to {offset}, got {shown(checkpoint)}"
+                    )
             lines.append((offset, event))
         except JournalError:
             raise
         except ValueError as error:
             message = (
-                f"line {number} of {path} is not an event: {error}. Restore it from a copy, or resume the run with "
-                "`evogrpo resume`: if the line is after the newest checkpoint, it is not needed."
+                f"line {number} of {path} is not an event: {error}. Restore it from a copy, or"
+                " resume the run with `evogrpo resume`: if the line is after the newest"
+                " checkpoint, it is not needed."
             )
-            lines.append((offset, JournalError(message)))  # raised below, unless a later `resumed` event removes it
+            lines.append(
+                (offset, JournalError(message))
+            )  # raised below, unless a later `resumed` event removes it
         offset += len(line) + 1
-    # 2. Leave out what was undone, from the last line on: a `resumed` event that was undone itself undoes nothing.
+    # 2. Leave out what was undone, from the last line on: a `resumed` event that was undone itself
+    #    undoes nothing.
     kept = []
     limit = offset
     for start, event in reversed(lines):

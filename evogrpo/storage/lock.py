@@ -28,8 +28,8 @@ class LockLostError(OSError):
 class DirectoryLock:
     """Exclusive lock on a folder, held until it is released, garbage-collected, or the process ends.
 
-    A second lock in the same process replaces the first, which is then `lost`. A run can therefore be resumed in the
-    process that started it.
+    A second lock in the same process replaces the first, which is then `lost`. A run can therefore
+    be resumed in the process that started it.
 
     Args:
         folder: An existing folder; a file `.lock` is created in it and stays.
@@ -60,21 +60,30 @@ class DirectoryLock:
         with suppress(OSError):  # owner, for error messages only
             os.ftruncate(self._descriptor, 0)
             os.lseek(self._descriptor, 0, os.SEEK_SET)  # Windows has no pwrite
-            os.write(self._descriptor, json.dumps({"pid": self._pid, "host": socket.gethostname()}).encode())
+            os.write(
+                self._descriptor,
+                json.dumps({"pid": self._pid, "host": socket.gethostname()}).encode(),
+            )
 
     def check(self) -> None:
-        """Check that this process still holds the lock of this folder, or lock it again; called before every write.
+        """Check that this process still holds the lock of this folder, or lock it again.
+
+        Called before every write.
 
         Raises:
             ValueError: If the lock was released or replaced.
-            LockLostError: If the folder or its lock was removed, renamed or replaced, this process is a fork, or
-                another process has the lock.
+            LockLostError: If the folder or its lock was removed, renamed or replaced, this process
+                is a fork, or another process has the lock.
         """
         if self.lost:
-            raise ValueError(f"This run no longer writes into {self.folder}: it was opened again. Use the newer run.")
+            raise ValueError(
+                f"This run no longer writes into {self.folder}: it was opened again. Use the newer"
+                " run."
+            )
         if self._pid != os.getpid():
             raise LockLostError(
-                f"{self.folder} is locked by process {self._pid}. Its fork {os.getpid()} must not write."
+                f"{self.folder} is locked by process {self._pid}. Its fork {os.getpid()} must not"
+                " write."
             )
         try:
             found = _identity((self.folder / LOCK).lstat())
@@ -82,19 +91,20 @@ class DirectoryLock:
             found = None
         if found != _identity(os.fstat(self._descriptor)):
             raise LockLostError(
-                f"{self.folder} or its {LOCK} was moved, removed or replaced, so nothing more is written. "
-                "Put the folder back, or resume from its new place."
+                f"{self.folder} or its {LOCK} was moved, removed or replaced, so nothing more is"
+                " written. Put the folder back, or resume from its new place."
             )
         if fcntl is None:
             return
         try:
-            # POSIX releases the lock once this process closes any descriptor of the file, as after copying the folder.
+            # POSIX releases the lock once this process closes any descriptor of the file, as after
+            # copying the folder.
             fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in _BUSY:  # other errors: a file system without locks, see `_lock_file`
                 raise LockLostError(
-                    f"{self.folder} is in use by {_holder(self._descriptor)}, so nothing more is written. Stop that "
-                    "process, and resume the run."
+                    f"{self.folder} is in use by {_holder(self._descriptor)}, so nothing more is"
+                    " written. Stop that process, and resume the run."
                 ) from None
 
     def release(self) -> None:
@@ -126,12 +136,16 @@ def _held_by_this_process(path: Path) -> DirectoryLock | None:
 
 
 def _lock_file(path: Path, folder: Path) -> int:
-    """Open and lock a file, and return its descriptor; raise ValueError if another process has locked it."""
+    """Open and lock a file, and return its descriptor.
+
+    Raise ValueError if another process has locked it.
+    """
     descriptor = open_regular_file(path, os.O_RDWR | os.O_CREAT)
     if os.fstat(descriptor).st_nlink > 1:  # writing the owner would overwrite the other file
         os.close(descriptor)
         raise NotRegularFileError(
-            f"{path} is a hard link: another file has the same content. Remove {path}, and keep the other file."
+            f"{path} is a hard link: another file has the same content. Remove {path}, and keep the"
+            " other file."
         )
     if fcntl is None:
         return descriptor
@@ -147,11 +161,12 @@ def _lock_file(path: Path, folder: Path) -> int:
             holder = _holder(descriptor)
             os.close(descriptor)
             raise ValueError(
-                f"{folder} is in use by {holder}. Wait until it ends, stop it, or choose another run directory."
+                f"{folder} is in use by {holder}. Wait until it ends, stop it, or choose another"
+                " run directory."
             ) from None
         warn(
-            f"Files cannot be locked on this file system ({error.strerror}). Make sure that only one process writes "
-            f"into {folder}.",
+            f"Files cannot be locked on this file system ({error.strerror}). Make sure that only"
+            f" one process writes into {folder}.",
             rank_zero_only=False,
         )
         return descriptor

@@ -1,7 +1,7 @@
 """Conformance suites of `GroupEnvironment`, one for each kind of batch that it opens.
 
-`PromptEnvironmentTestCase` is for environments that open a `PromptBatch`, `PlayedEnvironmentTestCase` for those that
-open a `StartBatch`.
+`PromptEnvironmentTestCase` is for environments that open a `PromptBatch`,
+`PlayedEnvironmentTestCase` for those that open a `StartBatch`.
 """
 
 from abc import ABC, abstractmethod
@@ -17,7 +17,14 @@ from numpy.typing import NDArray
 
 from evogrpo.envs.control.conversion import ActionNoise, mask_sizes
 from evogrpo.envs.control.policy_mapping import PolicyMapping, map_policies, single_agent
-from evogrpo.envs.protocol import SPLITS, GroupEnvironment, PromptBatch, Scores, Split, SupportsFingerprint
+from evogrpo.envs.protocol import (
+    SPLITS,
+    GroupEnvironment,
+    PromptBatch,
+    Scores,
+    Split,
+    SupportsFingerprint,
+)
 from evogrpo.randomness import generator
 from evogrpo.records import Conversation, SampledActions
 from evogrpo.spaces import flatten
@@ -26,7 +33,9 @@ MAX_STARTS = 24  # starts of each split
 
 
 class GroupEnvironmentTestCase(ABC):
-    """Tests of starts and of the order in which they are dealt. Implement `make_env` and `identities`.
+    """Tests of starts and of the order in which they are dealt.
+
+    Implement `make_env` and `identities`.
 
     The tests of a class share one environment. Some compare it with another, new one.
     """
@@ -116,7 +125,10 @@ class GroupEnvironmentTestCase(ABC):
             assert self.identities(env.open(split, [1, 0, 1])) == [first[1], first[0], first[1]]
 
     def test_splits_share_no_start(self, env: Any) -> None:
-        batch = {split: self.identities(env.open(split, self.sample_starts(env, split))) for split in SPLITS}
+        batch = {
+            split: self.identities(env.open(split, self.sample_starts(env, split)))
+            for split in SPLITS
+        }
         everything = [each for identities in batch.values() for each in identities]
         assert len(set(everything)) == len(everything)
 
@@ -160,14 +172,22 @@ class PromptEnvironmentTestCase(GroupEnvironmentTestCase):
             for row in active:
                 completion = tuple(map(int, self.complete(env, generator(0, "say", row, turn))))
                 if turn == 0:
-                    found[row] = Conversation(row=row, start=start_of_row[row], completions=(completion,))
+                    found[row] = Conversation(
+                        row=row, start=start_of_row[row], completions=(completion,)
+                    )
                 else:
-                    found[row] = replace(found[row], completions=(*found[row].completions, completion))
+                    found[row] = replace(
+                        found[row], completions=(*found[row].completions, completion)
+                    )
             if turn + 1 == batch.max_turns or not active:
                 break
             replies = batch.respond([found[row] for row in active])
             assert len(replies) == len(active)
-            replied = [(row, tuple(reply)) for row, reply in zip(active, replies, strict=True) if reply is not None]
+            replied = [
+                (row, tuple(reply))
+                for row, reply in zip(active, replies, strict=True)
+                if reply is not None
+            ]
             for row, reply in replied:
                 found[row] = replace(found[row], replies=(*found[row].replies, reply))
             active = [row for row, _ in replied]
@@ -184,7 +204,10 @@ class PromptEnvironmentTestCase(GroupEnvironmentTestCase):
         batch = env.open("train", self.sample_starts(env, "train"))
         assert isinstance(batch, PromptBatch)
         assert len(batch.prompts) == len(batch.questions) == len(self.sample_starts(env, "train"))
-        assert all(len(prompt) > 0 and all(isinstance(token, int) for token in prompt) for prompt in batch.prompts)
+        assert all(
+            len(prompt) > 0 and all(isinstance(token, int) for token in prompt)
+            for prompt in batch.prompts
+        )
         assert all(tuple(prompt) in env.observation_space for prompt in batch.prompts)
         assert all(isinstance(question, str) and question for question in batch.questions)
 
@@ -212,7 +235,11 @@ class PromptEnvironmentTestCase(GroupEnvironmentTestCase):
     def test_conversations_that_end_with_a_reply_are_scored(self, env: Any) -> None:
         batch, conversations = self.conversations(env)
         ended = [
-            replace(each, completions=each.completions[: len(each.replies)]) if each.replies else each
+            (
+                replace(each, completions=each.completions[: len(each.replies)])
+                if each.replies
+                else each
+            )
             for each in conversations
         ]
         self.check_scores(batch.score(ended), ended)
@@ -221,7 +248,9 @@ class PromptEnvironmentTestCase(GroupEnvironmentTestCase):
         batch, conversations = self.conversations(env)
         together = self.rows(batch.score(conversations))
         order = [7, 2, 11, 0]
-        assert self.rows(batch.score([conversations[row] for row in order])) == [together[row] for row in order]
+        assert self.rows(batch.score([conversations[row] for row in order])) == [
+            together[row] for row in order
+        ]
         assert self.rows(batch.score([conversations[5]])) == [together[5]]
 
     @staticmethod
@@ -243,7 +272,9 @@ class PromptEnvironmentTestCase(GroupEnvironmentTestCase):
             assert scores.step_rewards.shape == (n, max(1, *lengths))
             for row, length in enumerate(lengths):
                 assert np.isnan(scores.step_rewards[row, length:]).all()
-            np.testing.assert_allclose(np.nansum(scores.step_rewards, axis=1)[applies], scores.rewards[applies])
+            np.testing.assert_allclose(
+                np.nansum(scores.step_rewards, axis=1)[applies], scores.rewards[applies]
+            )
 
     @staticmethod
     def rows(scores: Scores) -> list[Hashable]:
@@ -251,9 +282,12 @@ class PromptEnvironmentTestCase(GroupEnvironmentTestCase):
         values = np.stack([scores.rewards, *scores.components.values()], axis=1)
         steps: list[Any] = [None] * len(values)
         if scores.step_rewards is not None:
-            steps = [[(t, row[t]) for t in np.flatnonzero(~np.isnan(row))] for row in scores.step_rewards]
+            steps = [
+                [(t, row[t]) for t in np.flatnonzero(~np.isnan(row))] for row in scores.step_rewards
+            ]
         return [
-            (row.tobytes(), text, str(own)) for row, text, own in zip(values, scores.completions, steps, strict=True)
+            (row.tobytes(), text, str(own))
+            for row, text, own in zip(values, scores.completions, steps, strict=True)
         ]
 
 
@@ -297,19 +331,25 @@ class PseudoRandomActor:
                 total = total * 1.3 + column
         total += 0.37 * member_ids + (0 if temperature is None else temperature) + 0.5 * base
         mixed = np.modf(np.abs(np.sin(total)) * 1000)[0]
-        return SampledActions(actions=self.choose(mixed, m, action_mask), log_probs=-mixed.astype(np.float32))
+        return SampledActions(
+            actions=self.choose(mixed, m, action_mask), log_probs=-mixed.astype(np.float32)
+        )
 
     def choose(self, mixed: NDArray[np.float64], m: int, mask: Any) -> NDArray[Any]:
         """Return the actions for numbers `[m]` in [0, 1)."""
         space: Any = self.space
         expanded = mixed.reshape(m, *[1] * len(space.shape))
         actions: NDArray[Any]
-        if mask is not None:  # of a Discrete or MultiDiscrete space: the flags of its components side by side
+        if (
+            mask is not None
+        ):  # of a Discrete or MultiDiscrete space: the flags of its components side by side
             ends = np.cumsum(mask_sizes(self.space))[:-1]
             actions = np.empty((m, len(ends) + 1))
             for column, legal in enumerate(np.split(mask, ends, axis=1)):
                 places = (mixed * legal.sum(1)).astype(int)
-                actions[:, column] = [np.flatnonzero(row)[place] for row, place in zip(legal, places, strict=True)]
+                actions[:, column] = [
+                    np.flatnonzero(row)[place] for row, place in zip(legal, places, strict=True)
+                ]
             return actions.reshape(m, *space.shape).astype(space.dtype)
         if isinstance(self.space, spaces.Discrete):
             actions = mixed * space.n
@@ -345,7 +385,9 @@ class PlayedRow:
 
 
 class PlayedEnvironmentTestCase(GroupEnvironmentTestCase):
-    """Tests of environments that open a `StartBatch`, for a single agent or several. Implement `make_env`.
+    """Tests of environments that open a `StartBatch`, for a single agent or several.
+
+    Implement `make_env`.
 
     An episode depends on its start, random numbers and actions only.
     """
@@ -357,7 +399,13 @@ class PlayedEnvironmentTestCase(GroupEnvironmentTestCase):
         return single_agent(env.observation_space, env.action_space)
 
     def play(
-        self, env: Any, starts: Sequence[int], start_of_row: Sequence[int], members: Sequence[int], *, greedy: bool
+        self,
+        env: Any,
+        starts: Sequence[int],
+        start_of_row: Sequence[int],
+        members: Sequence[int],
+        *,
+        greedy: bool,
     ) -> list[PlayedRow]:
         """Play one episode for each row; the rows of a member are next to each other.
 
@@ -365,15 +413,20 @@ class PlayedEnvironmentTestCase(GroupEnvironmentTestCase):
             env: The environment.
             starts: Training starts to open.
             start_of_row: Position of each row's start in `starts`.
-            members: Member of each row. Its row r uses the random numbers of (member, r), regardless of other members.
+            members: Member of each row. Its row r uses the random numbers of (member, r),
+                regardless of other members.
             greedy: Take the most likely actions instead of sampling.
         """
         # 1. Play the episodes; the random numbers of each member are a stream of their own.
         names = list(dict.fromkeys(members))
         counts = [members.count(name) for name in names]
-        noise = ActionNoise(0, "sample", streams=[(name,) for name in names], rows=counts, width_of=lambda agent: 1)
+        noise = ActionNoise(
+            0, "sample", streams=[(name,) for name in names], rows=counts, width_of=lambda agent: 1
+        )
         mapping = self.mapping(env)
-        actors = {name: PseudoRandomActor(spec.action_space) for name, spec in mapping.specs.items()}
+        actors = {
+            name: PseudoRandomActor(spec.action_space) for name, spec in mapping.specs.items()
+        }
         played = env.open("train", starts).play(
             actors, mapping, start_of_row, members, uniforms=None if greedy else noise
         )
@@ -398,19 +451,30 @@ class PlayedEnvironmentTestCase(GroupEnvironmentTestCase):
                     )
                 )
                 if here[0]:  # the agent acts right after the reset
-                    first_of[row].append((own.agents[number], *(leaf[number, 0].tobytes() for leaf in leaves)))
+                    first_of[row].append(
+                        (own.agents[number], *(leaf[number, 0].tobytes() for leaf in leaves))
+                    )
         earned = [tuple(sorted(returns.items())) for returns in played.returns]
-        return [PlayedRow(first=tuple(first_of[row]), steps=(*parts[row], earned[row])) for row in range(len(members))]
+        return [
+            PlayedRow(first=tuple(first_of[row]), steps=(*parts[row], earned[row]))
+            for row in range(len(members))
+        ]
 
     def identities(self, batch: Any) -> list[Hashable]:
         """Return the reset seeds."""
         return list(batch.seeds)
 
-    def groups(self, env: Any, members: Sequence[int], *, starts: int = 3, greedy: bool = False) -> list[PlayedRow]:
+    def groups(
+        self, env: Any, members: Sequence[int], *, starts: int = 3, greedy: bool = False
+    ) -> list[PlayedRow]:
         """Play groups of 4; rows are ordered by member, start and place in the group."""
         start_of_row = [start for _ in members for start in range(starts) for _ in range(4)]
         return self.play(
-            env, range(starts), start_of_row, [each for each in members for _ in range(4 * starts)], greedy=greedy
+            env,
+            range(starts),
+            start_of_row,
+            [each for each in members for _ in range(4 * starts)],
+            greedy=greedy,
         )
 
     def test_episodes_do_not_depend_on_other_members(self, env: Any) -> None:
@@ -431,7 +495,11 @@ class PlayedEnvironmentTestCase(GroupEnvironmentTestCase):
         fresh = self.make_env()
         sampled, greedy = (self.groups(env, (0, 1), greedy=greedy) for greedy in (False, True))
         assert sampled == self.groups(env, (0, 1)) == self.groups(fresh, (0, 1))
-        assert greedy == self.groups(env, (0, 1), greedy=True) == self.groups(fresh, (0, 1), greedy=True)
+        assert (
+            greedy
+            == self.groups(env, (0, 1), greedy=True)
+            == self.groups(fresh, (0, 1), greedy=True)
+        )
 
     def test_a_group_starts_in_one_state(self, env: Any) -> None:
         played = self.groups(env, (0, 1))

@@ -52,7 +52,12 @@ def tiny_llama() -> PreTrainedModel:
 
 
 def different_members(
-    model: PreTrainedModel, size: int, *, std: float = 0.2, lora_config: LoraConfig | None = None, **settings: Any
+    model: PreTrainedModel,
+    size: int,
+    *,
+    std: float = 0.2,
+    lora_config: LoraConfig | None = None,
+    **settings: Any,
 ) -> AdapterBank:
     """Build a bank of members with different random adapters."""
     lora_config = lora_config or LoraConfig(r=3, lora_alpha=6, target_modules="all-linear")
@@ -60,7 +65,9 @@ def different_members(
     bank = AdapterBank(model, size=size, lora_config=lora_config, **options | settings)
     for slot in range(size):
         state = bank.state(slot)
-        values = generator(0, "test adapter", slot).standard_normal(state["adapter"].shape, dtype=np.float32)
+        values = generator(0, "test adapter", slot).standard_normal(
+            state["adapter"].shape, dtype=np.float32
+        )
         bank.load_state(slot, state | {"adapter": std * torch.from_numpy(values)})
     return bank
 
@@ -99,18 +106,23 @@ def make_rows(
         prompts=prompts,
         prompt_ids=torch.tensor([prompt for _, _, prompt, _ in work]),
         member_ids=torch.tensor([slot for slot, *_ in work]),
-        temperature=torch.tensor([0.0 if greedy else TEMPERATURES[member % 3] for _, member, _, _ in work]),
+        temperature=torch.tensor(
+            [0.0 if greedy else TEMPERATURES[member % 3] for _, member, _, _ in work]
+        ),
         uniforms=torch.from_numpy(draws + nudge).clamp(0.0, 1.0 - 1e-9),
         min_new_tokens=min_new_tokens,
         keep=keep,
     )
 
 
-def with_robust_uniforms(sampler: Sampler, rows: SamplingBatch, *, base: bool = False) -> SamplingBatch:
+def with_robust_uniforms(
+    sampler: Sampler, rows: SamplingBatch, *, base: bool = False
+) -> SamplingBatch:
     """Return the rows with uniforms that sample the same tokens after any rounding.
 
-    A uniform near the boundary between two tokens may sample either, because other batch shapes round differently. If
-    log-probabilities are off by at most d, a boundary is off by at most d / 2.
+    A uniform near the boundary between two tokens may sample either, because other batch shapes
+    round differently. If log-probabilities are off by at most d, a boundary is off by at most d /
+    2.
     """
     assert rows.uniforms is not None
     uniforms = rows.uniforms.clone()
@@ -118,7 +130,9 @@ def with_robust_uniforms(sampler: Sampler, rows: SamplingBatch, *, base: bool = 
     left = torch.arange(len(rows))
     apart = torch.tensor([-LOG_PROB_ERROR / 2, LOG_PROB_ERROR / 2])
     for _ in range(50):
-        moved = (uniforms[left].repeat(2, 1) + apart.repeat_interleave(len(left))[:, None]).clamp(0.0, 1.0 - 1e-7)
+        moved = (uniforms[left].repeat(2, 1) + apart.repeat_interleave(len(left))[:, None]).clamp(
+            0.0, 1.0 - 1e-7
+        )
         both = replace(plain.select(left.repeat(2)), uniforms=moved)
         low, high = sampler.sample(both, base=base).actions.chunk(2)
         left = left[(low != high).any(1)]
@@ -150,21 +164,31 @@ def as_batch(rows: SamplingBatch, rollout: Rollout) -> Batch:
 def example_replies(rows: SamplingBatch, turn: int) -> tuple[tuple[int, ...], ...]:
     """Return a reply of the environment to each row, of one to three tokens."""
     return tuple(
-        tuple(20 + (7 * row + 3 * turn + place) % 30 for place in range(1 + row % 3)) for row in range(len(rows))
+        tuple(20 + (7 * row + 3 * turn + place) % 30 for place in range(1 + row % 3))
+        for row in range(len(rows))
     )
 
 
 def next_turn(
-    rows: SamplingBatch, rollout: Rollout, replies: Sequence[Sequence[int]], *, seed: int = 1, **changes: Any
+    rows: SamplingBatch,
+    rollout: Rollout,
+    replies: Sequence[Sequence[int]],
+    *,
+    seed: int = 1,
+    **changes: Any,
 ) -> SamplingBatch:
     """Return the rows of the next turn, with new uniforms, resumed from the saved caches."""
     before = rows.history or ((),) * len(rows)
     lengths = rollout.present.sum(1).tolist()
     history = tuple(
         (*old, *tokens[:length], *reply)
-        for old, tokens, length, reply in zip(before, rollout.actions.tolist(), lengths, replies, strict=True)
+        for old, tokens, length, reply in zip(
+            before, rollout.actions.tolist(), lengths, replies, strict=True
+        )
     )
-    draws = np.stack([generator(seed, "test turns", row).random(rows.max_new_tokens) for row in range(len(rows))])
+    draws = np.stack(
+        [generator(seed, "test turns", row).random(rows.max_new_tokens) for row in range(len(rows))]
+    )
     fields: dict[str, Any] = {
         "history": history,
         "kept": rollout.kept,
@@ -191,7 +215,8 @@ class SamplerTestCase(ABC):
 
     Attributes:
         uses_uniforms: The sampler samples with `SamplingBatch.uniforms` if they are given.
-        tolerance: Bound on the difference to the trainer's log-probabilities in nats, for rollouts that are not exact.
+        tolerance: Bound on the difference to the trainer's log-probabilities in nats, for rollouts
+            that are not exact.
     """
 
     uses_uniforms = True
@@ -206,7 +231,9 @@ class SamplerTestCase(ABC):
     def make_bank(self) -> AdapterBank:
         """Build a bank of different members, in which several tokens end a completion."""
         like = _tiny_bank()
-        return different_members(like.base.model, SIZE, eos_token_ids=[EOS, *range(50, 58)], like=like)
+        return different_members(
+            like.base.model, SIZE, eos_token_ids=[EOS, *range(50, 58)], like=like
+        )
 
     def rows(self, members: Sequence[int] = range(SIZE), **options: Any) -> SamplingBatch:
         """Return rows for these members; without uniforms if the sampler does not use them."""
@@ -215,7 +242,9 @@ class SamplerTestCase(ABC):
             return rows
         return replace(rows, uniforms=None)
 
-    def assert_scored(self, bank: AdapterBank, batch: Batch, rollout: Rollout, *, base: bool = False) -> None:
+    def assert_scored(
+        self, bank: AdapterBank, batch: Batch, rollout: Rollout, *, base: bool = False
+    ) -> None:
         """Compare a rollout's log-probabilities with the trainer's, up to rounding if the rollout is exact."""
         expected = bank.log_probs(batch, base=base)
         assert batch.sampler_log_probs is not None
@@ -242,8 +271,15 @@ class SamplerTestCase(ABC):
         lengths = rollout.present.sum(1)
         assert shape[0] == len(rows)
         assert shape[1] <= TOKENS
-        assert rollout.present.shape == rollout.log_probs.shape == rollout.action_mask.shape == shape
-        assert rollout.present.dtype == rollout.action_mask.dtype == rollout.truncated.dtype == torch.bool
+        assert (
+            rollout.present.shape == rollout.log_probs.shape == rollout.action_mask.shape == shape
+        )
+        assert (
+            rollout.present.dtype
+            == rollout.action_mask.dtype
+            == rollout.truncated.dtype
+            == torch.bool
+        )
         assert torch.equal(rollout.action_mask, rollout.present), "a rollout is one turn"
         assert torch.equal(rollout.present, torch.arange(shape[1]) < lengths[:, None]), "no gaps"
         assert bool((lengths >= 1).all())
@@ -254,7 +290,9 @@ class SamplerTestCase(ABC):
         last = torch.arange(shape[1]) == lengths[:, None] - 1
         assert not ends[~last].any(), "a row ends with its end of sequence"
         assert torch.equal(rollout.truncated, ~ends.any(1))
-        assert bool((lengths[rollout.truncated] == TOKENS).all()), "truncated rows have the maximum length"
+        assert bool((lengths[rollout.truncated] == TOKENS).all()), (
+            "truncated rows have the maximum length"
+        )
         assert not ends[:, :min_new_tokens].any()
         assert ends.any() or not self.uses_uniforms, "the test needs rows that end"
 
@@ -283,12 +321,18 @@ class SamplerTestCase(ABC):
         rows = self.rows()
         every = torch.arange(len(self.rows()))
         expected = sampler.sample(self.rows(greedy=True))
-        for options in (SamplingOptions(top_k=1), SamplingOptions(top_p=1e-6), SamplingOptions(min_p=0.999999)):
+        for options in (
+            SamplingOptions(top_k=1),
+            SamplingOptions(top_p=1e-6),
+            SamplingOptions(min_p=0.999999),
+        ):
             rollout = sampler.sample(replace(rows, options=options))
             assert not rollout.exact, "the trainer scores the whole distribution"
             self.assert_same_completions(rollout, expected, every)
             assert float(rollout.log_probs.abs().max()) < 1e-3, "only one token is left"
-        rollout = sampler.sample(replace(self.rows(greedy=True), options=SamplingOptions(repetition_penalty=1e6)))
+        rollout = sampler.sample(
+            replace(self.rows(greedy=True), options=SamplingOptions(repetition_penalty=1e6))
+        )
         for tokens, present in zip(rollout.actions, rollout.present, strict=True):
             assert len(set(tokens[present].tolist())) == int(present.sum()), "no token is repeated"
 
@@ -303,7 +347,9 @@ class SamplerTestCase(ABC):
         differ = float((bank.log_probs(batch) - rollout.log_probs).abs().max()) > 1.0
         assert differ, "the test needs members that differ from the base"
         other = replace(greedy, member_ids=(greedy.member_ids + 1) % SIZE)
-        assert torch.equal(sampler.sample(greedy, base=True).actions, sampler.sample(other, base=True).actions)
+        assert torch.equal(
+            sampler.sample(greedy, base=True).actions, sampler.sample(other, base=True).actions
+        )
 
     def test_without_uniforms_the_sampler_draws_its_own(self) -> None:
         bank = self.make_bank()
@@ -313,7 +359,9 @@ class SamplerTestCase(ABC):
         one = sampler.sample(rows)
         other = sampler.sample(rows)
         self.assert_scored(bank, as_batch(rows, one), one)
-        assert one.actions.shape != other.actions.shape or not torch.equal(one.actions, other.actions)
+        assert one.actions.shape != other.actions.shape or not torch.equal(
+            one.actions, other.actions
+        )
 
     def test_uniforms_determine_the_completions(self) -> None:
         if not self.uses_uniforms:
@@ -345,7 +393,10 @@ class SamplerTestCase(ABC):
     # ---- further turns
 
     def turns(self, sampler: Sampler, **options: Any) -> tuple[SamplingBatch, Rollout]:
-        """Sample a turn, add replies, and sample a second turn from the kept caches; return it and its rows."""
+        """Sample a turn, add replies, and sample a second turn from the kept caches.
+
+        Return it and its rows.
+        """
         rows = replace(self.rows(**options), keep=True)
         second = next_turn(rows, sampler.sample(rows), example_replies(rows, 0))
         if not self.uses_uniforms:

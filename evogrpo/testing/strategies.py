@@ -30,7 +30,9 @@ SPACE = HyperparameterConfig(
     clip_coef=RLParameter(min=0.05, max=0.4),
     group_size=RLParameter(min=2, max=64),
 )
-NARROW = HyperparameterConfig(group_size=RLParameter(choices=[6, 8]), update_epochs=RLParameter(min=1, max=3))
+NARROW = HyperparameterConfig(
+    group_size=RLParameter(choices=[6, 8]), update_epochs=RLParameter(min=1, max=3)
+)
 """Search space of six points, in which draws often coincide."""
 SAMPLES_PER_STEP = 48
 STEPS_PER_GENERATION = 4
@@ -53,7 +55,8 @@ class SimulatedPopulation:
         size: Number of slots.
         empty: Slots that are empty at first.
         failures: Probability that a member fails in a generation; one member never fails.
-        spread: Effect of a decade of the learning rate on fitness, in standard deviations of the noise.
+        spread: Effect of a decade of the learning rate on fitness, in standard deviations of the
+            noise.
         seed: Seed of members, noise and failures.
         space: Search space.
     """
@@ -71,12 +74,18 @@ class SimulatedPopulation:
         self.spread = spread
         self.seed = seed
         self.space = space
-        values = spread_founders(Hyperparameters(), space, size, np.random.default_rng(seed), SAMPLES_PER_STEP)
+        values = spread_founders(
+            Hyperparameters(), space, size, np.random.default_rng(seed), SAMPLES_PER_STEP
+        )
         # Indices that differ from slots, as after a few generations.
         self.members: list[MemberRecord | None] = [
-            None
-            if slot in empty
-            else MemberRecord(slot=slot, index=10 + 3 * slot, parent=None, born=0, hyperparameters=value)
+            (
+                None
+                if slot in empty
+                else MemberRecord(
+                    slot=slot, index=10 + 3 * slot, parent=None, born=0, hyperparameters=value
+                )
+            )
             for slot, value in enumerate(values)
         ]
         self.lineage = [member for member in self.members if member is not None]
@@ -109,7 +118,9 @@ class SimulatedPopulation:
                 fitness = None
             else:
                 fitness = Fitness.from_scores(scores.tolist())
-            slots.append(SlotRecord(member=member, fitness=fitness, tokens=1000 + slot, seconds=0.5 + slot))
+            slots.append(
+                SlotRecord(member=member, fitness=fitness, tokens=1000 + slot, seconds=0.5 + slot)
+            )
         generation = Generation(
             number=number,
             samples_per_step=self.samples_per_step,
@@ -123,7 +134,8 @@ class SimulatedPopulation:
         """Apply a plan: create children and empty slots."""
         self.lineage += plan.children
         self.members = [
-            member if parent is not None else None for parent, member in zip(plan.parents, self.members, strict=True)
+            member if parent is not None else None
+            for parent, member in zip(plan.parents, self.members, strict=True)
         ]
         for child in plan.children:
             self.members[child.slot] = child
@@ -149,7 +161,9 @@ def permuted(history: History, order: Sequence[int]) -> History:
         return dataclasses.replace(old, member=dataclasses.replace(old.member, slot=slot))
 
     generations = tuple(
-        dataclasses.replace(each, slots=tuple(record(slot, each.slots[old]) for slot, old in enumerate(order)))
+        dataclasses.replace(
+            each, slots=tuple(record(slot, each.slots[old]) for slot, old in enumerate(order))
+        )
         for each in history.generations
     )
     return dataclasses.replace(history, generations=generations)
@@ -158,7 +172,11 @@ def permuted(history: History, order: Sequence[int]) -> History:
 def unchanged_members(history: History, plan: Plan) -> list[MemberRecord]:
     """Return the members that a plan leaves unchanged."""
     born = {child.slot for child in plan.children}
-    return [history.last.member(slot) for slot, parent in enumerate(plan.parents) if parent == slot not in born]
+    return [
+        history.last.member(slot)
+        for slot, parent in enumerate(plan.parents)
+        if parent == slot not in born
+    ]
 
 
 def next_members(history: History, plan: Plan) -> list[tuple[int | None, Hyperparameters]]:
@@ -176,7 +194,9 @@ def through_json(value: Any) -> Any:
 def _simulated_by(case: "type[StrategyTestCase]") -> list[tuple[History, Plan]]:
     test = case()
     return [
-        each for situation in SITUATIONS for each in test.follow(test.make_strategy(), SimulatedPopulation(*situation))
+        each
+        for situation in SITUATIONS
+        for each in test.follow(test.make_strategy(), SimulatedPopulation(*situation))
     ]
 
 
@@ -194,7 +214,8 @@ class StrategyTestCase(ABC):
 
     Attributes:
         keeps_elite: The best member of every generation stays unchanged.
-        no_twins: No two members have the same parent and equal hyperparameters, as `Plan.from_choices` ensures.
+        no_twins: No two members have the same parent and equal hyperparameters, as
+            `Plan.from_choices` ensures.
         independent_of_slots: Decisions about a member do not depend on its slot.
     """
 
@@ -214,7 +235,9 @@ class StrategyTestCase(ABC):
         """Yield history and plan of each of the next generations of a population."""
         for _ in range(generations):
             history = population.evaluate()
-            plan = strategy.plan(history, np.random.default_rng([population.seed, 1000 + history.last.number]))
+            plan = strategy.plan(
+                history, np.random.default_rng([population.seed, 1000 + history.last.number])
+            )
             yield history, plan
             population.apply(plan)
 
@@ -224,7 +247,9 @@ class StrategyTestCase(ABC):
 
     def rebuilt(self, strategy: Strategy) -> Strategy:
         """Build a strategy from the stored settings of another."""
-        return strategy_from_json({"name": "own", **through_json(strategy.to_json())}, type(strategy))
+        return strategy_from_json(
+            {"name": "own", **through_json(strategy.to_json())}, type(strategy)
+        )
 
     # ---- plans
 
@@ -239,7 +264,9 @@ class StrategyTestCase(ABC):
     def test_children_get_new_indices_in_order_and_name_their_parent(self) -> None:
         for history, plan in self.simulated():
             first = history.next_index
-            assert [child.index for child in plan.children] == list(range(first, first + len(plan.children)))
+            assert [child.index for child in plan.children] == list(
+                range(first, first + len(plan.children))
+            )
             for child in plan.children:
                 source = source_of(history, plan, child)
                 assert child.parent == (None if source is None else source.index)
@@ -254,7 +281,9 @@ class StrategyTestCase(ABC):
                     before = after
                 else:
                     before = source.hyperparameters.to_json()
-                assert child.changes == {n: (before[n], after[n]) for n in before if before[n] != after[n]}
+                assert child.changes == {
+                    n: (before[n], after[n]) for n in before if before[n] != after[n]
+                }
 
     def test_failed_members_are_replaced_or_removed(self) -> None:
         failures = 0
@@ -309,15 +338,21 @@ class StrategyTestCase(ABC):
                 seed = [population.seed, 1000 + history.last.number]
                 plan = strategy.plan(history, np.random.default_rng(seed))
                 other = twin.plan(permuted(history, order), np.random.default_rng(seed))
-                assert [None if p is None else order[p] for p in other.parents] == [plan.parents[s] for s in order]
+                assert [None if p is None else order[p] for p in other.parents] == [
+                    plan.parents[s] for s in order
+                ]
                 values = {child.slot: child.hyperparameters for child in plan.children}
-                assert {order[child.slot]: child.hyperparameters for child in other.children} == values
+                assert {
+                    order[child.slot]: child.hyperparameters for child in other.children
+                } == values
                 population.apply(plan)
 
     def test_a_population_without_a_healthy_member_raises(self) -> None:
         history = SimulatedPopulation(3).evaluate()
         slots = tuple(dataclasses.replace(record, fitness=None) for record in history.last.slots)
-        failed = dataclasses.replace(history, generations=(dataclasses.replace(history.last, slots=slots),))
+        failed = dataclasses.replace(
+            history, generations=(dataclasses.replace(history.last, slots=slots),)
+        )
         with pytest.raises(ValueError, match=r"members? failed"):
             self.make_strategy().plan(failed, np.random.default_rng(0))
 
@@ -337,7 +372,10 @@ class StrategyTestCase(ABC):
         assert through_json(again.to_json()) == through_json(strategy.to_json())
         assert again.mutates == strategy.mutates
         for situation in WITH_FAILURES:
-            simulated = (self.follow(self.rebuilt(each), SimulatedPopulation(*situation)) for each in (strategy, again))
+            simulated = (
+                self.follow(self.rebuilt(each), SimulatedPopulation(*situation))
+                for each in (strategy, again)
+            )
             for (_, plan), (_, twin) in zip(*simulated, strict=True):
                 assert plan == twin
 
@@ -351,4 +389,7 @@ class StrategyTestCase(ABC):
             again = self.rebuilt(strategy)
             again.load_state(stored)
             assert through_json(again.state()) == stored
-            assert [*plans, *(plan for _, plan in self.follow(again, population, GENERATIONS - split))] == whole
+            assert [
+                *plans,
+                *(plan for _, plan in self.follow(again, population, GENERATIONS - split)),
+            ] == whole

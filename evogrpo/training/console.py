@@ -27,20 +27,26 @@ class VisibleConsole(Console):
     """Console that prints untrusted text literally: no markup, no emoji names, and control characters are escaped."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(highlight=False, markup=False, emoji=False, legacy_windows=False, **options)
+        super().__init__(
+            highlight=False, markup=False, emoji=False, legacy_windows=False, **options
+        )
 
     def render_str(self, text: str, **options: Any) -> Text:
         """Convert a string to a text with escaped control characters."""
         return super().render_str(printable(text), **options)
 
-    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
         """Render a renderable with control characters escaped."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=printable(segment.text))
 
 
 def make_console(stream: TextIO | None = None, *, all_ranks: bool = False) -> Console:
-    """Return a console on a stream, stdout by default; colours and control codes only on a terminal.
+    """Return a console on a stream, stdout by default.
+
+    Colours and control codes only on a terminal.
 
     Only rank 0 prints, unless `all_ranks` is True.
     """
@@ -51,7 +57,8 @@ def make_console(stream: TextIO | None = None, *, all_ranks: bool = False) -> Co
     else:
         width = LOG_WIDTH
     quiet = not (all_ranks or processes().is_rank_zero)
-    # `force_terminal` overrides the environment variables by which rich would treat a file as a terminal.
+    # `force_terminal` overrides the environment variables by which rich would treat a file as a
+    # terminal.
     return VisibleConsole(file=stream, force_terminal=terminal, width=width, quiet=quiet)
 
 
@@ -65,7 +72,9 @@ def console_for(progress: bool | None) -> Console | None:
         ValueError: If it is neither True, False nor None.
     """
     if progress is not None and not isinstance(progress, bool):
-        raise ValueError(f"progress must be True, False or None (shown on a terminal), got {shown(progress)}.")
+        raise ValueError(
+            f"progress must be True, False or None (shown on a terminal), got {shown(progress)}."
+        )
     if progress is False or sys.stdout is None or not processes().is_rank_zero:
         return None
     notebook = VisibleConsole(width=None if "JUPYTER_COLUMNS" in os.environ else NOTEBOOK_WIDTH)
@@ -93,7 +102,10 @@ def command(*words: str | Path) -> str:
         program = "evogrpo"
     else:
         program = f"{shlex.quote(sys.executable)} -m evogrpo"
-    return f"{program} {shlex.join(relative_path(word) if isinstance(word, Path) else word for word in words)}"
+    return (
+        f"{program}"
+        f" {shlex.join(relative_path(word) if isinstance(word, Path) else word for word in words)}"
+    )
 
 
 def show_command(console: Console, name: str, line: str) -> None:
@@ -121,13 +133,19 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # some libraries colour their warnings
 def print_error(message: str) -> None:
     """Print an error without traceback."""
     console = make_console(sys.stderr, all_ranks=True)
-    console.print(Text.assemble(("error: ", "bold red"), printable(message)), soft_wrap=not console.is_terminal)
+    console.print(
+        Text.assemble(("error: ", "bold red"), printable(message)),
+        soft_wrap=not console.is_terminal,
+    )
 
 
 def print_warning(message: str, console: Console | None = None) -> None:
     """Print a warning."""
     console = console or make_console(sys.stderr)
-    console.print(Text.assemble(("warning: ", "bold yellow"), printable(message)), soft_wrap=not console.is_terminal)
+    console.print(
+        Text.assemble(("warning: ", "bold yellow"), printable(message)),
+        soft_wrap=not console.is_terminal,
+    )
 
 
 class _ErrorIgnoringStream:
@@ -157,7 +175,9 @@ class _ErrorIgnoringStream:
 
     def _give_up(self, error: Exception) -> None:
         self.failure = str(getattr(error, "strerror", None) or error)
-        with suppress(OSError, ValueError):  # at exit Python flushes its buffer, which would fail again
+        with suppress(
+            OSError, ValueError
+        ):  # at exit Python flushes its buffer, which would fail again
             os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
         if self._stream is sys.__stdout__ or getattr(sys.stdout, "failure", None):
             print_warning(f"Output stopped, because it cannot be written: {self.failure}")

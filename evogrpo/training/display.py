@@ -60,11 +60,14 @@ class RunDisplay(Callback):
         self._entered = False
         self._baseline_shown = trainer.run_state.baseline is not None
         self._live: Live | None = None
-        self._is_log = not (console.is_terminal or console.is_jupyter)  # a notebook shows generations only
+        self._is_log = not (
+            console.is_terminal or console.is_jupyter
+        )  # a notebook shows generations only
 
     def __enter__(self) -> Self:
         if self._console.is_terminal:
-            # A new Live each time, because a stopped one would erase the lines at its last position.
+            # A new Live each time, because a stopped one would erase the lines at its last
+            # position.
             self._live = Live(self, console=self._console, refresh_per_second=8, transient=True)
             self._live.start()
         elif self._is_log and not self._entered:
@@ -83,7 +86,10 @@ class RunDisplay(Callback):
         self._work = work
 
     def fraction(self) -> float:
-        """Return the fraction of the run that is done, by the nearest limit. An evaluation counts as a step."""
+        """Return the fraction of the run that is done, by the nearest limit.
+
+        An evaluation counts as a step.
+        """
         schedule = self._trainer.schedule
         state = self._trainer.run_state
         amounts = state.spent(evaluations=schedule.count_evaluations) | {"seconds": state.seconds}
@@ -106,7 +112,10 @@ class RunDisplay(Callback):
         return time.monotonic() - self._began
 
     def _left_text(self) -> str:
-        """Return an estimate of the time left at the average speed so far; empty before the first step."""
+        """Return an estimate of the time left at the average speed so far.
+
+        Empty before the first step.
+        """
         fraction = self.fraction()
         begun = self._trainer.run_state.step and fraction
         if begun:
@@ -122,18 +131,26 @@ class RunDisplay(Callback):
             if "calibrated_lr" in member.metrics:
                 trials = pluralize(int(member.metrics["step_passes"] or 0), "trial")
                 lr = number_text(member.metrics["calibrated_lr"])
-                self._console.print(f"#{member.index}: learning rate calibrated to {lr} after {trials}")
+                self._console.print(
+                    f"#{member.index}: learning rate calibrated to {lr} after {trials}"
+                )
         # A log gets at most one line a second, and always the last step of a generation.
         state = self._trainer.run_state
         schedule = self._trainer.schedule
         last = state.step_in_generation == state.steps_per_generation
-        if self._is_log and (last or time.monotonic() - self._last_line_at >= SECONDS_BETWEEN_LINES):
+        if self._is_log and (
+            last or time.monotonic() - self._last_line_at >= SECONDS_BETWEEN_LINES
+        ):
             if schedule.generations is None:
                 total = ""
             else:
                 total = f"/{state.step + self._steps_left()}"
-            line = Text.assemble(("step ", "dim"), f"{report.step + 1}{total}", ("  mean reward ", "dim"))
-            line.append_text(rewards_text(report)).append(f"  {report.seconds:.1f} s  {self._left_text()}", "dim")
+            line = Text.assemble(
+                ("step ", "dim"), f"{report.step + 1}{total}", ("  mean reward ", "dim")
+            )
+            line.append_text(rewards_text(report)).append(
+                f"  {report.seconds:.1f} s  {self._left_text()}", "dim"
+            )
             self._console.print(line, soft_wrap=True)
             self._last_line_at = time.monotonic()
 
@@ -156,8 +173,14 @@ class RunDisplay(Callback):
         evolving = list(population.space) or (step_size, "clip_coef", "group_size")
         best = self._trainer.run_state.best
         best_so_far = best is None or best.generation == report.generation
-        # `born` does not tell new members: it may be a generation of an earlier run of this population.
-        before = [slot.member for each in self._trainer.run_state.history[-2:-1] for slot in each.slots if slot.member]
+        # `born` does not tell new members: it may be a generation of an earlier run of this
+        # population.
+        before = [
+            slot.member
+            for each in self._trainer.run_state.history[-2:-1]
+            for slot in each.slots
+            if slot.member
+        ]
         if before:
             new = {each.index for each in report.members} - {each.index for each in before}
         else:
@@ -167,16 +190,28 @@ class RunDisplay(Callback):
         else:
             measure = "training"
         shown.append(
-            generation_table(report, evolving, width, self.terms, best_so_far=best_so_far, new=new, measure=measure)
+            generation_table(
+                report,
+                evolving,
+                width,
+                self.terms,
+                best_so_far=best_so_far,
+                new=new,
+                measure=measure,
+            )
         )
         if best is not None and not best_so_far:
             score = score_text(best.fitness.mean, best.fitness.standard_error)
-            shown.append(f"★ best so far: #{best.index} of generation {best.generation}, fitness {score}")
+            shown.append(
+                f"★ best so far: #{best.index} of generation {best.generation}, fitness {score}"
+            )
         shown += plan_lines(report)
         table = completions_table(report.examples, report.best.index, width)
         if table is not None:
             shown += ["", table]
-        self._console.print(Group(*shown, ""))  # in one call, because a notebook shows each print as a separate output
+        self._console.print(
+            Group(*shown, "")
+        )  # in one call, because a notebook shows each print as a separate output
 
     def on_run_end(self, result: Result) -> None:
         """Print the result."""
@@ -186,7 +221,9 @@ class RunDisplay(Callback):
                 saved = "no run directory, so nothing was saved"
             else:
                 saved = "the run is saved"
-            console.print(Text(f"{result.reason} after learning step {result.steps}; {saved}", "yellow"))
+            console.print(
+                Text(f"{result.reason} after learning step {result.steps}; {saved}", "yellow")
+            )
             return
         cost = result.evaluation
         terms = self.terms
@@ -195,12 +232,19 @@ class RunDisplay(Callback):
         else:
             lines = []
         if cost.tokens:
-            learned, what = (result.tokens, terms.tokens) if result.timesteps is None else (result.timesteps, "steps")
+            learned, what = (
+                (result.tokens, terms.tokens)
+                if result.timesteps is None
+                else (result.timesteps, "steps")
+            )
             if learned:
                 share = f" ({cost.tokens / (cost.tokens + learned):.0%} of all {what})"
             else:
                 share = ""
-            lines.append(f"Evaluations: {duration_text(cost.seconds)}, {count_text(cost.tokens)} {what}{share}")
+            lines.append(
+                f"Evaluations: {duration_text(cost.seconds)}, {count_text(cost.tokens)}"
+                f" {what}{share}"
+            )
         console.print(Group(*lines, f"Finished: {result.reason}."))
 
     def _show_baseline(self) -> None:
@@ -212,10 +256,16 @@ class RunDisplay(Callback):
         terms = self.terms
         count = len(baseline.scores)
         score = score_text(baseline.mean, baseline.standard_error)
-        text = f"before training: mean reward {score} on the {count} {terms.questions} of the first learning step"
+        text = (
+            f"before training: mean reward {score} on the {count} {terms.questions} of the first"
+            " learning step"
+        )
         if config.uses_validation:
             sampled = ", sampled" if config.sampled else ""
-            text = f"{terms.untrained}: fitness {score} on {count} validation {terms.questions}{sampled}"
+            text = (
+                f"{terms.untrained}: fitness {score} on {count} validation"
+                f" {terms.questions}{sampled}"
+            )
         self._console.print(f"{text}\n")
         self._baseline_shown = True
 
@@ -232,7 +282,9 @@ class RunDisplay(Callback):
             self._spinner.style = "yellow"
         else:
             self._spinner.style = "cyan"
-        bar = ProgressBar(total=1.0, completed=self.fraction(), complete_style="cyan", finished_style="green")
+        bar = ProgressBar(
+            total=1.0, completed=self.fraction(), complete_style="cyan", finished_style="green"
+        )
         times = ", ".join(filter(None, (duration_text(self._elapsed()), self._left_text())))
         row.add_row(self._spinner, self._phase(), bar, Text(times, "dim"))
         lines: list[RenderableType] = [row]
@@ -269,9 +321,13 @@ class RunDisplay(Callback):
         if not state.begun and trainer.fitness.uses_validation:
             return Text(f"measuring the {self.terms.untrained}")
         if trainer.limits.finished():
-            return Text(f"testing on {schedule.questions('test', trainer.env)} {self.terms.questions}")
+            return Text(
+                f"testing on {schedule.questions('test', trainer.env)} {self.terms.questions}"
+            )
         if state.step_in_generation >= state.steps_per_generation:
-            number = state.generation + (0 if state.unplanned else 1)  # `generation` counts evaluated ones
+            number = state.generation + (
+                0 if state.unplanned else 1
+            )  # `generation` counts evaluated ones
             return Text(f"generation {number}{total} · validating")
         where = f"generation {state.generation + 1}{total}"
         return Text(f"{where} · step {state.step_in_generation + 1}/{state.steps_per_generation}")
@@ -298,7 +354,10 @@ def outcome_lines(report: TestOutcome, terms: Terms) -> list[Text]:
     else:
         colour = " red"
     lines = [
-        Text(f"Test: {report.questions} {terms.questions} that neither training nor selection saw", "bold"),
+        Text(
+            f"Test: {report.questions} {terms.questions} that neither training nor selection saw",
+            "bold",
+        ),
         Text(f"  {terms.untrained:<17}  {before}"),
         Text.assemble(
             f"  {f'member #{report.index}':<17}  ",
@@ -324,7 +383,8 @@ def completions_table(examples: Sequence[Example], best: int, width: int) -> Tab
 
     Args:
         examples: One completion of every member.
-        best: Index of the member in the first row. Members with another reward than this one come before the others.
+        best: Index of the member in the first row. Members with another reward than this one come
+            before the others.
         width: Columns of the terminal.
 
     Returns:
@@ -337,14 +397,18 @@ def completions_table(examples: Sequence[Example], best: int, width: int) -> Tab
     others = [example for example in examples if example not in first]
     others.sort(key=lambda example: example.reward == first[0].reward)
     shown = [*first, *others][:MAX_COMPLETIONS]
-    # 2. Format the numbers. With a single reward function its values are the rewards, unless it has a weight.
+    # 2. Format the numbers. With a single reward function its values are the rewards, unless it has
+    #    a weight.
     if len(shown[0].rewards) > 1:
         names = list(shown[0].rewards)
     else:
         names = []
     advantages = [each.advantage for each in shown]
     numbers = [  # as pairs, because a reward function may be called `reward` or `advantage` too
-        *((printable(name), [number_text(each.rewards.get(name)) for each in shown]) for name in names),
+        *(
+            (printable(name), [number_text(each.rewards.get(name)) for each in shown])
+            for name in names
+        ),
         ("reward", [number_text(each.reward) for each in shown]),
         ("advantage", [f"{value:+.3g}" if value else number_text(value) for value in advantages]),
     ]
@@ -352,7 +416,9 @@ def completions_table(examples: Sequence[Example], best: int, width: int) -> Tab
     head = f"step {shown[0].step + 1}"
     # 3. Divide the width that the other columns leave; the question gets at most half of it.
     columns = [(head, members), *numbers]
-    number_width = sum(max(map(cell_len, (name, *values))) + _COLUMN_GAP for name, values in columns)
+    number_width = sum(
+        max(map(cell_len, (name, *values))) + _COLUMN_GAP for name, values in columns
+    )
     text_width = max(width - number_width - 2 * _COLUMN_GAP, 2 * _MIN_TEXT_WIDTH)
     questions = [one_line(each.prompt) for each in shown]
     question_width = max(min(max(map(cell_len, questions)), text_width // 2), _MIN_TEXT_WIDTH)
@@ -365,7 +431,9 @@ def completions_table(examples: Sequence[Example], best: int, width: int) -> Tab
         table.add_column(Text(name), justify="right", no_wrap=True)
     for row, each in enumerate(shown):
         question = Text(shortened(questions[row], question_width))
-        completion = Text(shortened(one_line(each.completion), text_width - question_width) or "(nothing)")
+        completion = Text(
+            shortened(one_line(each.completion), text_width - question_width) or "(nothing)"
+        )
         table.add_row(members[row], question, completion, *(values[row] for _, values in numbers))
     return table
 
@@ -377,7 +445,10 @@ def one_line(text: str) -> str:
 
 
 def shortened(text: str, limit: int) -> str:
-    """Cut the middle out of a text wider than `limit` cells of a terminal; a Chinese character takes two."""
+    """Cut the middle out of a text wider than `limit` cells of a terminal.
+
+    A Chinese character takes two.
+    """
     if cell_len(text) <= limit:
         return text
     tail = max(limit // 3, 4)
@@ -397,7 +468,11 @@ EQUAL_GROUPS = "frac_reward_zero_std"  # 1 if all rewards within each group were
 def rewards_text(report: StepReport) -> Text:
     """Return the mean reward of each member in a step."""
     text = Text()
-    rewards = [each.reward for each in report.learned.values() if not each.failed and each.reward is not None]
+    rewards = [
+        each.reward
+        for each in report.learned.values()
+        if not each.failed and each.reward is not None
+    ]
     size = max(map(abs, rewards), default=0.0)
     form = ".2f" if size == 0 or 0.01 <= size < 1e6 else ".3g"
     for learned in report.learned.values():
@@ -436,8 +511,18 @@ def generation_table(
     """
     # 1. Choose the columns for the width.
     wide = width >= WIDE
-    heads = {"slot": "right", "member": "right", "parent": "right", **dict.fromkeys(evolving, "right")}
-    heads |= {f"{measure} ± SE": "left", terms.tokens: "right", **({"time": "right"} if wide else {}), "": "left"}
+    heads = {
+        "slot": "right",
+        "member": "right",
+        "parent": "right",
+        **dict.fromkeys(evolving, "right"),
+    }
+    heads |= {
+        f"{measure} ± SE": "left",
+        terms.tokens: "right",
+        **({"time": "right"} if wide else {}),
+        "": "left",
+    }
     gap = 2 if wide else 1
     # If the table would be too wide, the notes in the last column are abbreviated.
     short = not wide or sum(max(len(head), 6) + gap for head in heads) + 24 > width
@@ -452,17 +537,26 @@ def generation_table(
             f"#{member.index}",
             "–" if member.parent is None else f"#{member.parent}",
             *(
-                Text(number_text(getattr(member.hyperparameters, name)), "bold cyan" if name in member.changes else "")
+                Text(
+                    number_text(getattr(member.hyperparameters, name)),
+                    "bold cyan" if name in member.changes else "",
+                )
                 for name in evolving
             ),
-            Text("failed", "red") if member.fitness is None else score_text(member.fitness, member.standard_error),
+            (
+                Text("failed", "red")
+                if member.fitness is None
+                else score_text(member.fitness, member.standard_error)
+            ),
         ]
         if member.seconds < 100:
             seconds = f"{member.seconds:.0f} s"
         else:
             seconds = duration_text(member.seconds)
         costs = [_short_count(member.tokens), *([seconds] if wide else [])]
-        note = member_note(member, report, short=short, best_so_far=best_so_far, is_new=member.index in new)
+        note = member_note(
+            member, report, short=short, best_so_far=best_so_far, is_new=member.index in new
+        )
         table.add_row(*row, *costs, note, style="bold green" if best else "")
     return table
 
@@ -482,13 +576,18 @@ def member_note(
         notes.append(note.split(maxsplit=1)[0] if short else note)
     if is_new and member.parent is not None:
         moves = ", ".join(
-            f"{name} {'↑' if new > old else '↓'}"
-            if isinstance(old, int | float) and isinstance(new, int | float)
-            else f"{name} → {number_text(new)}"
+            (
+                f"{name} {'↑' if new > old else '↓'}"
+                if isinstance(old, int | float) and isinstance(new, int | float)
+                else f"{name} → {number_text(new)}"
+            )
             for name, (old, new) in member.changes.items()
         )
-        # A short note leaves out the changes, which the lines on selection below the table also show.
-        notes.append("new" if short else f"clone of #{member.parent}{f': {moves}' if moves else ''}")
+        # A short note leaves out the changes, which the lines on selection below the table also
+        # show.
+        notes.append(
+            "new" if short else f"clone of #{member.parent}{f': {moves}' if moves else ''}"
+        )
     if member.metrics.get(EQUAL_GROUPS) == 1.0:
         notes.append("no signal" if short else "no learning signal")
     return Text((" " if short else " · ").join(notes))
@@ -508,8 +607,14 @@ def plan_lines(report: GenerationReport) -> list[Text]:
         close = any("within noise" in reason for reason in plan.reasons)
         why = ", all differences are within noise" if close else ""
         return [Text(f"selection: no member replaced{why}", "dim")]
-    reasons = {index: printable(plan.reasons[slot].removeprefix("stopped: ")) for slot, index in retired.items()}
-    lines = [Text.assemble((f"selection: #{index} removed", "cyan"), f" ({why})") for index, why in reasons.items()]
+    reasons = {
+        index: printable(plan.reasons[slot].removeprefix("stopped: "))
+        for slot, index in retired.items()
+    }
+    lines = [
+        Text.assemble((f"selection: #{index} removed", "cyan"), f" ({why})")
+        for index, why in reasons.items()
+    ]
     lines += [Text(f"selection: {change} from the next generation", "cyan") for change in budgets]
     for child in plan.children:
         member = members.get(child.slot)
@@ -524,7 +629,9 @@ def plan_lines(report: GenerationReport) -> list[Text]:
 
 def _short_count(count: int) -> str:
     """Return a short count: 940, 12.3k, 456k, 7.8M."""
-    rounded = float(f"{count:.3g}")  # rounded before the unit is chosen: 999,600 becomes 1M, not 1000k
+    rounded = float(
+        f"{count:.3g}"
+    )  # rounded before the unit is chosen: 999,600 becomes 1M, not 1000k
     for unit, size in (("M", 1_000_000), ("k", 1_000)):
         if rounded >= size:
             if rounded < 1000 * size:

@@ -56,7 +56,8 @@ def _add_cost(run: "Trainer", tokens: int, began: float) -> EvaluationCost:
 def first_step_baseline(run_state: RunState) -> BaselineReport | None:
     """Set the baseline to the mean reward of all members in the first step, which was sampled before any learning.
 
-    Each prompt (or reset seed) gives one score, the mean over members; a single one gives a score for each member.
+    Each prompt (or reset seed) gives one score, the mean over members; a single one gives a score
+    for each member.
 
     Returns:
         The report; None if there are fewer than two scores.
@@ -74,7 +75,9 @@ def first_step_baseline(run_state: RunState) -> BaselineReport | None:
     if len(every) < 2:
         return None
     run_state.baseline = fitness = Fitness.from_scores(every)
-    return BaselineReport(questions=len(every), fitness=estimate(fitness), measure=ROLLOUTS, cost=EvaluationCost())
+    return BaselineReport(
+        questions=len(every), fitness=estimate(fitness), measure=ROLLOUTS, cost=EvaluationCost()
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,12 +108,16 @@ def measure(run: "Trainer") -> dict[int, Measured]:
     config = run.fitness
     run_state = run.run_state
     # 1. Training rewards of every member.
-    training_fitness = {agent.slot: run_state.training_fitness(agent.slot) for agent in population.healthy}
+    training_fitness = {
+        agent.slot: run_state.training_fitness(agent.slot) for agent in population.healthy
+    }
     rollouts = {slot: fitness for slot, fitness in training_fitness.items() if fitness is not None}
     if not config.uses_validation and len(rollouts) < len(training_fitness):
         lacking = min(training_fitness.keys() - rollouts.keys())
         count = len({(step, position) for step, position, _ in run_state.rollouts[lacking]})
-        raise ValueError(f"{TOO_FEW}, got {count} of member {population.agents[lacking].index}. {REMEDY}")
+        raise ValueError(
+            f"{TOO_FEW}, got {count} of member {population.agents[lacking].index}. {REMEDY}"
+        )
     # 2. Validation questions.
     if config.uses_validation:
         slots = list(training_fitness)
@@ -133,7 +140,9 @@ def measure(run: "Trainer") -> dict[int, Measured]:
     # 3. Divide the time among the members in proportion to their tokens.
     seconds = run.clock.now() - began
     total = max(1, sum(tokens.values()))
-    costs = {slot: EvaluationCost(tokens=t, seconds=seconds * t / total) for slot, t in tokens.items()}
+    costs = {
+        slot: EvaluationCost(tokens=t, seconds=seconds * t / total) for slot, t in tokens.items()
+    }
     # 4. Collect the measures of each member, then change the run.
     measured = {}
     for slot in training_fitness:
@@ -163,7 +172,8 @@ def measure(run: "Trainer") -> dict[int, Measured]:
 def update_best(run: "Trainer", measured: Mapping[int, Measured]) -> int:
     """Compare the best of a generation with the best so far, and return its slot.
 
-    Of equal members the one with the lowest index is chosen, as in `evogrpo.evolution.history.Generation.healthy`.
+    Of equal members the one with the lowest index is chosen, as in
+    `evogrpo.evolution.history.Generation.healthy`.
 
     Args:
         run: The run, whose best member is updated.
@@ -220,7 +230,9 @@ def estimate(fitness: Fitness) -> Estimate:
 
 
 GREEDY_GAP = 4.0
-"""Standard errors by which greedy and training rewards must differ; high, as every generation is checked."""
+"""Standard errors by which greedy and training rewards must differ; high, as every generation is
+checked.
+"""
 
 
 class GreedyGapCheck:
@@ -231,18 +243,23 @@ class GreedyGapCheck:
 
     def update(self, measured: Mapping[int, Measured]) -> None:
         """Check a new evaluation: warn once if the best member in training earns clearly less with greedy answers."""
-        both = [each.fitness for each in measured.values() if {GREEDY, ROLLOUTS} <= each.fitness.keys()]
+        both = [
+            each.fitness for each in measured.values() if {GREEDY, ROLLOUTS} <= each.fitness.keys()
+        ]
         if self._warned or not both:
             return
         best = max(both, key=lambda fitness: fitness[ROLLOUTS].mean)
         greedy = best[GREEDY]
         trained = best[ROLLOUTS]
-        if trained.mean - greedy.mean > GREEDY_GAP * math.hypot(greedy.standard_error, trained.standard_error):
+        if trained.mean - greedy.mean > GREEDY_GAP * math.hypot(
+            greedy.standard_error, trained.standard_error
+        ):
             self._warned = True
             warn(
-                f"The best member earns {score_text(trained.mean, trained.standard_error)} in training, but "
-                f"{score_text(greedy.mean, greedy.standard_error)} with greedy answers to validation questions. If "
-                "the best policy is stochastic, set fitness to {sampled: true}, which samples validation answers."
+                f"The best member earns {score_text(trained.mean, trained.standard_error)} in"
+                f" training, but {score_text(greedy.mean, greedy.standard_error)} with greedy"
+                " answers to validation questions. If the best policy is stochastic, set fitness"
+                " to {sampled: true}, which samples validation answers."
             )
 
 
@@ -251,7 +268,9 @@ CHECKED_STEPS = 3
 
 
 SAMPLER_MISMATCH = 0.2
-"""Mean |trainer - sampler| log-probability, in nats, above which a run warns; rounding in bfloat16 is far below."""
+"""Mean |trainer - sampler| log-probability, in nats, above which a run warns; rounding in bfloat16
+is far below.
+"""
 
 
 class SamplerCheck:
@@ -268,8 +287,9 @@ class SamplerCheck:
             return
         self._warned = True
         warn(
-            f"The sampler's log-probabilities differ from the trainer's by {largest:.2g} nats per token. Its weights "
-            "may be old (Sampler.sync), or its model, precision or temperature another."
+            f"The sampler's log-probabilities differ from the trainer's by {largest:.2g} nats per"
+            " token. Its weights may be old (Sampler.sync), or its model, precision or temperature"
+            " another."
         )
 
 
@@ -278,12 +298,15 @@ class LearningSignalCheck:
 
     Args:
         steps: Learning steps of the whole run, if known: a shorter run is checked as a whole.
-        taken: Learning steps taken already. A resumed run is past its first steps and is not checked.
+        taken: Learning steps taken already. A resumed run is past its first steps and is not
+            checked.
         filters: Settings of the objective that leave samples out of the loss.
         hint: Further sentence of the warning about equal rewards.
     """
 
-    def __init__(self, steps: int | None, *, taken: int = 0, filters: Sequence[str] = (), hint: str = "") -> None:
+    def __init__(
+        self, steps: int | None, *, taken: int = 0, filters: Sequence[str] = (), hint: str = ""
+    ) -> None:
         self._all = min(CHECKED_STEPS, steps or CHECKED_STEPS)
         self._left = 0 if taken else self._all
         self._any_reward = False
@@ -293,11 +316,18 @@ class LearningSignalCheck:
         self._all_truncated = True  # samples of steps in which rewards differ
 
     def update(self, learned: Mapping[int, LearnReport]) -> None:
-        """Check the reports of a learning step; warn after the last checked step if all advantages were 0."""
+        """Check the reports of a learning step.
+
+        Warn after the last checked step if all advantages were 0.
+        """
         if self._left == 0 or not learned:
             return
         reports = learned.values()
-        if any(advantage and not math.isnan(advantage) for report in reports for advantage in report.advantages):
+        if any(
+            advantage and not math.isnan(advantage)
+            for report in reports
+            for advantage in report.advantages
+        ):
             self._left = 0
             return
         self._any_reward |= any("reward" in report.metrics for report in reports)
@@ -313,10 +343,16 @@ class LearningSignalCheck:
             warn(f"{began}: no reward applied to any sample. Return numbers instead of None.")
             return
         if self._rewards_differ and self._filters:
-            reason = f"{' and '.join(self._filters)} left all samples with different rewards out of the loss"
+            reason = (
+                f"{' and '.join(self._filters)} left all samples with different rewards out of the"
+                " loss"
+            )
             fix = "Check its value."
             if self._all_truncated and "mask_truncated" in self._filters:
-                fix = "All were truncated: raise max_output_tokens, or max_episode_steps of an environment."
+                fix = (
+                    "All were truncated: raise max_output_tokens, or max_episode_steps of an"
+                    " environment."
+                )
             warn(f"{began}: {reason}. {fix}")
             return
         equal = "all rewards within each group were equal"

@@ -41,8 +41,9 @@ from evogrpo.warnings import warn
 class Run(NamesMissing, Iterator[GenerationReport]):
     """Run of a trainer: iterating over it trains, and yields a report after every generation.
 
-    A new loop over a run continues where the last one was left. Ctrl-C, SIGTERM and similar signals save the run and
-    end the program, on all ranks, except for signals that the program handles itself.
+    A new loop over a run continues where the last one was left. Ctrl-C, SIGTERM and similar signals
+    save the run and end the program, on all ranks, except for signals that the program handles
+    itself.
 
     Args:
         trainer: The training loop.
@@ -53,7 +54,9 @@ class Run(NamesMissing, Iterator[GenerationReport]):
         trainer: As given.
     """
 
-    def __init__(self, trainer: Trainer, console: Console | None = None, *, one_thread: bool = False) -> None:
+    def __init__(
+        self, trainer: Trainer, console: Console | None = None, *, one_thread: bool = False
+    ) -> None:
         self._console = console
         self._one_thread = one_thread
         self._start(trainer)
@@ -65,13 +68,16 @@ class Run(NamesMissing, Iterator[GenerationReport]):
             where = ""
         else:
             where = f", in {relative_path(run_dir.path)!r}"
-        return f"Run(after generation {run_state.generation}, learning step {run_state.step}{where})"
+        return (
+            f"Run(after generation {run_state.generation}, learning step {run_state.step}{where})"
+        )
 
     def _start(self, trainer: Trainer) -> None:
         """Run this trainer from now on, with the display of this run."""
         self.trainer = trainer
         self._generations = iter(trainer)
-        # At exit, Python unloads modules before it closes generators, which then cannot close the run directory.
+        # At exit, Python unloads modules before it closes generators, which then cannot close the
+        # run directory.
         weakref.finalize(self, self._generations.close)
         if self._console is None:
             self._display = None
@@ -98,8 +104,8 @@ class Run(NamesMissing, Iterator[GenerationReport]):
     def best(self) -> Any:
         """Best member so far, as an agent of its own with the train state that earned its fitness.
 
-        `best.predict(observation)` returns its action, `best.save_checkpoint(folder)` saves it, and its class's
-        `load(folder)` loads it.
+        `best.predict(observation)` returns its action, `best.save_checkpoint(folder)` saves it, and
+        its class's `load(folder)` loads it.
 
         Raises:
             ValueError: If no member has been evaluated yet.
@@ -115,7 +121,8 @@ class Run(NamesMissing, Iterator[GenerationReport]):
         """Run to the end of the schedule.
 
         Args:
-            callback: Called with the run after every generation; if it returns False, the run is stopped.
+            callback: Called with the run after every generation; if it returns False, the run is
+                stopped.
 
         Returns:
             The run itself.
@@ -131,23 +138,27 @@ class Run(NamesMissing, Iterator[GenerationReport]):
         """Continue a run that has ended, for more steps in the environment.
 
         Args:
-            total_timesteps: Further steps of all members together; they replace the limits of the run. They include
-                evaluations if the run's schedule has `count_evaluations`.
+            total_timesteps: Further steps of all members together; they replace the limits of the
+                run. They include evaluations if the run's schedule has `count_evaluations`.
             callback: As for `finish`.
 
         Returns:
             The run itself.
 
         Raises:
-            ValueError: If the members are language models, which take no steps, or the run ended by an error after its
-                last checkpoint; `evogrpo.resume` continues such a run.
+            ValueError: If the members are language models, which take no steps, or the run ended by
+                an error after its last checkpoint; `evogrpo.resume` continues such a run.
         """
         whole_between("total_timesteps", total_timesteps, 1)
         trainer = self.trainer
-        limits: dict[str, Any] = dict.fromkeys(("generations", "max_tokens", "max_seconds", "target_fitness"))
+        limits: dict[str, Any] = dict.fromkeys(
+            ("generations", "max_tokens", "max_seconds", "target_fitness")
+        )
         spent = trainer.run_state.spent(evaluations=trainer.schedule.count_evaluations)
         limits["max_timesteps"] = spent["timesteps"] + total_timesteps
-        with trainer.population.processes.section():  # on rank 0, the run directory may raise an error
+        with (
+            trainer.population.processes.section()
+        ):  # on rank 0, the run directory may raise an error
             if trainer.shared_run_dir is None:
                 run_dir = None
             else:
@@ -159,7 +170,9 @@ class Run(NamesMissing, Iterator[GenerationReport]):
             strategy=trainer.strategy,
             fitness=trainer.fitness,
             run_dir=run_dir,
-            run_state=trainer.run_state if trainer.run_state.threads else None,  # 0 threads: the run has not begun
+            run_state=(
+                trainer.run_state if trainer.run_state.threads else None
+            ),  # 0 threads: the run has not begun
             callbacks=[each for each in trainer.callbacks if each is not self._display],
         )
         self._start(continued)
@@ -175,21 +188,25 @@ class Run(NamesMissing, Iterator[GenerationReport]):
         Raises:
             StopIteration: If the run has finished or was stopped.
             KeyboardInterrupt: After Ctrl-C, once everything is saved.
-            SystemExit: After SIGTERM, SIGHUP or SIGUSR1, once everything is saved; with status 128 + signal.
+            SystemExit: After SIGTERM, SIGHUP or SIGUSR1, once everything is saved; with status 128
+                + signal.
         """
-        # 1. Run to the end of the generation. Signals are handled outermost, as one may arrive while the display starts
-        # or stops.
+        # 1. Run to the end of the generation. Signals are handled outermost, as one may arrive
+        # while the display starts or stops.
         with (
             stopping_on_signals(self.trainer.stop_request) as received,
             single_threaded(enabled=self._one_thread),
             self._display or nullcontext(),
         ):
             report = next(self._generations, None)
-            # The signal may have arrived after the generation ended: continue, so that the trainer saves and stops.
+            # The signal may have arrived after the generation ended: continue, so that the trainer
+            # saves and stops.
             if received:
                 next(self._generations, None)
         # 2. After a signal, raise KeyboardInterrupt or SystemExit.
-        number = received[0] if received else self.trainer.stop_request.signal  # perhaps of another rank
+        number = (
+            received[0] if received else self.trainer.stop_request.signal
+        )  # perhaps of another rank
         if number is not None:
             run_dir = self.trainer.shared_run_dir
             step = self.trainer.run_state.step
@@ -199,8 +216,8 @@ class Run(NamesMissing, Iterator[GenerationReport]):
                 where = f"Continue with evogrpo.resume({relative_path(run_dir.path)!r}, ...)."
             message = f"Stopped after learning step {step}. {where}"
             if number == signal.SIGINT:
-                # torch imports tabulate at exit. The import executes strings, after which Python does not end by
-                # SIGINT. Imported here, it has no effect on the exit.
+                # torch imports tabulate at exit. The import executes strings, after which Python
+                # does not end by SIGINT. Imported here, it has no effect on the exit.
                 with suppress(ImportError):
                     import_module("tabulate")
                 raise KeyboardInterrupt(message)
@@ -236,42 +253,48 @@ def evolve(
 ) -> Run:
     """Train a population generation by generation.
 
-    Each generation trains every member for `steps_per_generation` learning steps on the same questions, measures
-    fitness on the validation split, and clones and mutates members as the strategy plans. After the last generation
-    the best member and the untrained base are evaluated on the test split.
+    Each generation trains every member for `steps_per_generation` learning steps on the same
+    questions, measures fitness on the validation split, and clones and mutates members as the
+    strategy plans. After the last generation the best member and the untrained base are evaluated
+    on the test split.
 
     Args:
         population: The members; changed in place.
         env: Environment they act in.
-        strategy: Rule of selection and mutation: a strategy, its class, or the name of a built-in one such as
-            "tournament". None = `SuccessiveHalving()` for several small networks whose architecture does not evolve,
-            otherwise `Tournament()`. With a `run_dir`, a custom class must be defined in an importable module other
-            than the program itself, so that the run can be resumed.
+        strategy: Rule of selection and mutation: a strategy, its class, or the name of a built-in
+            one such as "tournament". None = `SuccessiveHalving()` for several small networks whose
+            architecture does not evolve, otherwise `Tournament()`. With a `run_dir`, a custom class
+            must be defined in an importable module other than the program itself, so that the run
+            can be resumed.
         fitness: Measure of fitness: "validation" or "rollouts", or a mapping of the settings of
             `evogrpo.evolution.FitnessConfig`. None = "validation".
-        run_dir: Directory for journal, checkpoints, the best member and TensorBoard logs; None = keep no records.
+        run_dir: Directory for journal, checkpoints, the best member and TensorBoard logs; None =
+            keep no records.
         keep_checkpoints: See `evogrpo.training.configuration.sections.LoggingConfig`.
         checkpoint_steps: See `LoggingConfig`.
         completions: See `LoggingConfig`.
-        callbacks: Hooks called after every learning step, generation and test; see `evogrpo.Callback`.
+        callbacks: Hooks called after every learning step, generation and test; see
+            `evogrpo.Callback`.
         progress: Show the progress of the run; None = only on a terminal and in a notebook.
         skip_memory_check: Start even if the estimated memory exceeds the available memory.
-        schedule: The fields of `evogrpo.training.schedule.Schedule`: generations, steps_per_generation, ...
+        schedule: The fields of `evogrpo.training.schedule.Schedule`: generations,
+            steps_per_generation, ...
 
     Returns:
-        The run, to be iterated over: one `GenerationReport` per generation. At its end `result` holds the test before
-        and after training, and the run directory. `stop()` ends it early.
+        The run, to be iterated over: one `GenerationReport` per generation. At its end `result`
+        holds the test before and after training, and the run directory. `stop()` ends it early.
 
     Raises:
-        ValueError: If a setting is unknown or out of range, the run directory cannot be used, there is too little
-            memory, or a reward function fails on a trial completion.
+        ValueError: If a setting is unknown or out of range, the run directory cannot be used, there
+            is too little memory, or a reward function fails on a trial completion.
     """
     # 1. Check the arguments.
     if isinstance(env, Population):
         raise ValueError("evolve takes the population first: evolve(population, env, ...).")
     if not isinstance(population, Population):
         raise ValueError(
-            f"evolve needs a Population, got {class_name(population)}. For one agent, make GRPO.population(1)."
+            f"evolve needs a Population, got {class_name(population)}. For one agent, make"
+            " GRPO.population(1)."
         )
     console = console_for(progress)
     logging = LoggingConfig(
@@ -281,7 +304,9 @@ def evolve(
     )
     planned = Schedule(**schedule)
     if strategy is None:
-        chosen = default_strategy(len(population), networks=population.plays, evolve_network=population.members.evolves)
+        chosen = default_strategy(
+            len(population), networks=population.plays, evolve_network=population.members.evolves
+        )
     else:
         chosen = chosen_strategy(strategy)
     # 2. Check the memory and the user's code. The run trains when it is iterated over.
@@ -317,17 +342,18 @@ def resume(
 ) -> Run:
     """Continue a run from its newest complete checkpoint.
 
-    `for generation in resume(...)` continues as if the run had never stopped. The `population` of the returned
-    run has the members.
+    `for generation in resume(...)` continues as if the run had never stopped. The `population` of
+    the returned run has the members.
 
     Args:
         run_dir: Directory of the run.
         env: Environment, with the same questions, prompts, rewards and arguments as before.
         actor_network: Base model of the run. Small networks need it only for a custom module.
-        strategy: Class or instance of a custom strategy, as names found in a checkpoint are never imported.
+        strategy: Class or instance of a custom strategy, as names found in a checkpoint are never
+            imported.
         algorithm: Class of custom agents, for the same reason.
-        allow_changed_data: Continue even if the environment differs. Journal and report list the differences; fitness
-            before and after cannot be compared.
+        allow_changed_data: Continue even if the environment differs. Journal and report list the
+            differences; fitness before and after cannot be compared.
         callbacks: See `evolve`.
         progress: Show the progress of the run; see `evolve`.
         skip_memory_check: See `evolve`.
@@ -336,11 +362,15 @@ def resume(
 
     Raises:
         CheckpointError: If there is no complete checkpoint, or the base model differs.
-        ValueError: If a limit is unknown or out of range, or strategy, algorithm or environment differ or are missing.
+        ValueError: If a limit is unknown or out of range, or strategy, algorithm or environment
+            differ or are missing.
     """
     # 1. Check the arguments.
     if not isinstance(run_dir, str | Path):
-        raise ValueError(f"resume takes the run directory first: resume(run_dir, env), got {class_name(run_dir)}.")
+        raise ValueError(
+            "resume takes the run directory first: resume(run_dir, env), got"
+            f" {class_name(run_dir)}."
+        )
     # 2. Open the run and check the data.
     console = console_for(progress)
     saved = open_run(run_dir, writable=True)
@@ -364,11 +394,16 @@ def resume(
         callbacks=callbacks,
     )
     if trainer.limits.finished():
-        warn(f"The run in {run_dir} has finished ({trainer.limits.reached()}). Pass a higher limit to train further.")
+        warn(
+            f"The run in {run_dir} has finished ({trainer.limits.reached()}). Pass a higher limit"
+            " to train further."
+        )
     return Run(trainer, console)
 
 
-def _check_memory(population: Population, env: GroupEnvironment, schedule: Schedule, *, allowed: bool) -> None:
+def _check_memory(
+    population: Population, env: GroupEnvironment, schedule: Schedule, *, allowed: bool
+) -> None:
     """Raise ValueError if the run needs more memory than is available."""
     population.check(env)
     task_type = TASK_TYPES.get(population.members.kind)

@@ -32,7 +32,11 @@ def schedule_rows(config: Config, env: GroupEnvironment, held_out: str) -> dict[
         whole = pluralize(generations, "generation")
         evaluated = evaluation_samples(config, env, generations)
         # Members that stay get the learning steps of those that are stopped.
-        least, most = ("at least ", "at most ") if isinstance(config.strategy, SuccessiveHalving) else ("", "")
+        least, most = (
+            ("at least ", "at most ")
+            if isinstance(config.strategy, SuccessiveHalving)
+            else ("", "")
+        )
         steps = f"{least}{pluralize(generations * each, 'learning step')} ({whole} × {each}). "
         steps += f"Evaluations: {most}{count_text(evaluated)} {held_out}"
     return {"groups": f"{groups} per member and learning step", "steps": steps}
@@ -44,7 +48,8 @@ def evaluation_samples(config: Config, env: GroupEnvironment, generations: int) 
     fitness = config.fitness
     validation = schedule.questions("validation", env)
     test = schedule.questions("test", env)
-    # The untrained base and the members answer validation questions; the base and the best member are tested.
+    # The untrained base and the members answer validation questions; the base and the best member
+    # are tested.
     if fitness.uses_validation:
         evaluations = 1 + config.population.size * generations
     else:
@@ -53,7 +58,10 @@ def evaluation_samples(config: Config, env: GroupEnvironment, generations: int) 
 
 
 def samples_text(config: Config, samples: str) -> str:
-    """Return the row of the plan on samples per learning step; `samples` is their plural noun, such as "episodes"."""
+    """Return the row of the plan on samples per learning step.
+
+    `samples` is their plural noun, such as "episodes".
+    """
     size = config.population.size
     each = config.schedule.samples_per_step
     resamples = config.agent.objective.dynamic_sampling
@@ -127,7 +135,9 @@ def processes_per_device(device: str) -> int:
     return max(Counter(processes().all_gather(location)).values())
 
 
-def check_memory(need: MemoryNeed, *, allowed: bool = False, remedy: str = "skip_memory_check=True") -> str:
+def check_memory(
+    need: MemoryNeed, *, allowed: bool = False, remedy: str = "skip_memory_check=True"
+) -> str:
     """Raise ValueError if a run needs more memory than is available.
 
     Args:
@@ -152,8 +162,9 @@ def check_memory(need: MemoryNeed, *, allowed: bool = False, remedy: str = "skip
         else:
             each = ""
         raise ValueError(
-            f"The run needs about {gigabytes(need.total)}{each}, but only {found} is available. Lower {need.savings}, "
-            f"{'start fewer processes, ' if several else ''}or set {remedy} if the estimate is too high."
+            f"The run needs about {gigabytes(need.total)}{each}, but only {found} is available."
+            f" Lower {need.savings}, {'start fewer processes, ' if several else ''}or set {remedy}"
+            " if the estimate is too high."
         )
     return found
 

@@ -32,10 +32,13 @@ _RESUMABLE_OVERRIDES = (("model",), ("device",), ("base_parts",))
 
 @contextmanager
 def new_run_dir(name: str, requested: Path | None = None) -> Iterator[Path]:
-    """Create the directory of a new run, an absolute path; remove it afterwards if nothing was written.
+    """Create the directory of a new run, an absolute path.
+
+    Remove it afterwards if nothing was written.
 
     Args:
-        name: Name of the run: the first of `runs/NAME`, `runs/NAME-2`, ... that does not exist is created.
+        name: Name of the run: the first of `runs/NAME`, `runs/NAME-2`, ... that does not exist is
+            created.
         requested: Directory to create instead, which may exist; None = choose one by `name`.
 
     Raises:
@@ -46,7 +49,9 @@ def new_run_dir(name: str, requested: Path | None = None) -> Iterator[Path]:
     for number in itertools.count(1):
         # Absolute, because user code may change the working directory.
         folder = (requested or Path("runs", name if number == 1 else f"{name}-{number}")).absolute()
-        missing = [path for path in (folder, *folder.parents) if not path.exists()]  # innermost first
+        missing = [
+            path for path in (folder, *folder.parents) if not path.exists()
+        ]  # innermost first
         try:
             folder.mkdir(parents=True, exist_ok=requested is not None)
             break
@@ -62,23 +67,31 @@ def new_run_dir(name: str, requested: Path | None = None) -> Iterator[Path]:
 
 
 def make_trainer(
-    prepared: PreparedRun, run_dir: RunDir | None = None, *, with_servers: bool = True, **resumed: Any
+    prepared: PreparedRun,
+    run_dir: RunDir | None = None,
+    *,
+    with_servers: bool = True,
+    **resumed: Any,
 ) -> Trainer:
     """Make the trainer of a configured run.
 
     Args:
         prepared: The prepared configuration.
         run_dir: Run directory; None = no records.
-        with_servers: Connect to vLLM servers; False = only check their settings, and sample with the bank.
-        resumed: Arguments of `Trainer` for a stored run, such as population and run_state; they replace those of the
-            configuration.
+        with_servers: Connect to vLLM servers; False = only check their settings, and sample with
+            the bank.
+        resumed: Arguments of `Trainer` for a stored run, such as population and run_state; they
+            replace those of the configuration.
     """
     config = prepared.config
     options = {
         "schedule": config.schedule,
         "strategy": config.strategy,
         "fitness": config.fitness,
-        "description": {"task": config.task.label, **({"model": config.model} if config.model else {})},
+        "description": {
+            "task": config.task.label,
+            **({"model": config.model} if config.model else {}),
+        },
     }
     if "population" in resumed:
         population = resumed["population"]
@@ -88,7 +101,9 @@ def make_trainer(
         sampler = make_sampler(config.sampler, population)
         if with_servers or config.sampler["name"] != VLLM:
             population.sample_with(sampler)
-    return Trainer(env=prepared.env, run_dir=run_dir, **{**options, **resumed, "population": population})
+    return Trainer(
+        env=prepared.env, run_dir=run_dir, **{**options, **resumed, "population": population}
+    )
 
 
 def start(prepared: PreparedRun, run_dir: Path, *, dry_run: bool = False) -> Trainer:
@@ -100,8 +115,8 @@ def start(prepared: PreparedRun, run_dir: Path, *, dry_run: bool = False) -> Tra
         dry_run: Make the same checks, but write nothing and connect to no vLLM server.
 
     Raises:
-        ValueError: If a value cannot be stored, the weights cannot be loaded, or the directory already holds a run or
-            cannot be used.
+        ValueError: If a value cannot be stored, the weights cannot be loaded, or the directory
+            already holds a run or cannot be used.
     """
     config = prepared.config
     dump_json(config.to_json(), what="configuration")
@@ -110,7 +125,10 @@ def start(prepared: PreparedRun, run_dir: Path, *, dry_run: bool = False) -> Tra
     if dry_run:
         folder.check_unused()
         if run_dir.is_dir() and not os.access(run_dir, os.W_OK | os.X_OK):
-            raise ValueError(f"Files in {run_dir} cannot be written. Change its permissions, or choose another folder.")
+            raise ValueError(
+                f"Files in {run_dir} cannot be written. Change its permissions, or choose another"
+                " folder."
+            )
         return make_trainer(prepared, with_servers=False)
     trainer = make_trainer(prepared, folder)
     if processes().is_rank_zero:
@@ -121,7 +139,9 @@ def start(prepared: PreparedRun, run_dir: Path, *, dry_run: bool = False) -> Tra
 def write_config(config: Config, run_dir: Path) -> None:
     """Write a resolved configuration to a run directory, atomically."""
     head = f"{CONFIG_HEAD} {evogrpo.__version__} for `evogrpo resume`.\n"
-    values = load_json(dump_json(config.to_json()))  # YAML cannot hold subclasses of text and numbers
+    values = load_json(
+        dump_json(config.to_json())
+    )  # YAML cannot hold subclasses of text and numbers
     replace_file(run_dir / CONFIG_FILE, (head + dump_yaml(values)).encode("utf-8"))
 
 
@@ -148,24 +168,26 @@ def resumable_overrides(overrides: Sequence[str]) -> list[str]:
     return [text for text in overrides if "=" in text and parse_override(text)[0] in accepted]
 
 
-def read_resumable(run_dir: Path, overrides: Sequence[str] = (), *, allow_changed_data: bool = False) -> Resumable:
+def read_resumable(
+    run_dir: Path, overrides: Sequence[str] = (), *, allow_changed_data: bool = False
+) -> Resumable:
     """Lock the directory of a run and read what `resume` needs.
 
     Args:
         run_dir: Directory of the run.
-        overrides: `key=value` for a limit of the schedule, such as `generations=8`, for `model`, `device` or
-            `base_parts`.
+        overrides: `key=value` for a limit of the schedule, such as `generations=8`, for `model`,
+            `device` or `base_parts`.
         allow_changed_data: Accept a stored configuration that names another task.
 
     Raises:
-        ValueError: If the directory holds no run or is locked, its configuration is damaged or was changed, or an
-            override is refused.
+        ValueError: If the directory holds no run or is locked, its configuration is damaged or was
+            changed, or an override is refused.
     """
     path = run_dir / CONFIG_FILE
     if not path.is_file():
         raise ValueError(
-            f"{run_dir} has no {CONFIG_FILE}. Give the directory of a run that `evogrpo demo` or `evogrpo train` "
-            "started. Resume a run of evolve() in Python with evogrpo.resume()."
+            f"{run_dir} has no {CONFIG_FILE}. Give the directory of a run that `evogrpo demo` or"
+            " `evogrpo train` started. Resume a run of evolve() in Python with evogrpo.resume()."
         )
     # 1. Divide the overrides into limits of the schedule and settings of the configuration.
     limits: dict[str, Any] = {}
@@ -181,8 +203,8 @@ def read_resumable(run_dir: Path, overrides: Sequence[str] = (), *, allow_change
             raise ValueError(f"unknown limit {name!r}. Use {counterpart(name, LIMITS)}.")
         else:
             raise ValueError(
-                f"A resumed run may only change {', '.join(LIMITS)}, model, device and base_parts, got "
-                f"{'.'.join(keys)!r}. Start a new run with `evogrpo train` instead."
+                f"A resumed run may only change {', '.join(LIMITS)}, model, device and base_parts,"
+                f" got {'.'.join(keys)!r}. Start a new run with `evogrpo train` instead."
             )
     # 2. Open the run, and check that its configuration was not changed.
     config = parse_config(override(read_yaml_file(path), rest))
@@ -190,19 +212,27 @@ def read_resumable(run_dir: Path, overrides: Sequence[str] = (), *, allow_change
     _check_unchanged(saved, config, path, allow_changed_data=allow_changed_data)
     schedule = dataclasses.replace(saved.record.schedule, **limits)
     run_state = saved.record.run_state
-    # 3. A run is finished if it has ended, was tested (unless test_questions is 0), and has reached a limit. Overrides
-    # count. `Limits` decides about runs that stopped within a generation or before the end of the first.
+    # 3. A run is finished if it has ended, was tested (unless test_questions is 0), and has reached
+    # a limit. Overrides count. `Limits` decides about runs that stopped within a generation or
+    # before the end of the first.
     ended = None
     asked = run_state.test_questions
     was_tested = schedule.test_questions == 0 or (
         run_state.tested is not None and limits.get("test_questions", asked) == asked
     )
-    if run_state.ended is not None and was_tested and run_state.generation > 0 and run_state.step_in_generation == 0:
+    if (
+        run_state.ended is not None
+        and was_tested
+        and run_state.generation > 0
+        and run_state.step_in_generation == 0
+    ):
         ended = run_state.reached_limit(schedule)
     return Resumable(saved=saved, config=config, schedule=schedule, ended=ended)
 
 
-def _check_unchanged(saved: StoredRun, config: Config, path: Path, *, allow_changed_data: bool) -> None:
+def _check_unchanged(
+    saved: StoredRun, config: Config, path: Path, *, allow_changed_data: bool
+) -> None:
     """Check that a stored configuration still describes the same experiment.
 
     Args:
@@ -215,18 +245,22 @@ def _check_unchanged(saved: StoredRun, config: Config, path: Path, *, allow_chan
         ValueError: With every name that differs.
     """
     if config.run_id not in (None, saved.record.run_id):
-        raise ValueError(f"{path} is the configuration of another run. Restore the file of this run.")
+        raise ValueError(
+            f"{path} is the configuration of another run. Restore the file of this run."
+        )
     if saved.record.config is None:
         return
     refused = _differences(saved.record.config, config, "task." if allow_changed_data else ())
     if refused:
         raise ValueError(
-            f"{path} was changed since the run began: {', '.join(refused)}. Restore these values, or start a new run "
-            "with `evogrpo train`. Pass new limits to `evogrpo resume`."
+            f"{path} was changed since the run began: {', '.join(refused)}. Restore these values,"
+            " or start a new run with `evogrpo train`. Pass new limits to `evogrpo resume`."
         )
 
 
-def _differences(stored: Mapping[str, Any], config: Config, ignored: str | tuple[str, ...]) -> list[str]:
+def _differences(
+    stored: Mapping[str, Any], config: Config, ignored: str | tuple[str, ...]
+) -> list[str]:
     """Return the settings that differ and must not, as text, except for names that start with a prefix in `ignored`."""
     # The stored configuration was JSON, in which tuples become lists.
     old = flat(stored)
@@ -234,7 +268,9 @@ def _differences(stored: Mapping[str, Any], config: Config, ignored: str | tuple
     return [
         f"{name} {old.get(name)!r} -> {new.get(name)!r}"[:200]
         for name in {**old, **new}
-        if old.get(name) != new.get(name) and name.split(".")[0] not in _RESUMABLE_KEYS and not name.startswith(ignored)
+        if old.get(name) != new.get(name)
+        and name.split(".")[0] not in _RESUMABLE_KEYS
+        and not name.startswith(ignored)
     ]
 
 
@@ -245,17 +281,21 @@ def ignored_settings(stored: Config, config: Config) -> list[str]:
     return _differences(json.loads(json.dumps(stored.to_json())), config, (*limits, *precision))
 
 
-def resume(prepared: PreparedRun, resumable: Resumable, run_dir: Path, *, allow_changed_data: bool = False) -> Trainer:
+def resume(
+    prepared: PreparedRun, resumable: Resumable, run_dir: Path, *, allow_changed_data: bool = False
+) -> Trainer:
     """Restore a run from its newest complete checkpoint.
 
     Args:
         prepared: Its prepared configuration.
         resumable: Its stored state.
         run_dir: Directory of the run.
-        allow_changed_data: Continue even if questions, rewards or environment differ from those at the start.
+        allow_changed_data: Continue even if questions, rewards or environment differ from those at
+            the start.
 
     Raises:
-        ValueError: If these differ, the weights cannot be loaded, or they are not the ones the run was trained on.
+        ValueError: If these differ, the weights cannot be loaded, or they are not the ones the run
+            was trained on.
     """
     saved = resumable.saved
     changed = saved.check_data(prepared.env, allowed=allow_changed_data)

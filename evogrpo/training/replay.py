@@ -85,10 +85,12 @@ class HyperparameterSchedule:
             stored = read_yaml_file(path)
             if "stages" not in stored:
                 raise ValueError(
-                    f"{path} is not a hyperparameter schedule. Pass a run directory, or a file that "
-                    "`evogrpo export --schedule` wrote."
+                    f"{path} is not a hyperparameter schedule. Pass a run directory, or a file that"
+                    " `evogrpo export --schedule` wrote."
                 )
-            dump_json(stored, what=str(path))  # raises for values of YAML that JSON does not have, such as dates
+            dump_json(
+                stored, what=str(path)
+            )  # raises for values of YAML that JSON does not have, such as dates
             return validate(cls, stored, str(path), extra="forbid")
         # 2. A run directory: the schedule of its best member.
         summary = read_summary(path)
@@ -97,8 +99,8 @@ class HyperparameterSchedule:
         fitness = fitness_estimate(schedule.member)
         if schedule.networks:
             warn(
-                f"The network of member #{member.index} changed ({'; '.join(schedule.networks)}). A schedule contains "
-                "hyperparameters only, so a replay keeps the first network."
+                f"The network of member #{member.index} changed ({'; '.join(schedule.networks)}). A"
+                " schedule contains hyperparameters only, so a replay keeps the first network."
             )
         # 3. The configuration of the run, and facts about it.
         config = path / CONFIG_FILE
@@ -139,7 +141,9 @@ class HyperparameterSchedule:
         write_synced(path, text.encode("utf-8"))
 
     def config(self, overrides: Sequence[str] = ()) -> Config:
-        """Return the configuration of a run of one agent with this schedule; other settings are the earlier run's.
+        """Return the configuration of a run of one agent with this schedule.
+
+        Other settings are the earlier run's.
 
         Args:
             overrides: `key=value` with dots between nested keys, such as `seed=1`.
@@ -149,8 +153,8 @@ class HyperparameterSchedule:
         """
         if self.configuration is None:
             raise ValueError(
-                "The run of this schedule was started in Python, so its task is unknown. Pass population and env to "
-                "evogrpo.replay."
+                "The run of this schedule was started in Python, so its task is unknown. Pass"
+                " population and env to evogrpo.replay."
             )
         # 1. Choose the search space.
         values = _without_location(self.configuration)
@@ -158,7 +162,9 @@ class HyperparameterSchedule:
         space = build(HyperparameterConfig, values.get("search_space") or {}, "search_space")
         # Hyperparameters that start outside their range cannot be in the search space.
         start = {name: getattr(first, name) for name in space}
-        evolving = {n: p for n, p in space.items() if start[n] is None or p.closest(start[n]) == start[n]}
+        evolving = {
+            n: p for n, p in space.items() if start[n] is None or p.closest(start[n]) == start[n]
+        }
         # 2. Replace the settings that evolve a population by those of one agent.
         values |= {
             "hyperparameters": first.to_json(),
@@ -183,11 +189,13 @@ def replay(
     """Train a new agent with the hyperparameter schedule that an earlier run found.
 
     Args:
-        source: Run directory of that run, or a file written by `evogrpo export RUN --schedule FILE`.
+        source: Run directory of that run, or a file written by
+            `evogrpo export RUN --schedule FILE`.
         population: New members that follow the schedule, for a run that was started in Python.
         env: Environment of `population`.
         run_dir: Run directory of the new run; None = keep no records.
-        overrides: Changes of the configuration as on the command line, such as "seed=1"; not with `population`.
+        overrides: Changes of the configuration as on the command line, such as "seed=1"; not with
+            `population`.
         progress: Show the progress of the run; see `evogrpo.evolve`.
         skip_memory_check: See `evogrpo.evolve`.
 
@@ -195,17 +203,23 @@ def replay(
         The run. Iterate over it, or call `finish()`; it can be resumed like any other run.
 
     Raises:
-        ValueError: If there is no such schedule, it is incompatible with the population, or the run was started in
-            Python and `population` or `env` is missing.
+        ValueError: If there is no such schedule, it is incompatible with the population, or the run
+            was started in Python and `population` or `env` is missing.
     """
     # 1. Read the schedule.
     schedule = HyperparameterSchedule.read(source)
     if (population is None) != (env is None):
-        raise ValueError("population and env must be given together. Leave out both for a run with a configuration.")
+        raise ValueError(
+            "population and env must be given together. Leave out both for a run with a"
+            " configuration."
+        )
     # 2. Train the given population.
     if population is not None and env is not None:
         if overrides:
-            raise ValueError(f"overrides cannot be used with population, got {shown(overrides)}. Remove one of them.")
+            raise ValueError(
+                f"overrides cannot be used with population, got {shown(overrides)}. Remove one of"
+                " them."
+            )
         for agent in population.agents:
             agent.hyperparameters = schedule.stages[0].hyperparameters
         return evolve(

@@ -28,13 +28,18 @@ if TYPE_CHECKING:
 
 
 def provenance(population: Population) -> dict[str, Any]:
-    """Return the facts about software and hardware that results depend on; commit is None for an installed package."""
+    """Return the facts about software and hardware that results depend on.
+
+    Commit is None for an installed package.
+    """
     root = Path(evogrpo.__file__).parents[1]
     commit = None
     if (root / ".git").exists():
         with suppress(OSError, SubprocessError):
             words = ["git", "-C", str(root), "rev-parse", "HEAD"]
-            commit = subprocess.run(words, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
+            commit = subprocess.run(
+                words, capture_output=True, text=True, timeout=5, check=True
+            ).stdout.strip()
     device = torch.device(population.agents[0].device)
     return {
         "version": evogrpo.__version__,
@@ -52,7 +57,9 @@ def count_step(
     phases: Mapping[str, float],
     completions: int,
 ) -> tuple[StepReport, Sequence[Example]]:
-    """Count a learning step in the run state; return its report and its completions table. A collective.
+    """Count a learning step in the run state; return its report and its completions table.
+
+    A collective.
 
     Args:
         run: The run.
@@ -74,11 +81,18 @@ def count_step(
     for example in table:
         first.setdefault(example.index, example)
     run_state.examples = tuple(first.values())
-    # 2. Count tokens, time and rewards. Metrics that the journal cannot hold, such as NaN, become None.
-    tokens = {slot: collected.tokens.get(slot, 0) + report.tokens for slot, report in learned.items()}
+    # 2. Count tokens, time and rewards. Metrics that the journal cannot hold, such as NaN, become
+    #    None.
+    tokens = {
+        slot: collected.tokens.get(slot, 0) + report.tokens for slot, report in learned.items()
+    }
     metrics: dict[int, dict[str, float | None]] = {}
     for slot, report in learned.items():
-        values = {**report.metrics, "optimizer_steps": report.optimizer_steps, "tokens": tokens[slot]}
+        values = {
+            **report.metrics,
+            "optimizer_steps": report.optimizer_steps,
+            "tokens": tokens[slot],
+        }
         finite = {name: value if abs(value) <= 1e150 else None for name, value in values.items()}
         metrics[slot] = {**collected.scores.metrics, **finite}
     earned = {slot: collected.earned.get(slot, {}) for slot in learned}
@@ -94,27 +108,38 @@ def count_step(
     total = max(1, sum(tokens.values()))
     reports = {}
     for slot, report in learned.items():
-        cost = {"num_tokens": run_state.slot_tokens[slot], "step_time": seconds * tokens[slot] / total}
+        cost = {
+            "num_tokens": run_state.slot_tokens[slot],
+            "step_time": seconds * tokens[slot] / total,
+        }
         reports[slot] = MemberStep(
             index=indices[slot],
             metrics={**metrics[slot], **cost},
             samples=len(report.advantages),
             failed=report.failed,
         )
-    return StepReport(
-        step=step,
-        generation=generation,
-        learned=reports,
-        seconds=seconds,
-        phases=phases,
-        waiting=tuple(waiting),
-        tokens=sum(tokens.values()),
-        examples=run_state.examples,
-    ), table
+    return (
+        StepReport(
+            step=step,
+            generation=generation,
+            learned=reports,
+            seconds=seconds,
+            phases=phases,
+            waiting=tuple(waiting),
+            tokens=sum(tokens.values()),
+            examples=run_state.examples,
+        ),
+        table,
+    )
 
 
 def _select_examples(
-    collected: RolloutBatch, indices: Mapping[int, int], learned: Mapping[int, LearnReport], *, step: int, total: int
+    collected: RolloutBatch,
+    indices: Mapping[int, int],
+    learned: Mapping[int, LearnReport],
+    *,
+    step: int,
+    total: int,
 ) -> tuple[Example, ...]:
     """Return the first completions of each member in a learning step, equally many of each.
 
@@ -126,7 +151,8 @@ def _select_examples(
         total: Number of examples; every member gets at least one.
 
     Returns:
-        Examples in slot order; those of a member in the order they were sampled, so groups stay together.
+        Examples in slot order; those of a member in the order they were sampled, so groups stay
+        together.
     """
     if not collected.questions:
         return ()  # small networks
@@ -144,17 +170,26 @@ def _select_examples(
                     reward=_number(collected.scores.rewards[row]),
                     index=index,
                     step=step,
-                    rewards={name: _number(values[row]) for name, values in collected.scores.components.items()},
+                    rewards={
+                        name: _number(values[row])
+                        for name, values in collected.scores.components.items()
+                    },
                     advantage=_number(learned[slot].advantages[position]),
                     truncated=bool(collected.truncated[row]),
-                    columns={name: _plain(values[row]) for name, values in collected.scores.columns.items()},
+                    columns={
+                        name: _plain(values[row])
+                        for name, values in collected.scores.columns.items()
+                    },
                 )
             )
     return tuple(examples)
 
 
 def _plain(value: Any) -> bool | int | float | str | None:
-    """Convert a value that a reward function logged to a number, a text or None; also None if `Real` refuses it."""
+    """Convert a value that a reward function logged to a number, a text or None.
+
+    Also None if `Real` refuses it.
+    """
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, int | float) and not abs(value) <= 1e150:  # also NaN
@@ -168,7 +203,9 @@ def _number(value: float) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
-def generation_report(run: "Trainer", measured: Mapping[int, Measured], *, best: int) -> GenerationReport:
+def generation_report(
+    run: "Trainer", measured: Mapping[int, Measured], *, best: int
+) -> GenerationReport:
     """Return the report of a generation that was just evaluated, without its plan.
 
     Args:
@@ -199,7 +236,10 @@ def generation_report(run: "Trainer", measured: Mapping[int, Measured], *, best:
             seconds=run_state.member_seconds[agent.slot],
             changes=birth.changes,
             reason=birth.reason,
-            metrics={name: total / count for name, (total, count) in run_state.metrics[agent.slot].items()},
+            metrics={
+                name: total / count
+                for name, (total, count) in run_state.metrics[agent.slot].items()
+            },
             measured={name: estimate(fitness) for name, fitness in evaluated.fitness.items()},
             questions=evaluated.questions,
             evaluation=evaluated.cost,
@@ -218,7 +258,9 @@ def generation_report(run: "Trainer", measured: Mapping[int, Measured], *, best:
         timesteps=run_state.timesteps if population.plays else None,
         questions=max(len(agent.fitness.scores) for agent in population.agents if agent.fitness),
         evaluation=run_state.evaluation,
-        best_ever=None if run_state.best is None else (run_state.best.index, run_state.best.generation),
+        best_ever=(
+            None if run_state.best is None else (run_state.best.index, run_state.best.generation)
+        ),
         samples_per_step=run_state.samples_per_step,
         steps_per_generation=run_state.steps_per_generation,
     )

@@ -1,7 +1,8 @@
 """Run directory: journal, checkpoints and exports, and loading a run from them.
 
-Written in this order: events of the journal, then a checkpoint that names the length and the hash of the journal, then
-exports. A kill between them loses nothing: the next process goes back to the newest checkpoint.
+Written in this order: events of the journal, then a checkpoint that names the length and the hash
+of the journal, then exports. A kill between them loses nothing: the next process goes back to the
+newest checkpoint.
 """
 
 import errno
@@ -120,7 +121,10 @@ class RunRecord:
 
 
 def _completion_row(example: Example) -> dict[str, Any]:
-    """Return a row of the completions table: step and index first; logged values replace no other column."""
+    """Return a row of the completions table: step and index first.
+
+    Logged values replace no other column.
+    """
     fields = dict(vars(example))
     rewards = fields.pop("rewards")
     logged = fields.pop("columns")
@@ -130,7 +134,9 @@ def _completion_row(example: Example) -> dict[str, Any]:
 
 
 POPULATION_METRICS = ("fitness", "reward")
-"""Metrics with further scalars, the best and the mean of all members; each has one chart in TensorBoard."""
+"""Metrics with further scalars, the best and the mean of all members; each has one chart in
+TensorBoard.
+"""
 
 
 def step_curves(report: StepReport) -> dict[str, float]:
@@ -164,19 +170,28 @@ def _member_scalars(members: Mapping[int, Mapping[str, float | None]]) -> dict[s
     return curves
 
 
-def generation_curves(members: Sequence[MemberReport], evolving: Collection[str]) -> dict[str, float]:
+def generation_curves(
+    members: Sequence[MemberReport], evolving: Collection[str]
+) -> dict[str, float]:
     """Return TensorBoard scalars of an evaluation by tag: fitness by every measure, its cost, and hyperparameters.
 
     Args:
         members: Reports of the members.
-        evolving: Names of the evolving hyperparameters. Others are logged if members differ in them.
+        evolving: Names of the evolving hyperparameters. Others are logged if members differ in
+            them.
     """
     values = {member.slot: member.hyperparameters.to_json() for member in members}
     first = next(iter(values.values()), {})
-    shown = [name for name in first if name in evolving or any(own[name] != first[name] for own in values.values())]
+    shown = [
+        name
+        for name in first
+        if name in evolving or any(own[name] != first[name] for own in values.values())
+    ]
     curves: dict[int, dict[str, float | None]] = {}
     for member in members:
-        numbers = {name: own for name in shown if not isinstance(own := values[member.slot][name], str)}
+        numbers = {
+            name: own for name in shown if not isinstance(own := values[member.slot][name], str)
+        }
         others = {f"measured_{name}": each.mean for name, each in member.measured.items()}
         if member.evaluation is None:
             cost = {}
@@ -205,7 +220,8 @@ class RunDir:
         logging: Records to keep.
         lock: Lock on it, if the caller holds it already.
         run_id: Identity of its run; a new one by default.
-        config: Configuration of the run as plain values, stored in its checkpoints; None if it has none.
+        config: Configuration of the run as plain values, stored in its checkpoints; None if it has
+            none.
         saved: Length of the journal at the newest checkpoint.
         steps: Number of learning steps at the newest checkpoint.
 
@@ -226,7 +242,9 @@ class RunDir:
         saved: int = 0,
         steps: int = 0,
     ) -> None:
-        self.path = expand_user(path, "run_dir").absolute()  # the program may change its working directory
+        self.path = expand_user(
+            path, "run_dir"
+        ).absolute()  # the program may change its working directory
         self.run_id = run_id or uuid.uuid4().hex
         self._lock = lock
         self._config = config
@@ -234,49 +252,69 @@ class RunDir:
         self._steps = steps
         self.logging = logging or LoggingConfig()
         self._journal: Journal | None = None
-        self._unsaved = False  # events were written since the newest checkpoint, or could not be written
+        self._unsaved = (
+            False  # events were written since the newest checkpoint, or could not be written
+        )
         self._exported: Best | None = None
         self._export_time = 0.0  # time of change of its manifest
         self._writer: Any = None
-        self._tensorboard_failed = install_hint("TensorBoard", "tensorboard") is not None  # also set after an error
+        self._tensorboard_failed = (
+            install_hint("TensorBoard", "tensorboard") is not None
+        )  # also set after an error
 
     def reopened(self) -> Self:
-        """Return this directory for the continuation of a closed run; the first write locks it again.
+        """Return this directory for the continuation of a closed run.
+
+        The first write locks it again.
 
         Raises:
-            ValueError: If events were written since the newest checkpoint, as the run ended by an error.
+            ValueError: If events were written since the newest checkpoint, as the run ended by an
+                error.
         """
         if self._unsaved:
             raise ValueError(
-                f"The run in {self.path} ended by an error after its last checkpoint. Continue from there with "
-                f"evogrpo.resume({str(self.path)!r}, env, ...)."
+                f"The run in {self.path} ended by an error after its last checkpoint. Continue from"
+                f" there with evogrpo.resume({str(self.path)!r}, env, ...)."
             )
         return type(self)(
-            self.path, self.logging, run_id=self.run_id, config=self._config, saved=self._saved, steps=self._steps
+            self.path,
+            self.logging,
+            run_id=self.run_id,
+            config=self._config,
+            saved=self._saved,
+            steps=self._steps,
         )
 
     def check_unused(self) -> None:
         """Check that the directory can hold a new run.
 
         Raises:
-            ValueError: If it holds a run or cannot be used; see `evogrpo.storage.atomic_files.check_new_folder`.
+            ValueError: If it holds a run or cannot be used; see
+                `evogrpo.storage.atomic_files.check_new_folder`.
         """
         journal = self.path / JOURNAL
         first_event = b'{"event": "run", '
         leftovers = list[str]()
-        with suppress(OSError):  # left by a run that was killed between its first event and its first checkpoint
+        with suppress(
+            OSError
+        ):  # left by a run that was killed between its first event and its first checkpoint
             content = read_regular(journal)
-            if content.count(b"\n") <= 1 and content[: len(first_event)] == first_event[: len(content)]:
+            if (
+                content.count(b"\n") <= 1
+                and content[: len(first_event)] == first_event[: len(content)]
+            ):
                 leftovers.append(JOURNAL)
         if (journal.exists() and not leftovers) or latest_checkpoint(self.path) is not None:
             raise ValueError(
-                f"{self.path} already holds a run. Continue it (`evogrpo resume` or evogrpo.resume in Python), or "
-                "choose another run directory."
+                f"{self.path} already holds a run. Continue it (`evogrpo resume` or evogrpo.resume"
+                " in Python), or choose another run directory."
             )
         if (self.path / CHECKPOINTS).is_dir() and not any((self.path / CHECKPOINTS).glob("[!.]*")):
             leftovers.append(CHECKPOINTS)
         with suppress(OSError):
-            if read_regular(self.path / CONFIG_FILE).startswith(CONFIG_HEAD.encode()):  # of a run, not of the user
+            if read_regular(self.path / CONFIG_FILE).startswith(
+                CONFIG_HEAD.encode()
+            ):  # of a run, not of the user
                 leftovers.append(CONFIG_FILE)
         check_new_folder(self.path, allowed=leftovers)
 
@@ -363,7 +401,9 @@ class RunDir:
 
         Warn if `best/` has other files.
         """
-        if best is None or (best is self._exported and self._export_time == _manifest_time(self.path / BEST)):
+        if best is None or (
+            best is self._exported and self._export_time == _manifest_time(self.path / BEST)
+        ):
             return
         self._check_lock()
         note = {"generation": best.generation, "run_id": self.run_id}
@@ -383,10 +423,12 @@ class RunDir:
                 if (self.path / BEST).is_symlink():
                     raise CheckpointError("links are not followed")
                 save_agent(agent, self.path / BEST, replace=True, note=note)
-            except CheckpointError:  # a foreign file must not end the run; the next save tries again
+            except (
+                CheckpointError
+            ):  # a foreign file must not end the run; the next save tries again
                 warn(
-                    f"{self.path / BEST} was not updated, because it is a link or a file, or has other files. Move "
-                    "them away. The checkpoint has the best member."
+                    f"{self.path / BEST} was not updated, because it is a link or a file, or has"
+                    " other files. Move them away. The checkpoint has the best member."
                 )
                 return
         self._exported, self._export_time = best, _manifest_time(self.path / BEST)
@@ -400,19 +442,27 @@ class RunDir:
     def write_completions(self, step: int, examples: Sequence[Example]) -> None:
         """Write the completions table of a step as JSON lines; a repeated step overwrites its own.
 
-        Columns: step, index (of the member), prompt (the question alone), completion, reward (total), advantage (mean
-        over the completion's actions), truncated, rewards/<function> (value before its weight), and values
-        logged by `log_extra`. null = missing.
+        Columns: step, index (of the member), prompt (the question alone), completion, reward
+        (total), advantage (mean over the completion's actions), truncated, rewards/<function>
+        (value before its weight), and values logged by `log_extra`. null = missing.
         """
         rows = [_completion_row(example) for example in examples[: self.logging.completions]]
         if rows:
             make_folder(self.path / COMPLETIONS)
-            # ASCII only, so that control characters of a completion cannot affect a terminal that shows the file.
-            lines = (json.dumps(row, allow_nan=False).replace("\x7f", "\\u007f") + "\n" for row in rows)
-            replace_file(self.path / COMPLETIONS / f"step-{step:06d}.jsonl", "".join(lines).encode())
+            # ASCII only, so that control characters of a completion cannot affect a terminal that
+            # shows the file.
+            lines = (
+                json.dumps(row, allow_nan=False).replace("\x7f", "\\u007f") + "\n" for row in rows
+            )
+            replace_file(
+                self.path / COMPLETIONS / f"step-{step:06d}.jsonl", "".join(lines).encode()
+            )
 
     def log_scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Log TensorBoard scalars by tag, at the number of the latest learning step; stop logging after an error."""
+        """Log TensorBoard scalars by tag, at the number of the latest learning step.
+
+        Stop logging after an error.
+        """
         if not self.logging.tensorboard or self._tensorboard_failed:
             return
         if self._writer is not None and not (self.path / TENSORBOARD).is_dir():
@@ -423,7 +473,9 @@ class RunDir:
 
                 # Scalars of steps after the checkpoint, which are repeated, are hidden.
                 self._writer = SummaryWriter(str(self.path / TENSORBOARD), purge_step=self._steps)
-                charts: dict[str, list[object]] = {name: ["Multiline", [f"^{name}/"]] for name in POPULATION_METRICS}
+                charts: dict[str, list[object]] = {
+                    name: ["Multiline", [f"^{name}/"]] for name in POPULATION_METRICS
+                }
                 self._writer.add_custom_scalars({"population": charts})
             for tag, value in values.items():
                 self._writer.add_scalar(tag, value, step)
@@ -464,7 +516,8 @@ class StoredRun:
     def check_data(self, env: GroupEnvironment, *, allowed: bool) -> tuple[str, ...]:
         """Return the differences from the environment the run began in; see `check_fingerprint`.
 
-        Empty if nothing was measured and no step was taken yet. Prompts with a date get that of the run's start.
+        Empty if nothing was measured and no step was taken yet. Prompts with a date get that of the
+        run's start.
         """
         date = (self.record.data or {}).get("date")
         if date is not None and isinstance(env, SupportsDate):
@@ -505,7 +558,13 @@ class StoredRun:
         record = self.record
         kind = algorithm_class(self.base["kind"], record.algorithm, algorithm)
         population = restore_population(
-            kind, self.tensors, record.population, model, self.folder, lineage=self.lineage, device=device
+            kind,
+            self.tensors,
+            record.population,
+            model,
+            self.folder,
+            lineage=self.lineage,
+            device=device,
         )
         with checkpoint_errors(self.folder):
             run_state = deepcopy(record.run_state)
@@ -515,12 +574,15 @@ class StoredRun:
 
 
 def open_run(path: str | Path, *, writable: bool = False, members_only: bool = False) -> StoredRun:
-    """Load the newest checkpoint that is complete and matches the journal. With several ranks, rank 0 locks first.
+    """Load the newest checkpoint that is complete and matches the journal.
+
+    With several ranks, rank 0 locks first.
 
     Args:
         path: The run directory.
         writable: Lock the directory for writing, and remove incomplete files of a killed process.
-        members_only: Load the newest complete checkpoint without the journal, to start a new run from its members.
+        members_only: Load the newest complete checkpoint without the journal, to start a new run
+            from its members.
 
     Raises:
         CheckpointError: If there is no run, or no such checkpoint.
@@ -574,9 +636,11 @@ def _open(folder: Path, *, writable: bool = False, members_only: bool = False) -
     reasons = "".join(f" {error}" for error in skipped)
     if any(isinstance(error, JournalChangedError) for error in skipped):
         raise JournalChangedError(
-            f"{folder} cannot be resumed.{reasons} Restore {JOURNAL} from a copy, or start a new run from its members: "
-            f"population, _ = evogrpo.training.run_dir.open_run({str(folder)!r}, members_only=True).restore(model). "
-            f"GRPO.load({str(folder / BEST)!r}) loads the best member."
+            f"{folder} cannot be resumed.{reasons} Restore {JOURNAL} from a copy, or start a new"
+            " run from its members: population, _ ="
+            f" evogrpo.training.run_dir.open_run({str(folder)!r},"
+            f" members_only=True).restore(model). GRPO.load({str(folder / BEST)!r}) loads the best"
+            " member."
         )
     if journal:
         if (folder / BEST).is_dir():
@@ -584,11 +648,13 @@ def _open(folder: Path, *, writable: bool = False, members_only: bool = False) -
         else:
             best = ""
         raise CheckpointError(
-            f"{folder} has a journal, but no complete checkpoint in {CHECKPOINTS}.{reasons} Put {CHECKPOINTS} back, or "
-            "restore it from a copy. The journal is there: `evogrpo report` and `evogrpo export --schedule` read "
-            f"it.{best}"
+            f"{folder} has a journal, but no complete checkpoint in {CHECKPOINTS}.{reasons} Put"
+            f" {CHECKPOINTS} back, or restore it from a copy. The journal is there: `evogrpo"
+            f" report` and `evogrpo export --schedule` read it.{best}"
         )
-    raise CheckpointError(f"{folder} has no complete checkpoint. Give the path of a run directory.{reasons}")
+    raise CheckpointError(
+        f"{folder} has no complete checkpoint. Give the path of a run directory.{reasons}"
+    )
 
 
 def _repair_journal(path: Path, content: bytes, size: int) -> None:
@@ -598,7 +664,10 @@ def _repair_journal(path: Path, content: bytes, size: int) -> None:
     except JournalError as error:
         kept = set_aside(path)
         replace_file(path, content[:size])
-        warn(f"The journal was damaged after the checkpoint ({error}). The damaged file is kept as {kept.name}.")
+        warn(
+            f"The journal was damaged after the checkpoint ({error}). The damaged file is kept as"
+            f" {kept.name}."
+        )
 
 
 class JournalChangedError(CheckpointError):
@@ -606,9 +675,15 @@ class JournalChangedError(CheckpointError):
 
 
 def _load(
-    folder: Path, journal: bytes | None, skipped: Sequence[CheckpointError], lock: DirectoryLock | None
+    folder: Path,
+    journal: bytes | None,
+    skipped: Sequence[CheckpointError],
+    lock: DirectoryLock | None,
 ) -> StoredRun:
-    """Load a checkpoint; without a journal only its members. All settings are checked before anything is built."""
+    """Load a checkpoint; without a journal only its members.
+
+    All settings are checked before anything is built.
+    """
     values = read_record(folder)
     history: list[Generation] = []
     lineage: list[MemberRecord] | None = None
@@ -624,7 +699,8 @@ def _load(
             events = journal[: record.journal.bytes]
             if hashlib.sha256(events).hexdigest() != record.journal.sha256:
                 raise JournalChangedError(
-                    f"{folder} does not match {JOURNAL}, which was lost or changed after the checkpoint was written."
+                    f"{folder} does not match {JOURNAL}, which was lost or changed after the"
+                    " checkpoint was written."
                 )
             history, lineage = _replay(parse_journal(events, JOURNAL), record)
     tensors, _ = read_checkpoint(folder)
@@ -639,7 +715,9 @@ def _load(
     )
 
 
-def _replay(events: Sequence[Mapping[str, Any]], record: RunRecord) -> tuple[list[Generation], list[MemberRecord]]:
+def _replay(
+    events: Sequence[Mapping[str, Any]], record: RunRecord
+) -> tuple[list[Generation], list[MemberRecord]]:
     """Return the history and the lineage that a journal holds."""
     run = next(event for event in events if event["event"] == "run")
     lineage = list(validate(tuple[MemberRecord, ...], run["lineage"], "journal", extra="ignore"))
@@ -654,6 +732,7 @@ def _replay(events: Sequence[Mapping[str, Any]], record: RunRecord) -> tuple[lis
     last = record.run_state.generation
     if numbers != list(range(1, last + 1)):
         raise ValueError(
-            f"{JOURNAL} must hold generations 1 to {last}, got {numbers}. Restore the run directory from a copy."
+            f"{JOURNAL} must hold generations 1 to {last}, got {numbers}. Restore the run directory"
+            " from a copy."
         )
     return history, lineage

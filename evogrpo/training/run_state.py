@@ -72,34 +72,36 @@ class RunState:
         step_in_generation: Learning steps of the generation under way.
         samples_per_step: Current completions per member and learning step; 0 before the run began.
         steps_per_generation: Current learning steps per generation; 0 before the run began.
-        block: Number of starts (prompts or reset seeds) that each step takes from their order, which never shrinks; 0
-            before the run began.
+        block: Number of starts (prompts or reset seeds) that each step takes from their order,
+            which never shrinks; 0 before the run began.
         unplanned: The last generation was evaluated, but its plan was not applied.
         threads: Threads of torch, which affect rounding; 0 before the run began.
         seconds: Wall-clock time spent, over all parts of the run.
         out_of_time: The longest time limit that has ended a part of the run; 0 = none has.
         tokens: Tokens processed by all members.
         slot_tokens: Tokens of each slot since the run began.
-        timesteps: Tokens of all members that were sampled to learn from; for small networks steps in the environment.
+        timesteps: Tokens of all members that were sampled to learn from; for small networks steps
+            in the environment.
         member_tokens: Tokens of each slot in the generation under way.
         member_seconds: Share of each slot in that generation's time, by tokens.
         metrics: Sums of each slot's metrics in that generation: name -> (sum, count).
         latest_tokens: Tokens of the latest learning step, updates included.
         latest_timesteps: Those of them that were sampled.
-        evaluation_tokens: Tokens (or environment steps) that evaluations took so far, those of the untrained base and
-            of tests included.
+        evaluation_tokens: Tokens (or environment steps) that evaluations took so far, those of the
+            untrained base and of tests included.
         evaluation_seconds: Their wall-clock time.
         test_tokens: Those of `evaluation_tokens` that tests took.
         longest_step: Seconds of the longest learning step so far.
-        longest_evaluation: Seconds of the longest evaluation after a generation so far; before the first one, an
-            estimate from that of the untrained base.
-        rollouts: Rewards of each slot in the generation under way: step, position of the start in that step's block,
-            and mean raw reward of the group.
+        longest_evaluation: Seconds of the longest evaluation after a generation so far; before the
+            first one, an estimate from that of the untrained base.
+        rollouts: Rewards of each slot in the generation under way: step, position of the start in
+            that step's block, and mean raw reward of the group.
         examples: One completion of each member, from the last learning step.
         baseline: Fitness of the untrained base; None before it was measured.
         best: Best member so far; None before the first evaluation.
         tested: Test of the best member; None before the test.
-        test_questions: Number of its questions, including those without a reward; 0 before the test.
+        test_questions: Number of its questions, including those without a reward; 0 before the
+            test.
         ended: Reason of the run's end; None before it ended.
         history: Every generation that was evaluated. A resumed run reads them from the journal.
     """
@@ -135,7 +137,9 @@ class RunState:
     tested: TestReport | None = None
     test_questions: Count = 0
     ended: str | None = None
-    history: Annotated[list[Generation], Field(exclude=True)] = field(default_factory=list, init=False)
+    history: Annotated[list[Generation], Field(exclude=True)] = field(
+        default_factory=list, init=False
+    )
 
     def __post_init__(self) -> None:
         if not self.member_tokens:  # a new run; one from a checkpoint has them
@@ -144,7 +148,10 @@ class RunState:
         for name in ("slot_tokens", "member_tokens", "member_seconds", "metrics", "rollouts"):
             by_slot = getattr(self, name)
             if len(by_slot) != self.members:
-                raise ValueError(f"{name} must hold a value for each of {self.members} slots, got {len(by_slot)}.")
+                raise ValueError(
+                    f"{name} must hold a value for each of {self.members} slots, got"
+                    f" {len(by_slot)}."
+                )
 
     @property
     def begun(self) -> bool:
@@ -162,7 +169,10 @@ class RunState:
         self.evaluation_seconds += cost.seconds
 
     def spent(self, *, evaluations: bool) -> dict[str, int]:
-        """Return timesteps and tokens so far, by name, with or without those of evaluations; tests never count."""
+        """Return timesteps and tokens so far, by name, with or without those of evaluations.
+
+        Tests never count.
+        """
         if evaluations:
             extra = self.evaluation_tokens - self.test_tokens
         else:
@@ -212,7 +222,9 @@ class RunState:
         """
         # 1. Rewards. They have the number of this step, so they come before the counters.
         for slot, groups in earned.items():
-            self.rollouts[slot] += [(self.step, position, score) for position, score in groups.items()]
+            self.rollouts[slot] += [
+                (self.step, position, score) for position, score in groups.items()
+            ]
         # 2. Counters of the run and of each slot.
         total = max(1, sum(tokens.values()))
         self.step += 1
@@ -236,16 +248,23 @@ class RunState:
     def training_fitness(self, slot: int) -> Fitness | None:
         """Return the training rewards of a slot in the last half of its generation; see `rollouts`.
 
-        If the last half has fewer than two scores, as in a generation that a budget cut short, all steps count.
+        If the last half has fewer than two scores, as in a generation that a budget cut short, all
+        steps count.
 
         Returns:
             The fitness; None if the generation has fewer than two scores.
         """
         for counted_steps in (math.ceil(self.step_in_generation / 2), self.step_in_generation):
             since = self.step - counted_steps
-            counted = {(step, position): score for step, position, score in self.rollouts[slot] if step >= since}
+            counted = {
+                (step, position): score
+                for step, position, score in self.rollouts[slot]
+                if step >= since
+            }
             if len(counted) > 1:
-                keys = [step * MAX_SAMPLES + position for step, position in counted]  # the same for all members
+                keys = [
+                    step * MAX_SAMPLES + position for step, position in counted
+                ]  # the same for all members
                 return Fitness.from_scores(list(counted.values()), keys=keys)
         return None
 
@@ -304,7 +323,8 @@ class Clock:
 
     Args:
         limit: Seconds that the whole run may take; None = no limit.
-        run_state: Its `seconds` are counted up; those of earlier parts of a resumed run are included.
+        run_state: Its `seconds` are counted up; those of earlier parts of a resumed run are
+            included.
         now: Clock that all ranks share.
 
     Attributes:
@@ -369,15 +389,22 @@ class Limits:
         if state.step_in_generation >= state.steps_per_generation:
             return False
         if state.step_in_generation:
-            # Continue past the limits until all healthy members have enough training rewards to be evaluated.
+            # Continue past the limits until all healthy members have enough training rewards to be
+            # evaluated.
             healthy = [agent.slot for agent in self._run.population.healthy]
-            if not self._run.fitness.uses_validation and not all(map(state.training_fitness, healthy)):
+            if not self._run.fitness.uses_validation and not all(
+                map(state.training_fitness, healthy)
+            ):
                 return True
             spent = state.spent(evaluations=self._schedule.count_evaluations)
-            if self._schedule.reached_budget(**spent, seconds=state.seconds) or self._limit_of_next_step():
+            if (
+                self._schedule.reached_budget(**spent, seconds=state.seconds)
+                or self._limit_of_next_step()
+            ):
                 return False
-        # Leave time for this step, the evaluation and the test. The test evaluates the best member and the base, at the
-        # cost per answer of the evaluation or, without validation, at most at the cost per sample of a learning step.
+        # Leave time for this step, the evaluation and the test. The test evaluates the best member
+        # and the base, at the cost per answer of the evaluation or, without validation, at most at
+        # the cost per sample of a learning step.
         clock = self._run.clock
         run = self._run
         tested = 2 * self._schedule.questions("test", run.env)
@@ -386,7 +413,12 @@ class Limits:
             answered = members * self._schedule.questions("validation", run.env)
             test = state.longest_evaluation * tested / answered
         else:
-            test = state.longest_step * tested * run.fitness.answers / (members * state.samples_per_step)
+            test = (
+                state.longest_step
+                * tested
+                * run.fitness.answers
+                / (members * state.samples_per_step)
+            )
         if clock.left() >= state.longest_step + state.longest_evaluation + test:
             return True
         clock.expire()
@@ -401,7 +433,8 @@ class Limits:
         # The untrained base has the target fitness already, so there is nothing to train.
         if self._finished_untrained():
             return True
-        # Other limits end a run between generations only; `step_fits` shortens the one under way. At least one runs.
+        # Other limits end a run between generations only; `step_fits` shortens the one under way.
+        # At least one runs.
         if state.generation == 0 or state.step_in_generation:
             return False
         return self.reached() is not None
@@ -410,7 +443,12 @@ class Limits:
         """Return True if the target fitness was reached before training."""
         target = self._schedule.target_fitness
         baseline = self._run_state.baseline
-        return self._run_state.step == 0 and target is not None and baseline is not None and baseline.mean >= target
+        return (
+            self._run_state.step == 0
+            and target is not None
+            and baseline is not None
+            and baseline.mean >= target
+        )
 
     def reached(self) -> str | None:
         """Return the limit that ends the run, as text; None if none does."""
@@ -424,8 +462,8 @@ class Limits:
     def _limit_of_next_step(self) -> str | None:
         """Return the limit that the next learning step and its evaluation would exceed, or None.
 
-        Assumes that the next step costs as much as the last one. Only used with `count_evaluations`: otherwise a run
-        ends with the learning step that reaches its limit.
+        Assumes that the next step costs as much as the last one. Only used with
+        `count_evaluations`: otherwise a run ends with the learning step that reaches its limit.
         """
         state = self._run_state
         schedule = self._schedule
@@ -441,5 +479,8 @@ class Limits:
         steps = {"timesteps": state.latest_timesteps, "tokens": state.latest_tokens}
         for name, limit in (("timesteps", schedule.max_timesteps), ("tokens", schedule.max_tokens)):
             if limit is not None and spent[name] + steps[name] + evaluation > limit:
-                return f"stopped at {spent[name]:,} {name}: the next step would exceed max_{name}={limit:,}"
+                return (
+                    f"stopped at {spent[name]:,} {name}: the next step would exceed"
+                    f" max_{name}={limit:,}"
+                )
         return None

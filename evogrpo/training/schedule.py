@@ -26,37 +26,54 @@ if TYPE_CHECKING:
     from evogrpo.algorithms.population import Population
     from evogrpo.envs.protocol import GroupEnvironment, Split
     from evogrpo.evolution.fitness import FitnessConfig
-    from evogrpo.evolution.strategies import Strategy  # a configuration is checked before torch and numpy are imported
+    from evogrpo.evolution.strategies import (
+        Strategy,
+    )  # a configuration is checked before torch and numpy are imported
 
-LIMITS = ("generations", "max_timesteps", "max_tokens", "max_seconds", "target_fitness", "test_questions")
+LIMITS = (
+    "generations",
+    "max_timesteps",
+    "max_tokens",
+    "max_seconds",
+    "target_fitness",
+    "test_questions",
+)
 """Fields of `Schedule` that a resumed run may change."""
 
 
 TOO_FEW = (
-    "fitness='rollouts' needs training rewards on at least 2 prompts (or reset seeds) in the last half of a generation"
+    "fitness='rollouts' needs training rewards on at least 2 prompts (or reset seeds) in the last"
+    " half of a generation"
 )
-REMEDY = "Use a larger samples_per_step, a smaller group_size, more steps_per_generation, or fitness='validation'."
+REMEDY = (
+    "Use a larger samples_per_step, a smaller group_size, more steps_per_generation, or"
+    " fitness='validation'."
+)
 
 
 @settings
 class Schedule:
     """Length and limits of a run.
 
-    A run ends at the first of its limits. A limit reached within a generation ends that generation early, with its
-    evaluation. `max_seconds` includes evaluations and the test: a step begins only if the longest step, the longest
-    evaluation and a test fit. Nothing is cut short, so a run may exceed the limit; its result says by how much.
+    A run ends at the first of its limits. A limit reached within a generation ends that generation
+    early, with its evaluation. `max_seconds` includes evaluations and the test: a step begins only
+    if the longest step, the longest evaluation and a test fit. Nothing is cut short, so a run may
+    exceed the limit; its result says by how much.
 
     Attributes:
         generations: Total number of generations, resumed ones included; None = until another limit.
-        steps_per_generation: Learning steps before each evaluation and selection, until a plan changes it.
+        steps_per_generation: Learning steps before each evaluation and selection, until a plan
+            changes it.
         samples_per_step: Completions per member and learning step, until a plan changes it.
         validation_questions: Questions of the validation split used for fitness; None = all.
         test_questions: Questions of the test split used at the end; None = all; 0 = no test.
-        max_timesteps: Maximum number of environment steps of all members together. The last learning step is completed,
-            so a run may exceed this by one step. Not for language models.
+        max_timesteps: Maximum number of environment steps of all members together. The last
+            learning step is completed, so a run may exceed this by one step. Not for language
+            models.
         max_tokens: Maximum number of tokens of all members, updates included.
-        count_evaluations: `max_timesteps` and `max_tokens` also count evaluations, except for the test. No learning
-            step then starts that would exceed them together with its evaluation, judged by the latest step.
+        count_evaluations: `max_timesteps` and `max_tokens` also count evaluations, except for the
+            test. No learning step then starts that would exceed them together with its evaluation,
+            judged by the latest step.
         max_seconds: Maximum wall-clock time of the whole run, evaluations and the test included.
         target_fitness: Stop once a member reaches it.
     """
@@ -73,12 +90,23 @@ class Schedule:
     count_evaluations: Flag = False
 
     def __post_init__(self) -> None:
-        if all(limit is None for limit in (self.generations, self.max_timesteps, self.max_tokens, self.max_seconds)):
-            raise ValueError("A run needs a limit. Set generations, max_timesteps, max_tokens or max_seconds.")
+        if all(
+            limit is None
+            for limit in (self.generations, self.max_timesteps, self.max_tokens, self.max_seconds)
+        ):
+            raise ValueError(
+                "A run needs a limit. Set generations, max_timesteps, max_tokens or max_seconds."
+            )
         if self.test_questions == 1:
-            raise ValueError("test_questions must be 0 or at least 2, got 1. One question gives no standard error.")
+            raise ValueError(
+                "test_questions must be 0 or at least 2, got 1. One question gives no standard"
+                " error."
+            )
         if self.count_evaluations and self.max_tokens is None and self.max_timesteps is None:
-            raise ValueError("count_evaluations needs max_tokens or max_timesteps. Set one of them, or leave it out.")
+            raise ValueError(
+                "count_evaluations needs max_tokens or max_timesteps. Set one of them, or leave it"
+                " out."
+            )
 
     def questions(self, split: "Split", env: "GroupEnvironment") -> int:
         """Return the number of questions used of a held-out split."""
@@ -102,14 +130,21 @@ class Schedule:
             seconds: Seconds so far.
             fitness: Best fitness so far, or that before training; None before the first evaluation.
         """
-        if self.target_fitness is not None and fitness is not None and fitness >= self.target_fitness:
+        if (
+            self.target_fitness is not None
+            and fitness is not None
+            and fitness >= self.target_fitness
+        ):
             return f"target_fitness {self.target_fitness:g} reached"
         if self.generations is not None and generation >= self.generations:
             return pluralize(generation, "generation")
         return self.reached_budget(timesteps=timesteps, tokens=tokens, seconds=seconds)
 
     def reached_budget(self, *, timesteps: int, tokens: int, seconds: float) -> str | None:
-        """Return the limit on steps, tokens or seconds that a run has reached, as text; None if none."""
+        """Return the limit on steps, tokens or seconds that a run has reached, as text.
+
+        None if none.
+        """
         if self.max_timesteps is not None and timesteps >= self.max_timesteps:
             return f"max_timesteps {self.max_timesteps:,} reached"
         if self.max_tokens is not None and tokens >= self.max_tokens:
@@ -126,11 +161,14 @@ class Schedule:
         """
         if self.max_timesteps is not None and not plays:
             raise ValueError(
-                f"max_timesteps is for small networks, got {self.max_timesteps} for language models. Use max_tokens."
+                f"max_timesteps is for small networks, got {self.max_timesteps} for language"
+                " models. Use max_tokens."
             )
 
     def check_held_out(self, env: "GroupEnvironment") -> None:
-        """Check the sizes of the held-out splits; warn if a split has fewer questions than the schedule uses.
+        """Check the sizes of the held-out splits.
+
+        Warn if a split has fewer questions than the schedule uses.
 
         Raises:
             ValueError: If a split that is used has fewer than two questions.
@@ -142,11 +180,14 @@ class Schedule:
         for split, questions, alternative in held_out:
             if questions != 0 and (size := env.size(split)) < 2:
                 raise ValueError(
-                    f"the {split} split must hold at least 2 questions (or reset seeds), got {size}. Increase "
-                    f"{split}_size{alternative}."
+                    f"the {split} split must hold at least 2 questions (or reset seeds), got"
+                    f" {size}. Increase {split}_size{alternative}."
                 )
             if questions is not None and questions > size:
-                warn(f"{split}_questions={questions} exceeds the {split} split. All {size} questions are used.")
+                warn(
+                    f"{split}_questions={questions} exceeds the {split} split. All {size} questions"
+                    " are used."
+                )
 
     def block(self, population: "Population") -> int:
         """Return the maximum number of prompts (or reset seeds) that a member, current or evolved, uses in a step.
@@ -155,31 +196,39 @@ class Schedule:
             population: The members.
 
         Raises:
-            ValueError: If a group size that a member has or can evolve to does not divide samples_per_step.
+            ValueError: If a group size that a member has or can evolve to does not divide
+                samples_per_step.
         """
         samples = self.samples_per_step
         members = [agent for agent in population.agents if not agent.retired]
         for agent in members:
-            check_group_size(agent.hyperparameters.group_size, samples, owner=f"member {agent.index}")
+            check_group_size(
+                agent.hyperparameters.group_size, samples, owner=f"member {agent.index}"
+            )
         sizes = [agent.hyperparameters.group_size for agent in members]
         parameter = population.space.for_samples_per_step(samples).get("group_size")
         if parameter is not None:
             sizes.append(int(parameter.bounds[0]))
         return samples // min(sizes)
 
-    def warn_without_effect(self, population: "Population", strategy: "Strategy | None" = None) -> None:
+    def warn_without_effect(
+        self, population: "Population", strategy: "Strategy | None" = None
+    ) -> None:
         """Warn about settings without effect under this schedule, strategy and objective.
 
         Args:
             population: The members.
-            strategy: Rule of selection and mutation; None = settings that depend on it are not checked.
+            strategy: Rule of selection and mutation; None = settings that depend on it are not
+                checked.
         """
         from evogrpo.config.objective import without_effect
 
         if strategy is not None:
             first = population.agents[0].hyperparameters
             architectures = getattr(population.members.settings, "evolve_network", None) is not None
-            warn_unused_evolution(strategy, len(population), population.space, architectures=architectures)
+            warn_unused_evolution(
+                strategy, len(population), population.space, architectures=architectures
+            )
             warn_first_guess(strategy, first, population.space, plays=population.plays)
         if "objective" in population.algorithm.unused_options:
             return  # an algorithm of the user may not use the objective
@@ -200,7 +249,8 @@ def warn_unused_evolution(
     """Warn if a single member has a search space or a strategy: it has no competitor, so it keeps what it has.
 
     Args:
-        strategy: Rule of selection and mutation. Those of the user, and those that change budgets, are not checked.
+        strategy: Rule of selection and mutation. Those of the user, and those that change budgets,
+            are not checked.
         members: Number of members.
         space: Search space.
         architectures: Architectures may evolve.
@@ -221,14 +271,20 @@ def warn_unused_evolution(
     if strategy != built_in.Tournament():  # the default
         unused.append(f"the strategy {type(strategy).__name__}")
     if unused:
-        warn(f"A single member does not evolve. Without effect: {'; '.join(unused)}. Remove it, or use more members.")
+        warn(
+            f"A single member does not evolve. Without effect: {'; '.join(unused)}. Remove it, or"
+            " use more members."
+        )
 
 
-def warn_first_guess(strategy: "Strategy", first: Hyperparameters, space: HyperparameterConfig, *, plays: bool) -> None:
+def warn_first_guess(
+    strategy: "Strategy", first: Hyperparameters, space: HyperparameterConfig, *, plays: bool
+) -> None:
     """Warn if `lr` is set beside `target_kl`, which calibrates the learning rate.
 
     Args:
-        strategy: Rule of selection and mutation. A replay has the calibrated rate of another run as its first guess.
+        strategy: Rule of selection and mutation. A replay has the calibrated rate of another run as
+            its first guess.
         first: Hyperparameters of the first member.
         space: Search space.
         plays: The members are small networks.
@@ -240,11 +296,17 @@ def warn_first_guess(strategy: "Strategy", first: Hyperparameters, space: Hyperp
         default = NETWORK_DEFAULTS["lr"]
     else:
         default = Hyperparameters().lr
-    if first.target_kl is None or first.lr == default or "lr" in space or isinstance(strategy, Replay):
+    if (
+        first.target_kl is None
+        or first.lr == default
+        or "lr" in space
+        or isinstance(strategy, Replay)
+    ):
         return
     warn(
-        f"lr={first.lr:g} is only the first guess of a search, because target_kl={first.target_kl:g} calibrates the "
-        "learning rate. Remove target_kl to train with lr, or remove lr."
+        f"lr={first.lr:g} is only the first guess of a search, because"
+        f" target_kl={first.target_kl:g} calibrates the learning rate. Remove target_kl to train"
+        " with lr, or remove lr."
     )
 
 
@@ -263,7 +325,10 @@ def check_run(
 
 
 def check_training_rewards(
-    schedule: Schedule, fitness: "FitnessConfig", group_sizes: Sequence[int], space: HyperparameterConfig
+    schedule: Schedule,
+    fitness: "FitnessConfig",
+    group_sizes: Sequence[int],
+    space: HyperparameterConfig,
 ) -> None:
     """Raise ValueError if selection uses training rewards and a generation gives too few of them.
 
@@ -275,12 +340,14 @@ def check_training_rewards(
     """
     if fitness.uses_validation:
         return
-    # Each group gives one score. Larger groups give fewer scores, so the largest size that may occur counts.
+    # Each group gives one score. Larger groups give fewer scores, so the largest size that may
+    # occur counts.
     space = space.for_samples_per_step(schedule.samples_per_step)
     largest = max(group_sizes)
     if "group_size" in space:
         largest = max(largest, int(space["group_size"].bounds[1]))
-    # Fitness uses the training rewards of a generation's last steps; see `RunState.training_fitness`.
+    # Fitness uses the training rewards of a generation's last steps; see
+    # `RunState.training_fitness`.
     starts = schedule.samples_per_step // largest * math.ceil(schedule.steps_per_generation / 2)
     if starts < 2:
         raise ValueError(f"{TOO_FEW}, got {starts} with group_size {largest}. {REMEDY}")

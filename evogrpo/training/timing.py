@@ -18,7 +18,9 @@ MAX_SECONDS = 60.0
 WHOLE_STEP_SECONDS = 20.0
 """A whole learning step is measured if it should take at most this long."""
 SPREAD = 2.0
-"""Factor by which a learning step may be faster or slower than the measured one, at equal lengths of the samples."""
+"""Factor by which a learning step may be faster or slower than the measured one, at equal lengths
+of the samples.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +50,8 @@ class TimedStep:
 def time_rows(prepared: PreparedRun, trainer: Trainer) -> dict[str, str]:
     """Measure a learning step, and return the rows of the plan on time. The members are changed.
 
-    One group of each member is measured first. If the whole step should not take long, it is measured too, which gives
-    a narrower range.
+    One group of each member is measured first. If the whole step should not take long, it is
+    measured too, which gives a narrower range.
 
     Raises:
         ValueError: If a reward function fails.
@@ -70,11 +72,15 @@ def time_rows(prepared: PreparedRun, trainer: Trainer) -> dict[str, str]:
         if step is None:
             members = pluralize(len(trainer.population), "member")
             return {
-                "time": f"more than {duration_text(MAX_SECONDS)} per learning step: {pluralize(one_group, 'sample')} "
-                f"of each of {members} took longer"
+                "time": (
+                    f"more than {duration_text(MAX_SECONDS)} per learning step:"
+                    f" {pluralize(one_group, 'sample')} of each of {members} took longer"
+                )
             }
     except RewardError as error:
-        raise ValueError(f"{error}{user_line(error.__cause__) if error.__cause__ else ''}") from error
+        raise ValueError(
+            f"{error}{user_line(error.__cause__) if error.__cause__ else ''}"
+        ) from error
     finally:
         timer.cancel()
     return _rows(prepared, trainer, step)
@@ -85,7 +91,9 @@ def _timed_step(prepared: PreparedRun, trainer: Trainer, samples: int, stop: Sto
     population = trainer.population
     block = trainer.run_state.block
     began = time.monotonic()
-    sampled = population.collect(trainer.env, step=0, samples_per_step=samples, block=block, stop=stop)
+    sampled = population.collect(
+        trainer.env, step=0, samples_per_step=samples, block=block, stop=stop
+    )
     sampled_at = time.monotonic()
     population.learn(sampled.experience, step=0, stop=stop)
     return TimedStep(
@@ -100,8 +108,8 @@ def _timed_step(prepared: PreparedRun, trainer: Trainer, samples: int, stop: Sto
 def _rows(prepared: PreparedRun, trainer: Trainer, step: TimedStep) -> dict[str, str]:
     """Return the rows of the plan on time.
 
-    Samples may become as long as the limit allows. If only a part of a step was measured, the rest takes between no
-    time, as samples share their passes, and a proportional time.
+    Samples may become as long as the limit allows. If only a part of a step was measured, the rest
+    takes between no time, as samples share their passes, and a proportional time.
     """
     schedule = prepared.config.schedule
     longest = prepared.longest_sample
@@ -114,7 +122,10 @@ def _rows(prepared: PreparedRun, trainer: Trainer, step: TimedStep) -> dict[str,
         steps = schedule.generations * schedule.steps_per_generation
         evaluated = evaluation_samples(prepared.config, trainer.env, schedule.generations)
         evaluating = evaluated * step.sampling / step.rows
-        text += f"; {_range(steps * fastest, steps * slowest + evaluating * growth)} in all, evaluations included"
+        text += (
+            f"; {_range(steps * fastest, steps * slowest + evaluating * growth)} in all,"
+            " evaluations included"
+        )
     if schedule.max_seconds is not None:
         text += f"; the run ends after {duration_text(schedule.max_seconds)}"
     if parts == 1:
@@ -122,9 +133,12 @@ def _rows(prepared: PreparedRun, trainer: Trainer, step: TimedStep) -> dict[str,
     else:
         part = f" of {trainer.run_state.samples_per_step}"
     return {
-        "measured": f"one learning step of {pluralize(len(trainer.population), 'member')} with "
-        f"{pluralize(step.samples, 'sample')}{part} each, of length {step.length:.0f} on average: sampling and rewards "
-        f"{_seconds(step.sampling)}, learning {_seconds(step.learning)}. These members are discarded",
+        "measured": (
+            f"one learning step of {pluralize(len(trainer.population), 'member')} with"
+            f" {pluralize(step.samples, 'sample')}{part} each, of length {step.length:.0f} on"
+            f" average: sampling and rewards {_seconds(step.sampling)}, learning"
+            f" {_seconds(step.learning)}. These members are discarded"
+        ),
         "time": f"{text}. The upper bound is for samples of the maximum length {longest}",
     }
 

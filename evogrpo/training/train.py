@@ -99,38 +99,47 @@ def train(
 ) -> Run:
     """Train small networks in an environment, as `evogrpo train --env` does.
 
-    By default one agent is trained and its learning rate is calibrated. `size=8` trains a population that evolves.
+    By default one agent is trained and its learning rate is calibrated. `size=8` trains a
+    population that evolves.
 
     Args:
-        env: Id of a registered environment, a callable that creates one, or `GymnasiumGroups` of either.
-        total_timesteps: Maximum number of environment steps of all members, without evaluations. The last learning
-            step is completed. None = until the environment is solved, or 20 generations.
-        preset: Start from the tuned hyperparameters of this environment; `evogrpo tasks` lists the environments.
-        run_dir: Directory for journal, checkpoints, the best member and TensorBoard logs; None = keep no records.
+        env: Id of a registered environment, a callable that creates one, or `GymnasiumGroups` of
+            either.
+        total_timesteps: Maximum number of environment steps of all members, without evaluations.
+            The last learning step is completed. None = until the environment is solved, or 20
+            generations.
+        preset: Start from the tuned hyperparameters of this environment; `evogrpo tasks` lists the
+            environments.
+        run_dir: Directory for journal, checkpoints, the best member and TensorBoard logs; None =
+            keep no records.
         progress: Show the progress of the run; None = only on a terminal and in a notebook.
-        callback: Called with the run after every generation; if it returns False, the run is stopped.
-        callbacks: Hooks called after every learning step, generation and test; see `evogrpo.Callback`.
+        callback: Called with the run after every generation; if it returns False, the run is
+            stopped.
+        callbacks: Hooks called after every learning step, generation and test; see
+            `evogrpo.Callback`.
         skip_memory_check: Train even if the estimated memory exceeds the available memory.
-        settings: Hyperparameters (lr, gamma, ...) and other arguments of `GRPO.population` (size, seed, network,
-            hp_config, ...), of `evolve` (steps_per_generation, target_fitness, strategy, fitness, ...) and of
-            `GymnasiumGroups` (env_kwargs, max_episode_steps, ...). The default of `target_fitness` is the reward
-            threshold of the environment. hp_config="auto" evolves the most important hyperparameters except for those
-            that are given; None = none evolve.
+        settings: Hyperparameters (lr, gamma, ...) and other arguments of `GRPO.population` (size,
+            seed, network, hp_config, ...), of `evolve` (steps_per_generation, target_fitness,
+            strategy, fitness, ...) and of `GymnasiumGroups` (env_kwargs, max_episode_steps, ...).
+            The default of `target_fitness` is the reward threshold of the environment.
+            hp_config="auto" evolves the most important hyperparameters except for those that are
+            given; None = none evolve.
 
     Returns:
-        The run, which has ended: `run.best` is the best member as an agent, with `predict` and `save_checkpoint`;
-        `run.result` holds the test on unseen reset seeds; `run.learn(total_timesteps)` continues the run.
+        The run, which has ended: `run.best` is the best member as an agent, with `predict` and
+        `save_checkpoint`; `run.result` holds the test on unseen reset seeds;
+        `run.learn(total_timesteps)` continues the run.
 
     Raises:
-        ValueError: If a setting is unknown or out of range, there is no such environment or preset, or the run needs
-            more memory than is available.
+        ValueError: If a setting is unknown or out of range, there is no such environment or preset,
+            or the run needs more memory than is available.
     """
     # 1. Check the arguments.
     _check_env(env, total_timesteps)
     if callback is not None and not callable(callback):
         raise ValueError(
-            f"callback must be a function of the run, got {class_name(callback)}. Stable-Baselines3 callbacks work "
-            "only with its own models."
+            f"callback must be a function of the run, got {class_name(callback)}. Stable-Baselines3"
+            " callbacks work only with its own models."
         )
     check_callbacks(callbacks)
     if run_dir is None:
@@ -145,8 +154,12 @@ def train(
     # 3. Create the trainer, with or without a run directory.
     if folder is None:
         trainer = make_trainer(prepared)
-    elif isinstance(env, str):  # a registered environment: the run can have a config.yaml, which commands read
-        trainer = start(replace(prepared, config=replace(prepared.config, run_dir=str(folder))), folder)
+    elif isinstance(
+        env, str
+    ):  # a registered environment: the run can have a config.yaml, which commands read
+        trainer = start(
+            replace(prepared, config=replace(prepared.config, run_dir=str(folder))), folder
+        )
     else:
         trainer = make_trainer(prepared, RunDir(folder, prepared.config.logging))
     trainer.callbacks.extend(callbacks)
@@ -158,7 +171,10 @@ def train(
 
 
 def _check_env(env: object, total_timesteps: object) -> None:
-    """Raise ValueError for an invalid `env`. For a policy name as in Stable-Baselines3, suggest the correct call."""
+    """Raise ValueError for an invalid `env`.
+
+    For a policy name as in Stable-Baselines3, suggest the correct call.
+    """
     # Stable-Baselines3 takes policy and environment: PPO("MlpPolicy", "CartPole-v1").
     is_name = isinstance(total_timesteps, str) and not total_timesteps[:1].isdigit()
     if isinstance(env, str) and (env in _POLICIES or is_name):
@@ -168,26 +184,33 @@ def _check_env(env: object, total_timesteps: object) -> None:
             env_id = env
         env_id = "CartPole-v1" if env_id in _POLICIES else env_id
         raise ValueError(
-            f"train takes no policy, because the network is built from the spaces, got {shown(env)} and "
-            f"{shown(total_timesteps)}. Write train({env_id!r}, total_timesteps=100_000)."
+            f"train takes no policy, because the network is built from the spaces, got {shown(env)}"
+            f" and {shown(total_timesteps)}. Write train({env_id!r}, total_timesteps=100_000)."
         )
-    if isinstance(env, str | GymnasiumGroups) or (callable(env) and not isinstance(env, gymnasium.Env)):
+    if isinstance(env, str | GymnasiumGroups) or (
+        callable(env) and not isinstance(env, gymnasium.Env)
+    ):
         return
     raise ValueError(
-        f"env must be an id, a callable that creates an environment, or GymnasiumGroups, got {shown(env)}. Write "
-        "train(lambda: MyEnv(...), ...). For several agents or language models, use evolve(population, env, ...)."
+        "env must be an id, a callable that creates an environment, or GymnasiumGroups, got"
+        f" {shown(env)}. Write train(lambda: MyEnv(...), ...). For several agents or language"
+        " models, use evolve(population, env, ...)."
     )
 
 
 def _configured(
-    env: "str | MakesEnv | GymnasiumGroups", total_timesteps: int | None, *, preset: bool, settings: Mapping[str, Any]
+    env: "str | MakesEnv | GymnasiumGroups",
+    total_timesteps: int | None,
+    *,
+    preset: bool,
+    settings: Mapping[str, Any],
 ) -> Config:
     """Return the packaged configuration with preset and settings applied."""
     # 1. Read the packaged configuration of the environment.
     if flag("preset", preset) and not isinstance(env, str):
         raise ValueError(
-            f"preset requires the id of a registered environment, got {class_name(env)}. Give the id, or leave out "
-            "preset."
+            f"preset requires the id of a registered environment, got {class_name(env)}. Give the"
+            " id, or leave out preset."
         )
     values = packaged_values(env if isinstance(env, str) else None, with_preset=preset)
     if isinstance(env, GymnasiumGroups):
@@ -197,27 +220,34 @@ def _configured(
     values = merge_sections(values, {"task": {"env": env if isinstance(env, str) else name}})
     # 2. Sort the settings into the sections of a configuration.
     given: dict[str, dict[str, Any]] = {
-        section: {key: plain(settings[key]) for key in names if key in settings} for section, names in _SECTIONS.items()
+        section: {key: plain(settings[key]) for key in names if key in settings}
+        for section, names in _SECTIONS.items()
     }
     if isinstance(settings.get("wrappers"), list | tuple):
         # By name, so that the run can be resumed.
         for wrapper in settings["wrappers"]:
             if not isinstance(wrapper, str | Mapping | type):
                 raise ValueError(
-                    f"wrappers must be classes or names, got {class_name(wrapper)}. Pass other wrappers to "
-                    "GymnasiumGroups(env, wrappers=[...])."
+                    f"wrappers must be classes or names, got {class_name(wrapper)}. Pass other"
+                    " wrappers to GymnasiumGroups(env, wrappers=[...])."
                 )
-        named = [reference_to(each) if isinstance(each, type) else each for each in settings["wrappers"]]
+        named = [
+            reference_to(each) if isinstance(each, type) else each for each in settings["wrappers"]
+        ]
         given["task"]["wrappers"] = named
     if total_timesteps is not None:
         given["schedule"]["max_timesteps"] = whole_between("total_timesteps", total_timesteps, 1)
     # 3. Merge them into the packaged configuration.
     values = without_packaged_limits(values, given["schedule"])
-    values = merge_sections(values, given) | {key: settings[key] for key in ("seed", "device") if key in settings}
+    values = merge_sections(values, given) | {
+        key: settings[key] for key in ("seed", "device") if key in settings
+    }
     space = settings.get("hp_config", "auto")
     if not is_text(space, "auto"):
         space = HyperparameterConfig() if space is None else space
-        values["search_space"] = instance("hp_config", space, HyperparameterConfig, _SPACE_EXAMPLE).to_json()
+        values["search_space"] = instance(
+            "hp_config", space, HyperparameterConfig, _SPACE_EXAMPLE
+        ).to_json()
     if settings.get("fitness") is not None:
         values["fitness"] = plain(FitnessConfig.of(settings["fitness"]))
     strategy = settings.get("strategy")
@@ -227,12 +257,17 @@ def _configured(
 def _environment(
     env: "str | MakesEnv | GymnasiumGroups", config: Config, settings: Mapping[str, Any]
 ) -> GymnasiumGroups:
-    """Return the groups of episodes; settings of the environment apply unless `env` is `GymnasiumGroups` already."""
+    """Return the groups of episodes.
+
+    Settings of the environment apply unless `env` is `GymnasiumGroups` already.
+    """
     if isinstance(env, str):
         groups: GymnasiumGroups = config.task.environment(seed=config.task_seed)
         return groups
     if not isinstance(env, GymnasiumGroups):
         return EnvironmentTask.groups(config.task, env, seed=config.task_seed)
     if of_env := sorted(_SECTIONS["task"] & settings.keys()):
-        raise ValueError(f"{of_env[0]} is a setting of the environment. Pass it to GymnasiumGroups(...).")
+        raise ValueError(
+            f"{of_env[0]} is a setting of the environment. Pass it to GymnasiumGroups(...)."
+        )
     return env

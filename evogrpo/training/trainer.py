@@ -30,7 +30,11 @@ from evogrpo.reporting.records import (
 from evogrpo.safe_parsing import dump_json
 from evogrpo.synonyms import counterpart
 from evogrpo.text import class_name, one_line, pluralize, shown
-from evogrpo.training.configuration.user_code import check_resumable, check_strategy, strategy_record
+from evogrpo.training.configuration.user_code import (
+    check_resumable,
+    check_strategy,
+    strategy_record,
+)
 from evogrpo.training.evaluation import (
     GreedyGapCheck,
     LearningSignalCheck,
@@ -61,10 +65,12 @@ class StrategyError(RuntimeError):
 class Callback:
     """Hooks of a run: subclass it, override what you need, and pass it to `evolve(callbacks=[...])`.
 
-    With several ranks, hooks are called on rank 0 only. An error in a hook ends the run, which can be resumed.
+    With several ranks, hooks are called on rank 0 only. An error in a hook ends the run, which can
+    be resumed.
 
     Raises:
-        ValueError: If a subclass defines a method `on_...` that is no hook, which would never be called.
+        ValueError: If a subclass defines a method `on_...` that is no hook, which would never be
+            called.
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -87,7 +93,10 @@ class Callback:
         """Called after the test."""
 
     def on_run_end(self, result: Result) -> None:
-        """Called when the run is complete or was stopped, once everything is saved; not after an error."""
+        """Called when the run is complete or was stopped, once everything is saved.
+
+        Not after an error.
+        """
 
 
 def check_callbacks(callbacks: object) -> None:
@@ -98,7 +107,9 @@ def check_callbacks(callbacks: object) -> None:
     assert isinstance(callbacks, Sequence)
     for each in callbacks:
         if isinstance(each, type) or not all(callable(getattr(each, hook, None)) for hook in hooks):
-            raise ValueError(f"callbacks must be instances of subclasses of evogrpo.Callback, got {shown(each)}.")
+            raise ValueError(
+                f"callbacks must be instances of subclasses of evogrpo.Callback, got {shown(each)}."
+            )
 
 
 class Trainer:
@@ -112,9 +123,10 @@ class Trainer:
         fitness: Measure of fitness; the default settings if None.
         run_dir: Directory for records; None = keep no records.
         run_state: State of a resumed run; a new one by default.
-        description: Further facts for the journal's first event, such as task (by default the environment's name) and
-            model.
-        changed_data: Differences between this environment and the one the run began in, for the journal.
+        description: Further facts for the journal's first event, such as task (by default the
+            environment's name) and model.
+        changed_data: Differences between this environment and the one the run began in, for the
+            journal.
         callbacks: Hooks of the run.
 
     Attributes:
@@ -165,7 +177,9 @@ class Trainer:
         self.clock = Clock(schedule.max_seconds, self.run_state, processes.now)
         self.limits = Limits(self)
         if run_state is None and isinstance(env, SupportsDate) and env.date is not None:
-            env.set_date(processes.broadcast(env.date))  # ranks may have made their environments on different days
+            env.set_date(
+                processes.broadcast(env.date)
+            )  # ranks may have made their environments on different days
         self.data = fingerprint_of(env)
         self.changed_data = tuple(changed_data)
         self._description = description or {}
@@ -199,14 +213,18 @@ class Trainer:
     def stop(self, reason: str = STOPPED) -> None:
         """Stop now: abandon the work under way and keep the state after the last learning step.
 
-        With a run directory this state is saved, and the run resumes exactly. May be called from another thread.
+        With a run directory this state is saved, and the run resumes exactly. May be called from
+        another thread.
         """
         self.stop_request.request(reason)
 
     # ---- the loop
 
     def reports(self) -> Iterator[Report]:
-        """Run to the end of the schedule; yield a report after every step, every generation and the test."""
+        """Run to the end of the schedule.
+
+        Yield a report after every step, every generation and the test.
+        """
         state = self.run_state
         population = self.population
         clock = self.clock
@@ -215,7 +233,9 @@ class Trainer:
         if self._resumed and self.run_dir is not None:
             self.run_dir.export_best(population, state.best)
         questions = self.schedule.questions("test", self.env)
-        was_tested = questions == 0 or (state.tested is not None and state.test_questions == questions)
+        was_tested = questions == 0 or (
+            state.tested is not None and state.test_questions == questions
+        )
         if self._resumed and state.ended is not None and was_tested and self.limits.finished():
             self._ended = state.ended
             self._complete = True
@@ -249,11 +269,17 @@ class Trainer:
                             )
                             collected_at = clock.now()
                             # 3. Learn: one learning step of every member.
-                            learned = population.learn(collected.experience, step=state.step, stop=stop)
-                    except BaseException as error:  # go back to the state after the last step, which can be resumed
+                            learned = population.learn(
+                                collected.experience, step=state.step, stop=stop
+                            )
+                    except (
+                        BaseException
+                    ) as error:  # go back to the state after the last step, which can be resumed
                         for slot, train_state in snapshot.items():
                             banks.load_state(slot, train_state)
-                        if isinstance(error, Exception | SystemExit):  # most often of a reward function
+                        if isinstance(
+                            error, Exception | SystemExit
+                        ):  # most often of a reward function
                             self._save(f"{class_name(error)} in learning step {state.step}")
                         raise
                     snapshot.clear()  # before the next one is made: members may be large
@@ -307,7 +333,10 @@ class Trainer:
         return (report for report in self.reports() if isinstance(report, GenerationReport))
 
     def _begin(self) -> None:
-        """Record the start or the resumption, with a checkpoint; then measure the untrained base, if not yet done."""
+        """Record the start or the resumption, with a checkpoint.
+
+        Then measure the untrained base, if not yet done.
+        """
         state = self.run_state
         before = state.threads
         state.threads = torch.get_num_threads()
@@ -315,19 +344,27 @@ class Trainer:
         if self._resumed:
             if before != state.threads:
                 warn(
-                    f"The run began with {pluralize(before, 'thread')} and continues with {state.threads}, so "
-                    f"results can differ in rounding. Set OMP_NUM_THREADS={before} to avoid this."
+                    f"The run began with {pluralize(before, 'thread')} and continues with"
+                    f" {state.threads}, so results can differ in rounding. Set"
+                    f" OMP_NUM_THREADS={before} to avoid this."
                 )
             if self.changed_data:
                 changed = {"changed_data": self.changed_data}
             else:
                 changed = {}
-            facts = {"generation": state.generation, "step": state.step, **changed, **provenance(self.population)}
+            facts = {
+                "generation": state.generation,
+                "step": state.step,
+                **changed,
+                **provenance(self.population),
+            }
             self._event("resumed", schedule=dump(self.schedule), **facts)
         else:
             self._record_start()
             self._save()
-        if state.begun or not self.fitness.uses_validation:  # without validation, the first step gives the baseline
+        if (
+            state.begun or not self.fitness.uses_validation
+        ):  # without validation, the first step gives the baseline
             return
         self._set_progress()
         with self.stop_request.interruptible():
@@ -342,10 +379,15 @@ class Trainer:
         population = self.population
         schedule = self.schedule
         settings = self.population.members.settings
-        micro_batch_tokens = getattr(settings, "micro_batch_tokens", None)  # small networks have none
+        micro_batch_tokens = getattr(
+            settings, "micro_batch_tokens", None
+        )  # small networks have none
         self._event(
             "run",
-            **({"task": str(getattr(self.env, "name", type(self.env).__name__))} | self._description),
+            **(
+                {"task": str(getattr(self.env, "name", type(self.env).__name__))}
+                | self._description
+            ),
             kind=population.members.kind,
             seed=settings.seed,
             **({} if micro_batch_tokens is None else {"micro_batch_tokens": micro_batch_tokens}),
@@ -357,7 +399,12 @@ class Trainer:
             evolvable=population.space.to_json(),
             algorithm=population.algorithm.__qualname__,
             members=[
-                {"slot": a.slot, "index": a.index, "parent": a.parent, "hyperparameters": a.hyperparameters.to_json()}
+                {
+                    "slot": a.slot,
+                    "index": a.index,
+                    "parent": a.parent,
+                    "hyperparameters": a.hyperparameters.to_json(),
+                }
                 for a in population.agents
             ],
             strategy=strategy_record(self.strategy),
@@ -367,7 +414,10 @@ class Trainer:
         )
 
     def _record_step(
-        self, collected: RolloutBatch, learned: Mapping[int, LearnReport], phases: Mapping[str, float]
+        self,
+        collected: RolloutBatch,
+        learned: Mapping[int, LearnReport],
+        phases: Mapping[str, float],
     ) -> StepReport:
         """Count a learning step and record it."""
         self.clock.tick()
@@ -389,7 +439,14 @@ class Trainer:
             if "calibrated_lr" in member.metrics:
                 lr = member.metrics["calibrated_lr"]
                 passes = member.metrics["step_passes"]
-                self._event("calibrated", step=report.step, slot=slot, index=member.index, lr=lr, passes=passes)
+                self._event(
+                    "calibrated",
+                    step=report.step,
+                    slot=slot,
+                    index=member.index,
+                    lr=lr,
+                    passes=passes,
+                )
         self._learning_signal.update(learned)
         self._sampler_check.update(learned)
         return report
@@ -417,7 +474,9 @@ class Trainer:
         report = generation_report(self, measured, best=best)
         state.step_in_generation = 0
         state.unplanned = True
-        generation = as_generation(report, slots=len(population), measure=self.fitness.selection_measure)
+        generation = as_generation(
+            report, slots=len(population), measure=self.fitness.selection_measure
+        )
         state.history.append(generation)
         # 2. Plan the next generation.
         try:
@@ -432,7 +491,9 @@ class Trainer:
         self._report(report)
         if self.run_dir is not None:
             # Logged at the last step, because a resumed run deletes the scalars of later steps.
-            self.run_dir.log_scalars(state.step - 1, generation_curves(report.members, population.space))
+            self.run_dir.log_scalars(
+                state.step - 1, generation_curves(report.members, population.space)
+            )
         state.start_generation()
         if plan is not None:
             self._apply(plan)
@@ -447,11 +508,15 @@ class Trainer:
         try:
             plan = self.population.plan(self.strategy, self.run_state.history)
             if self.shared_run_dir is not None:
-                dump_json(self.strategy.state(), what="the state of the strategy")  # raises if it cannot be stored
+                dump_json(
+                    self.strategy.state(), what="the state of the strategy"
+                )  # raises if it cannot be stored
         except (Exception, SystemExit) as error:
             self.strategy.load_state(strategy_state)
             name = type(self.strategy).__name__
-            raise StrategyError(f"{name} cannot plan: {class_name(error)}: {one_line(error)}") from error
+            raise StrategyError(
+                f"{name} cannot plan: {class_name(error)}: {one_line(error)}"
+            ) from error
         return plan
 
     def _apply(self, plan: Plan) -> None:
@@ -462,13 +527,20 @@ class Trainer:
         state.unplanned = False
 
     def _set_budgets(self, samples_per_step: int | None, steps_per_generation: int | None) -> None:
-        """Set the budgets of the next generations; None = unchanged, in the first generation as scheduled."""
+        """Set the budgets of the next generations.
+
+        None = unchanged, in the first generation as scheduled.
+        """
         state = self.run_state
         schedule = self.schedule
-        state.samples_per_step = samples_per_step or state.samples_per_step or schedule.samples_per_step
-        state.steps_per_generation = steps_per_generation or state.steps_per_generation or schedule.steps_per_generation
-        # The block never shrinks, even after the members with the smallest groups are replaced: it determines which
-        # questions a step takes.
+        state.samples_per_step = (
+            samples_per_step or state.samples_per_step or schedule.samples_per_step
+        )
+        state.steps_per_generation = (
+            steps_per_generation or state.steps_per_generation or schedule.steps_per_generation
+        )
+        # The block never shrinks, even after the members with the smallest groups are replaced: it
+        # determines which questions a step takes.
         budget = replace(schedule, samples_per_step=state.samples_per_step)
         state.block = max(state.block, budget.block(self.population))
 
@@ -483,8 +555,9 @@ class Trainer:
         self._save()
         if self.clock.expired and not self.run_state.step:
             warn(
-                "No learning step fitted into max_seconds. Raise max_seconds, or use fewer members (now "
-                f"{len(self.population)}) or a smaller samples_per_step (now {self.run_state.samples_per_step})."
+                "No learning step fitted into max_seconds. Raise max_seconds, or use fewer members"
+                f" (now {len(self.population)}) or a smaller samples_per_step (now"
+                f" {self.run_state.samples_per_step})."
             )
 
     @property
@@ -496,7 +569,8 @@ class Trainer:
         """
         if self._ended is None:
             raise RuntimeError(
-                "The run has not ended, so it has no result. Iterate over the run to its end, or call stop()."
+                "The run has not ended, so it has no result. Iterate over the run to its end, or"
+                " call stop()."
             )
         state = self.run_state
         best = None
@@ -529,8 +603,8 @@ class Trainer:
             reasons = "; ".join(f"member {agent.index}: {agent.failed}" for agent in members)
             self._event("stopped", reason=f"all members failed ({reasons})")
             raise AllFailedError(
-                f"All members failed ({reasons}). Start a new run with a lower lr, max_grad_norm or temperature, or "
-                "with a network that returns finite numbers."
+                f"All members failed ({reasons}). Start a new run with a lower lr, max_grad_norm or"
+                " temperature, or with a network that returns finite numbers."
             )
 
     def _set_progress(self) -> None:
@@ -539,7 +613,9 @@ class Trainer:
             # 0 = unknown
             state = self.run_state
             total = 0
-            if self.schedule.generations is not None:  # the generations left are as long as the current one
+            if (
+                self.schedule.generations is not None
+            ):  # the generations left are as long as the current one
                 left = max(0, self.schedule.generations - state.generation)
                 total = state.step - state.step_in_generation + left * state.steps_per_generation
             self.env.set_progress(state.step, total)

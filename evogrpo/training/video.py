@@ -26,17 +26,22 @@ from evogrpo.text import class_name, one_line, shorten, shown
 RENDER_MODE = "rgb_array"
 _HEADLESS_VARIABLES = {"SDL_VIDEODRIVER": "dummy", "MUJOCO_GL": "egl"}
 _REMEDY = (
-    "the environment or its renderer raised this error. OpenGL without a display needs MUJOCO_GL=egl (libegl1 or a "
-    "GPU driver, and PyOpenGL), MUJOCO_GL=osmesa (libosmesa6 and PyOpenGL), or xvfb-run"
+    "the environment or its renderer raised this error. OpenGL without a display needs"
+    " MUJOCO_GL=egl (libegl1 or a GPU driver, and PyOpenGL), MUJOCO_GL=osmesa (libosmesa6 and"
+    " PyOpenGL), or xvfb-run"
 )
 
 
 @contextmanager
 def headless() -> Iterator[None]:
     """Set the environment variables with which SDL and MuJoCo render without a display, if there is none."""
-    has_no_display = sys.platform == "linux" and not {"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys()
+    has_no_display = (
+        sys.platform == "linux" and not {"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys()
+    )
     variables = {
-        name: value for name, value in _HEADLESS_VARIABLES.items() if has_no_display and name not in os.environ
+        name: value
+        for name, value in _HEADLESS_VARIABLES.items()
+        if has_no_display and name not in os.environ
     }
     os.environ.update(variables)
     try:
@@ -52,7 +57,10 @@ def _rendering_errors(name: str) -> Iterator[None]:
     try:
         yield
     except (gymnasium.error.DependencyNotInstalled, ImportError) as error:
-        message = f"{name} needs a package that is not installed ({error}). For rendering: {extra_command('video')}"
+        message = (
+            f"{name} needs a package that is not installed ({error}). For rendering:"
+            f" {extra_command('video')}"
+        )
         raise ImportError(message) from error
     except gymnasium.error.Error as error:
         raise ValueError(f"{name} cannot be created: {error}") from error
@@ -60,8 +68,13 @@ def _rendering_errors(name: str) -> Iterator[None]:
         text = f"{class_name(error)}: {one_line(error)}"
         remedy = _REMEDY
         if isinstance(error, TypeError) and "render_mode" in text:
-            remedy = f'accept the argument render_mode, and return an image from render() if it is "{RENDER_MODE}"'
-        raise ValueError(f"{name} cannot be rendered here, {shorten(text, 200)}: {remedy}") from error
+            remedy = (
+                "accept the argument render_mode, and return an image from render() if it is"
+                f' "{RENDER_MODE}"'
+            )
+        raise ValueError(
+            f"{name} cannot be rendered here, {shorten(text, 200)}: {remedy}"
+        ) from error
 
 
 def make_rendered_env(
@@ -95,19 +108,26 @@ def make_rendered_env(
     try:
         if rendered_env.render_mode != RENDER_MODE:
             raise ValueError(
-                f'{name} cannot be recorded: render_mode must be "{RENDER_MODE}", got {rendered_env.render_mode!r}. '
+                f'{name} cannot be recorded: render_mode must be "{RENDER_MODE}", got'
+                f" {rendered_env.render_mode!r}. "
                 f"Supported modes: {list(rendered_env.metadata.get('render_modes', ()))}."
             )
         rendered_env.reset(seed=seed)
         with _rendering_errors(name):
             image: Any = rendered_env.render()
-        if not isinstance(image, np.ndarray) or image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
+        if (
+            not isinstance(image, np.ndarray)
+            or image.dtype != np.uint8
+            or image.ndim != 3
+            or image.shape[2] != 3
+        ):
             if isinstance(image, np.ndarray):
                 what = f"{image.dtype} {image.shape}"
             else:
                 what = type(image).__name__
             raise ValueError(
-                f"{name} cannot be recorded: render() must return a uint8 array [height, width, 3] with "
+                f"{name} cannot be recorded: render() must return a uint8 array [height, width, 3]"
+                " with "
                 f'render_mode="{RENDER_MODE}", got {what}.'
             )
     except BaseException:
@@ -117,7 +137,9 @@ def make_rendered_env(
     return rendered_env
 
 
-_MAX_EPISODE_STEPS = 5_000  # RecordVideo keeps all frames of an episode in memory, about 0.7 MB each
+_MAX_EPISODE_STEPS = (
+    5_000  # RecordVideo keeps all frames of an episode in memory, about 0.7 MB each
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +147,8 @@ class RecordedEpisode:
     """One recorded episode.
 
     Attributes:
-        path: The video. Its first frame shows the state after the reset, so it has one frame more than steps.
+        path: The video. Its first frame shows the state after the reset, so it has one frame more
+            than steps.
         seed: Reset seed.
         episode_return: Undiscounted sum of rewards, over all agents.
         length: Number of steps.
@@ -158,16 +181,17 @@ def record_video(
 
     Args:
         agent: Agent with small networks, e.g. `population.best` or `GRPO.load(run_dir / "best")`.
-        env: Id of a registered environment, a callable with the argument `render_mode` that creates one, or the
-            environment that the agent was trained in. For several agents, a callable that creates a parallel
-            environment, or PettingZooGroups.
+        env: Id of a registered environment, a callable with the argument `render_mode` that creates
+            one, or the environment that the agent was trained in. For several agents, a callable
+            that creates a parallel environment, or PettingZooGroups.
         path: Path of the .mp4 file; several episodes are written to "name-0.mp4", "name-1.mp4", ...
-        env_kwargs: Keyword arguments of the environment or the callable; GymnasiumGroups and PettingZooGroups add them
-            to their own.
-        max_episode_steps: Steps after which an episode is truncated; None = the environment's limit.
+        env_kwargs: Keyword arguments of the environment or the callable; GymnasiumGroups and
+            PettingZooGroups add them to their own.
+        max_episode_steps: Steps after which an episode is truncated; None = the environment's
+            limit.
         episodes: Number of episodes, at least 1.
-        seeds: Reset seed of each episode, instead of `episodes`. None = the first validation starts of GymnasiumGroups
-            or PettingZooGroups, otherwise 0, 1, ...
+        seeds: Reset seed of each episode, instead of `episodes`. None = the first validation starts
+            of GymnasiumGroups or PettingZooGroups, otherwise 0, 1, ...
         deterministic: Take the most likely actions, as for fitness; False = sample actions.
         fps: Frames per second; None = the environment's rate, or 30.
 
@@ -177,7 +201,8 @@ def record_video(
     Raises:
         ImportError: If a package for rendering or writing videos is missing.
         FileExistsError: If a video exists already.
-        ValueError: If an argument is invalid, the environment cannot be rendered, or an episode does not end.
+        ValueError: If an argument is invalid, the environment cannot be rendered, or an episode
+            does not end.
     """
     # 1. Check the arguments and that videos can be written.
     seeds = _seeds(env, episodes, seeds)
@@ -193,8 +218,8 @@ def record_video(
         import_module("imageio_ffmpeg").get_ffmpeg_exe()
     except RuntimeError as error:
         raise ImportError(
-            "Writing videos needs ffmpeg, which was not found. Install it (apt-get install ffmpeg), or set "
-            "IMAGEIO_FFMPEG_EXE to its path."
+            "Writing videos needs ffmpeg, which was not found. Install it (apt-get install ffmpeg),"
+            " or set IMAGEIO_FFMPEG_EXE to its path."
         ) from error
     # 2. Make the environment, and record every episode.
     if agent.members.kind == "joint" and not isinstance(env, PettingZooGroups):
@@ -207,16 +232,22 @@ def record_video(
             check_spaces(agent, rendered_env)
         player = agent.clone()
         targets[0].parent.mkdir(parents=True, exist_ok=True)
-        # Write to a temporary folder beside the target, then rename, so that a video is complete or absent.
+        # Write to a temporary folder beside the target, then rename, so that a video is complete or
+        # absent.
         with TemporaryDirectory(prefix=".video-", dir=targets[0].parent) as folder:
             new = str(Path(folder) / "new")
-            recording = RecordVideo(rendered_env, new, lambda _: True, name_prefix="video", fps=fps, gc_trigger=None)
+            recording = RecordVideo(
+                rendered_env, new, lambda _: True, name_prefix="video", fps=fps, gc_trigger=None
+            )
             with closing(recording) as recorder:
                 records = [_play(player, recorder, seed, deterministic) for seed in seeds]
             for number, target in enumerate(targets):
                 _refuse_existing(target)
                 (Path(new) / f"video-episode-{number}.mp4").rename(target)
-    return tuple(RecordedEpisode(path=target, **record) for target, record in zip(targets, records, strict=True))
+    return tuple(
+        RecordedEpisode(path=target, **record)
+        for target, record in zip(targets, records, strict=True)
+    )
 
 
 def check_spaces(agent: GRPO, env: "gymnasium.Env[Any, Any]") -> None:
@@ -226,8 +257,8 @@ def check_spaces(agent: GRPO, env: "gymnasium.Env[Any, Any]") -> None:
         actual = getattr(env, name)
         if expected != actual:
             raise ValueError(
-                f"{name} must equal the agent's, {expected}, got {actual} of {class_name(env.unwrapped)}. Use an "
-                "agent that was trained in this environment."
+                f"{name} must equal the agent's, {expected}, got {actual} of"
+                f" {class_name(env.unwrapped)}. Use an agent that was trained in this environment."
             )
 
 
@@ -235,7 +266,9 @@ def _seeds(env: object, episodes: int, seeds: Sequence[int] | None) -> list[int]
     """Return the reset seed of each episode."""
     if seeds is not None:
         if not len(seeds) or episodes not in (1, len(seeds)):
-            raise ValueError(f"seeds must have one entry per episode, got {len(seeds)} for {episodes} episodes.")
+            raise ValueError(
+                f"seeds must have one entry per episode, got {len(seeds)} for {episodes} episodes."
+            )
         return [int(seed) for seed in seeds]
     if episodes < 1:
         raise ValueError(f"episodes must be at least 1, got {episodes}.")
@@ -249,7 +282,9 @@ def _refuse_existing(target: Path) -> None:
         raise FileExistsError(f"{target} already exists. Choose another path.")
 
 
-def _play(agent: GRPO, recorder: "RecordVideo[Any, Any]", seed: int, deterministic: bool) -> dict[str, Any]:
+def _play(
+    agent: GRPO, recorder: "RecordVideo[Any, Any]", seed: int, deterministic: bool
+) -> dict[str, Any]:
     """Play one episode to its end."""
     observation, info = recorder.reset(seed=seed)
     total = 0.0
@@ -258,8 +293,12 @@ def _play(agent: GRPO, recorder: "RecordVideo[Any, Any]", seed: int, determinist
     returns: dict[str, float] = {}
     while not done:
         if length >= _MAX_EPISODE_STEPS:
-            raise ValueError(f"An episode did not end within {_MAX_EPISODE_STEPS} steps. Set max_episode_steps.")
-        action, _ = agent.predict(observation, deterministic=deterministic, action_masks=mask_of(recorder, info))
+            raise ValueError(
+                f"An episode did not end within {_MAX_EPISODE_STEPS} steps. Set max_episode_steps."
+            )
+        action, _ = agent.predict(
+            observation, deterministic=deterministic, action_masks=mask_of(recorder, info)
+        )
         observation, reward, terminated, truncated, info = recorder.step(action)
         total = total + float(reward)
         length = length + 1
@@ -268,13 +307,20 @@ def _play(agent: GRPO, recorder: "RecordVideo[Any, Any]", seed: int, determinist
             returns[name] = returns.get(name, 0.0) + reward_of_agent
     # Set before the recorder writes the video. Declared as an int, but used as a float.
     recorder.frames_per_sec = lossless_fps(recorder.frames_per_sec, len(recorder.recorded_frames))  # type: ignore[assignment]
-    return {"seed": seed, "episode_return": total, "length": length, "truncated": not terminated, "returns": returns}
+    return {
+        "seed": seed,
+        "episode_return": total,
+        "length": length,
+        "truncated": not terminated,
+        "returns": returns,
+    }
 
 
 def lossless_fps(fps: float, frames: int) -> float:
     """Return the smallest frame rate of at least `fps` at which moviepy writes all frames.
 
-    It writes int(fps * total duration) frames, so the last one is lost if the total is rounded down.
+    It writes int(fps * total duration) frames, so the last one is lost if the total is rounded
+    down.
     """
     while int(sum([1.0 / fps] * frames) * fps) < frames:
         fps = math.nextafter(fps, math.inf)

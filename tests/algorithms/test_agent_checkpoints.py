@@ -17,7 +17,12 @@ from benchmarking.soaking.forging import forged, put_bytes, put_in
 from evogrpo import GRPO, Objective
 from evogrpo.algorithms.checkpointing import population_state
 from evogrpo.randomness import generator
-from evogrpo.storage.checkpoint import CheckpointError, generation_folder, stored_generations, write_checkpoint
+from evogrpo.storage.checkpoint import (
+    CheckpointError,
+    generation_folder,
+    stored_generations,
+    write_checkpoint,
+)
 from evogrpo.validation import dump
 from tests.tiny_batches import lora
 from tests.tiny_models import tiny_model
@@ -59,7 +64,9 @@ def edit(folder: Path, change, name: str = "agent.json") -> None:
 
 def shorten(folder: Path) -> None:
     tensors = load_file(folder / "agent.safetensors")
-    put_bytes(folder, "agent.safetensors", save(tensors | {"adapter": tensors["adapter"][:-1].clone()}))
+    put_bytes(
+        folder, "agent.safetensors", save(tensors | {"adapter": tensors["adapter"][:-1].clone()})
+    )
 
 
 def unchanged_by(load, agent, rule):
@@ -73,7 +80,10 @@ def unchanged_by(load, agent, rule):
 
 
 DAMAGES = {
-    "another base": (lambda folder: edit(folder, lambda r: r["shared"].update(fingerprint="0" * 32)), "agent"),
+    "another base": (
+        lambda folder: edit(folder, lambda r: r["shared"].update(fingerprint="0" * 32)),
+        "agent",
+    ),
     "shorter tensors": (shorten, "agent"),
     "missing": (shutil.rmtree, "agent"),
 }
@@ -105,7 +115,8 @@ def test_checkpoints_of_other_members_raise_and_change_nothing(saved, options, r
 
 
 def test_hyperparameters_that_only_fit_the_stored_objective(tmp_path):
-    # Objective.delta must exceed 1 + clip_coef, so this one does not fit the default clip_coef of 0.2.
+    # Objective.delta must exceed 1 + clip_coef, so this one does not fit the default clip_coef of
+    # 0.2.
     agent = step_agent(objective=Objective(loss_type="dapo", delta=1.15), clip_coef=0.1)
     agent.save_checkpoint(tmp_path / "agent")
     assert GRPO.load(tmp_path / "agent").clip_coef == 0.1
@@ -122,14 +133,19 @@ def test_a_member_that_loads_a_checkpoint_keeps_its_identity(tmp_path):
     assert (GRPO.load(tmp_path / "agent").index, GRPO.load(tmp_path / "agent").born) == (7, 4)
     population = step_population(2)
     population[1].load_checkpoint(tmp_path / "agent")
-    assert [(member.index, member.parent, member.born) for member in population] == [(0, None, 0), (1, None, 0)]
+    assert [(member.index, member.parent, member.born) for member in population] == [
+        (0, None, 0),
+        (1, None, 0),
+    ]
     assert (population[1].lr, population[1].steps) == (2e-3, 5)
     assert equal_states(population[1].state(), agent.state())
 
 
 def test_spaces_of_a_language_model_are_stored_if_a_checkpoint_can_store_them(tmp_path):
     tokens = spaces.Sequence(spaces.Discrete(64))
-    tiny_agent(observation_space=spaces.Text(9), action_space=tokens).save_checkpoint(tmp_path / "agent")
+    tiny_agent(observation_space=spaces.Text(9), action_space=tokens).save_checkpoint(
+        tmp_path / "agent"
+    )
     loaded = GRPO.load(tmp_path / "agent", actor_network=shared_model())
     assert (loaded.observation_space, loaded.action_space) == (None, tokens)
 
@@ -164,8 +180,14 @@ def test_a_path_in_a_checkpoint_is_never_followed(copy, tmp_path, monkeypatch):
 
 def test_the_source_is_stored_as_named_by_the_user(tmp_path):
     tiny_agent(source="someone/some-model").save_checkpoint(tmp_path / "agent")
-    assert json.loads((tmp_path / "agent" / "agent.json").read_text())["shared"]["source"] == "someone/some-model"
-    assert GRPO.load(tmp_path / "agent", actor_network=shared_model()).members.source == "someone/some-model"
+    assert (
+        json.loads((tmp_path / "agent" / "agent.json").read_text())["shared"]["source"]
+        == "someone/some-model"
+    )
+    assert (
+        GRPO.load(tmp_path / "agent", actor_network=shared_model()).members.source
+        == "someone/some-model"
+    )
 
 
 def made(kind):
@@ -174,7 +196,9 @@ def made(kind):
         image = spaces.Box(0, 255, (8, 8, 1), np.uint8)
         observed = spaces.Dict(b=spaces.MultiBinary(3), d=spaces.MultiDiscrete([3, 4]), i=image)
         return GRPO(observation_space=observed, action_space=spaces.MultiDiscrete([2, 3]))
-    return {"networks": step_agent, "joint": lambda: team_population(1)[0], "language": tiny_agent}[kind]()
+    return {"networks": step_agent, "joint": lambda: team_population(1)[0], "language": tiny_agent}[
+        kind
+    ]()
 
 
 @pytest.fixture(scope="module")
@@ -208,7 +232,9 @@ def test_forged_agent_records_raise_or_load(agents, kind, number, tmp_path):
     for each in range(number):
         put_in(folder, "agent.json", forged(record, generator(each, f"forge {kind}"))[0])
         load = partial(agent.load, actor_network=shared_model() if kind == "language" else None)
-        refused += sum(raises_checkpoint_error(partial(each, folder)) for each in (load, agent.load_checkpoint))
+        refused += sum(
+            raises_checkpoint_error(partial(each, folder)) for each in (load, agent.load_checkpoint)
+        )
     assert refused >= number / 2
 
 
@@ -223,7 +249,9 @@ def with_newest_only(original, folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "number"), [("networks", 8), ("language", 4)])
-def test_forged_run_records_raise_or_resume(stored_network_run, stored_language_run, kind, number, tmp_path):
+def test_forged_run_records_raise_or_resume(
+    stored_network_run, stored_language_run, kind, number, tmp_path
+):
     given = {"env": tiny_env(), "actor_network": tiny_model()}
     original = stored_language_run.folder
     if kind == "networks":
@@ -234,7 +262,9 @@ def test_forged_run_records_raise_or_resume(stored_network_run, stored_language_
         folder, newest = with_newest_only(original, tmp_path / str(each))
         record = json.loads((newest / "population.json").read_text())
         put_in(newest, "population.json", forged(record, generator(each, f"forge {kind}"))[0])
-        run = partial(evogrpo.resume, folder, generations=4, progress=False, test_questions=0, **given)
+        run = partial(
+            evogrpo.resume, folder, generations=4, progress=False, test_questions=0, **given
+        )
         outcomes.append(raises_checkpoint_error(lambda run=run: list(run())))
     assert sum(outcomes) > 0  # some of them raise
 
@@ -288,7 +318,9 @@ def test_declared_sizes_are_checked_before_allocation(agents, tmp_path):
         resource.setrlimit(resource.RLIMIT_AS, (used + 2**30, before[1]))
         try:
             with pytest.raises(CheckpointError) as refused:
-                type(agent).load(folder, actor_network=shared_model() if kind == "language" else None)
+                type(agent).load(
+                    folder, actor_network=shared_model() if kind == "language" else None
+                )
         finally:
             resource.setrlimit(resource.RLIMIT_AS, before)
         assert "memory" not in str(refused.value), (kind, keys)  # not an allocation error

@@ -66,7 +66,9 @@ def test_members_answer_prefixes_of_one_block_at_equal_cost(population):
         groups = rows.group_ids.view(-1, size)
         assert bool((groups == groups[:, :1]).all())
         assert rows.inputs.temperature.tolist() == pytest.approx([agent.temperature] * 16)
-        prompts = sum(len(prompt) for prompt in batch.inputs.prompts[: 16 // size])  # counted once per group
+        prompts = sum(
+            len(prompt) for prompt in batch.inputs.prompts[: 16 // size]
+        )  # counted once per group
         assert collected.tokens[agent.slot] == int(rows.present.sum()) + prompts
     assert len(batch.group_ids.unique()) == 8 + 2 + 4
     with pytest.raises(ValueError, match=r"divide samples_per_step=12.*got 8 \(member 1\)"):
@@ -75,7 +77,9 @@ def test_members_answer_prefixes_of_one_block_at_equal_cost(population):
 
 def test_evaluation_is_greedy_on_equal_questions(population):
     prompts, per_member = answers([0, 1, 2], population.members)
-    assert len({tuple(prompt for prompt, _ in member_answers) for member_answers in per_member}) == 1
+    assert (
+        len({tuple(prompt for prompt, _ in member_answers) for member_answers in per_member}) == 1
+    )
     assert len({tuple(member_answers) for member_answers in per_member}) > 1
     given = [{"input_ids": torch.tensor([list(prompt)])} for prompt in prompts]
     for agent, member_answers in zip(population, per_member, strict=True):
@@ -88,7 +92,9 @@ def test_the_reference_is_greedy_generation_of_the_base(population):
     model = tiny_model().eval()
     for prompt, (_, tokens) in zip(prompts, reference, strict=True):
         ids = torch.tensor([list(prompt)])
-        generated = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False)
+        generated = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False
+        )
         assert tokens == tuple(generated[0, ids.shape[1] :].tolist())
 
 
@@ -104,7 +110,9 @@ def test_fitness_is_the_mean_reward_with_its_standard_error(population):
     assert population.best.fitness.mean == max(agent.fitness.mean for agent in population)
     assert evaluate(population.members, [1], env, "validation", questions=1000).shape == (1, 8)
     with pytest.raises(ValueError, match="have no reward"):
-        population.evaluate(tiny_env(reward_funcs=lambda completions, **_: [None, *[1.0] * (len(completions) - 1)]))
+        population.evaluate(
+            tiny_env(reward_funcs=lambda completions, **_: [None, *[1.0] * (len(completions) - 1)])
+        )
 
 
 LENGTH = 6  # max_output_tokens of the tiny agents
@@ -113,7 +121,8 @@ LENGTH = 6  # max_output_tokens of the tiny agents
 def fussy(completions, answer, **columns):
     """Reward variety if the sum is divisible by three: about two thirds of the questions give no signal."""
     return [
-        variety(text, "", "") if int(number) % 3 == 0 else 0.5 for text, number in zip(completions, answer, strict=True)
+        variety(text, "", "") if int(number) % 3 == 0 else 0.5
+        for text, number in zip(completions, answer, strict=True)
     ]
 
 
@@ -214,7 +223,14 @@ def test_signal_depends_on_the_advantage_estimator():
     nan = torch.nan
     ids = torch.arange(3).repeat_interleave(2)
     ones = torch.ones(6, 2, dtype=torch.bool)
-    steps = [[1.0, 0.0], [0.0, 1.0], [1.0, nan], [nan, 1.0], [0.5, 0.5], [0.5, 0.5]]  # totals are all 1
+    steps = [
+        [1.0, 0.0],
+        [0.0, 1.0],
+        [1.0, nan],
+        [nan, 1.0],
+        [0.5, 0.5],
+        [0.5, 0.5],
+    ]  # totals are all 1
     components = [[1.0, 0.0], [1.0, 0.0], [0.0, 1.0], [1.0, 0.0], [1.0, 1.0], [nan, 1.0]]
     batch = Batch(
         inputs=TokenInputs(prompts=((5,),) * 3, prompt_ids=ids, temperature=torch.ones(6)),
@@ -280,7 +296,9 @@ def test_long_completions_are_penalised_in_training_only():
     torch.testing.assert_close(batch.rewards, without.rewards + penalties)
     assert batch.component_names == ("variety", "overlong_penalty")
     torch.testing.assert_close(batch.reward_components[:, 1], penalties)
-    torch.testing.assert_close(batch.reward_components @ torch.tensor(batch.component_weights), batch.rewards)
+    torch.testing.assert_close(
+        batch.reward_components @ torch.tensor(batch.component_weights), batch.rewards
+    )
     np.testing.assert_array_equal(punished.scores.rewards, plain.scores.rewards)
     assert list(punished.scores.components) == ["variety"]
     for population in kinds:

@@ -17,7 +17,14 @@ from evogrpo.members.networks.architecture import NetworkConfig
 from evogrpo.testing.samplers import different_members
 from tests.causal_families import family_model
 from tests.tiny_models import EOS, VOCABULARY, tiny_model
-from tests.tiny_training import graded, randomise_adapter, shared_model, tiny_agent, tiny_env, tiny_options
+from tests.tiny_training import (
+    graded,
+    randomise_adapter,
+    shared_model,
+    tiny_agent,
+    tiny_env,
+    tiny_options,
+)
 
 
 @pytest.fixture
@@ -31,16 +38,28 @@ def accelerators() -> Iterator[None]:
     ("options", "rule"),
     [
         ({"clip_coeff": 0.1}, "unknown argument 'clip_coeff': did you mean 'clip_coef'"),
-        ({"actor_network": torch.nn.Linear(2, 2)}, "actor_network must be a transformers model .*got Linear"),
+        (
+            {"actor_network": torch.nn.Linear(2, 2)},
+            "actor_network must be a transformers model .*got Linear",
+        ),
         ({"pad_token_id": None}, "pad_token_id must be given"),
         ({"eos_token_ids": (1, VOCABULARY)}, rf"eos_token_ids .*0 to {VOCABULARY - 1}\), got"),
         ({"min_output_tokens": 7}, r"min_output_tokens must be in \[0, max_output_tokens = 6\]"),
         ({"max_episode_tokens": 5}, "max_episode_tokens must be at least max_output_tokens = 6"),
-        ({"lora_config": LoraConfig(target_modules="all-linear", lora_dropout=0.1)}, "lora_dropout"),
+        (
+            {"lora_config": LoraConfig(target_modules="all-linear", lora_dropout=0.1)},
+            "lora_dropout",
+        ),
         ({"network": NetworkConfig()}, "network is for small networks"),
         ({"objective": Objective(kl_estimator="full"), "beta": 0.1}, "kl_estimator='full'"),
-        ({"hp_config": {"lr": (1e-5, 1e-4)}, "lr": 0.5}, r"must start in its range \[1e-05, 0.0001\], got 0.5"),
-        ({"hp_config": {"loss_type": ["grpo", "dapo"]}, "loss_type": "cispo"}, "choices .*got 'cispo'"),
+        (
+            {"hp_config": {"lr": (1e-5, 1e-4)}, "lr": 0.5},
+            r"must start in its range \[1e-05, 0.0001\], got 0.5",
+        ),
+        (
+            {"hp_config": {"loss_type": ["grpo", "dapo"]}, "loss_type": "cispo"},
+            "choices .*got 'cispo'",
+        ),
     ],
 )
 def test_invalid_arguments_raise(options, rule):
@@ -152,12 +171,17 @@ def starting(folder, **options):
 @pytest.fixture
 def trained(tmp_path):
     """Return an adapter saved by PEFT, with dropout, rsLoRA and random weights, and its logits."""
-    config = LoraConfig(r=2, lora_alpha=3, target_modules=["q_proj", "up_proj"], lora_dropout=0.1, use_rslora=True)
+    config = LoraConfig(
+        r=2, lora_alpha=3, target_modules=["q_proj", "up_proj"], lora_dropout=0.1, use_rslora=True
+    )
     model = get_peft_model(tiny_model(), config)
     with torch.no_grad():
         for name, values in model.named_parameters():
             if "lora_" in name:
-                values.copy_(0.3 * torch.randn(values.shape, generator=torch.Generator().manual_seed(len(name))))
+                values.copy_(
+                    0.3
+                    * torch.randn(values.shape, generator=torch.Generator().manual_seed(len(name)))
+                )
         logits = model.eval()(input_ids=IDS).logits
     model.save_pretrained(tmp_path / "trained")
     return tmp_path / "trained", logits
@@ -211,17 +235,40 @@ def halved(folder, name):
 @pytest.mark.parametrize(
     ("damage", "rule"),
     [
-        (lambda folder: (folder / "adapter_model.safetensors").unlink(), "has no adapter_model.safetensors"),
-        (lambda folder: halved(folder, "adapter_model.safetensors"), "cannot be read .SafetensorError"),
+        (
+            lambda folder: (folder / "adapter_model.safetensors").unlink(),
+            "has no adapter_model.safetensors",
+        ),
+        (
+            lambda folder: halved(folder, "adapter_model.safetensors"),
+            "cannot be read .SafetensorError",
+        ),
         (lambda folder: halved(folder, "adapter_config.json"), "cannot be read .JSONDecodeError"),
         (lambda folder: changed(folder, use_dora=True), "got use_dora=True"),
         (lambda folder: changed(folder, from_the_future=True), "from_the_future"),
         (lambda folder: changed(folder, init_lora_weights="pissa"), "init_lora_weights='pissa'"),
-        (lambda folder: changed(folder, init_lora_weights="pissa_niter_4"), "init_lora_weights='pissa_niter_4'"),
-        (lambda folder: changed(folder, target_modules=["k_proj"]), "belongs to another base model"),
-        (lambda folder: rewritten(folder, lambda items: items[1:]), "belongs to another base model"),
-        (lambda folder: rewritten(folder, lambda items: [(k, v[:, :1].clone()) for k, v in items]), "of shape"),
-        (lambda folder: rewritten(folder, lambda items: [(k, v * torch.nan) for k, v in items]), "not finite"),
+        (
+            lambda folder: changed(folder, init_lora_weights="pissa_niter_4"),
+            "init_lora_weights='pissa_niter_4'",
+        ),
+        (
+            lambda folder: changed(folder, target_modules=["k_proj"]),
+            "belongs to another base model",
+        ),
+        (
+            lambda folder: rewritten(folder, lambda items: items[1:]),
+            "belongs to another base model",
+        ),
+        (
+            lambda folder: rewritten(
+                folder, lambda items: [(k, v[:, :1].clone()) for k, v in items]
+            ),
+            "of shape",
+        ),
+        (
+            lambda folder: rewritten(folder, lambda items: [(k, v * torch.nan) for k, v in items]),
+            "not finite",
+        ),
     ],
 )
 def test_invalid_adapters_raise(damage, rule, trained):

@@ -59,7 +59,9 @@ def turns_of(batch, row):
     """Return (tokens, sampled) segments of a row; replies are present but not in the action mask."""
     runs = []
     for token, sampled in zip(
-        batch.actions[row][batch.present[row]].tolist(), batch.action_mask[row].tolist(), strict=False
+        batch.actions[row][batch.present[row]].tolist(),
+        batch.action_mask[row].tolist(),
+        strict=False,
     ):
         if not runs or runs[-1][1] != sampled:
             runs.append(([], sampled))
@@ -81,7 +83,9 @@ def test_turns_alternate_and_replies_are_masked():
         assert all(tokens[-1] in ENDS for tokens in said[:-1])  # only finished turns get a reply
         assert bool(batch.truncated[row]) is (said[-1][-1] not in ENDS)
         positions = positions_in_turn(batch.chosen)[row][batch.action_mask[row]].tolist()
-        assert positions == [position for tokens, own in runs if own for position in range(len(tokens))]
+        assert positions == [
+            position for tokens, own in runs if own for position in range(len(tokens))
+        ]
     assert counts == {1, 3, 5}
     assert not batch.sampler_log_probs[~batch.action_mask].any()
 
@@ -94,7 +98,8 @@ def test_conversations_do_not_depend_on_other_members():
         separate = collect_alone(clone, talks(), block=4).experience["default"]
         rows = batch.select_members([agent.slot])
         turns = [[turns_of(each, row) for row in range(len(each))] for each in (rows, separate)]
-        # Other batch shapes round differently, so a uniform on the boundary between two tokens may select either.
+        # Other batch shapes round differently, so a uniform on the boundary between two tokens may
+        # select either.
         assert sum(one == other for one, other in zip(*turns, strict=True)) >= 15
 
 
@@ -103,7 +108,9 @@ def test_the_room_for_turns_depends_on_the_own_prompt_only():
         return [{"prompt": [{"role": "user", "content": "x" * length}]} for length in lengths]
 
     def turns(completions, **columns):
-        return [sum(message["role"] == "assistant" for message in messages) for messages in completions]
+        return [
+            sum(message["role"] == "assistant" for message in messages) for messages in completions
+        ]
 
     env = MultiTurnGym(
         asked(*range(3, 9)),
@@ -154,7 +161,10 @@ def test_the_overlong_penalty_applies_per_turn_and_truncation_masks_whole_conver
         expected = -sum(min(max((length - 2) / 2, 0.0), 1.0) for length in lengths)
         assert float(batch.reward_components[row, column]) == pytest.approx(expected)
         assert float(batch.rewards[row] - without.rewards[row]) == pytest.approx(expected, abs=1e-6)
-    reports = [each.learn({"default": experience}, step=0)[0] for each, experience in ((plain, without), (cut, batch))]
+    reports = [
+        each.learn({"default": experience}, step=0)[0]
+        for each, experience in ((plain, without), (cut, batch))
+    ]
     for name in ("completions/mean_length", "completions/min_length", "completions/max_length"):
         assert reports[0].metrics[name] == reports[1].metrics[name]  # no reply is counted
 
@@ -163,7 +173,9 @@ def test_the_overlong_penalty_applies_per_turn_and_truncation_masks_whole_conver
     ("reply", "message"), [([[]], "empty reply"), ([], r"one entry per conversation, got 0 for \d")]
 )
 def test_invalid_replies_raise(monkeypatch, reply, message):
-    monkeypatch.setattr(Talkative, "respond", lambda self, conversations: reply * len(conversations))
+    monkeypatch.setattr(
+        Talkative, "respond", lambda self, conversations: reply * len(conversations)
+    )
     with pytest.raises(ValueError, match=message):
         collected(spoken(), talks())
 

@@ -32,20 +32,27 @@ def closing_tokenizer():
 
 
 def env():
-    return HuggingFaceGym(QUESTIONS, None, closing_tokenizer(), reward_fn=variety, validation_size=4, test_size=4)
+    return HuggingFaceGym(
+        QUESTIONS, None, closing_tokenizer(), reward_fn=variety, validation_size=4, test_size=4
+    )
 
 
 def completions(ids, masks, prompt=2):
     """Return the sampled tokens of all rows."""
     rows = []
     for group, mask in zip(ids, masks, strict=True):
-        rows += [tokens[prompt:][counted[prompt - 1 :]].tolist() for tokens, counted in zip(group, mask, strict=True)]
+        rows += [
+            tokens[prompt:][counted[prompt - 1 :]].tolist()
+            for tokens, counted in zip(group, mask, strict=True)
+        ]
     return rows
 
 
 def test_completions_end_with_any_end_token():
     gym = env()
-    agent = GRPO(gym.observation_space, gym.action_space, actor_network=base(), **tiny_options(**OPTIONS))
+    agent = GRPO(
+        gym.observation_space, gym.action_space, actor_network=base(), **tiny_options(**OPTIONS)
+    )
     rows = completions(*agent.get_action([PROMPT] * 20))
     ends = {30, 31, EOS, CLOSING}
     assert not any(ends & set(row[:-1]) for row in rows)
@@ -87,7 +94,9 @@ def test_hand_written_loops_reward_the_tokens_that_are_learned():
     ids, masks = agent.get_action(prompts)
     *_, values = gym.step(ids)
     passed_the_end = 0
-    for prompt, rows, counted, texts in zip(prompts, ids, masks, values["completions"], strict=True):
+    for prompt, rows, counted, texts in zip(
+        prompts, ids, masks, values["completions"], strict=True
+    ):
         learned = completions([rows], [counted], prompt=prompt["input_ids"].shape[1])
         assert texts == [gym.tokenizer.decode(row, skip_special_tokens=True) for row in learned]
         passed_the_end += sum(EOS in row[:-1] for row in learned)

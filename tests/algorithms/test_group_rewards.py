@@ -7,7 +7,13 @@ from evogrpo import MultiTurnGym
 from evogrpo.algorithms.evaluation import evaluate
 from evogrpo.records import single_turn_conversations
 from tests.envs.verifier_functions import share, share_async
-from tests.tiny_training import QUESTIONS, collect_alone, random_population, shared_tokenizer, tiny_env
+from tests.tiny_training import (
+    QUESTIONS,
+    collect_alone,
+    random_population,
+    shared_tokenizer,
+    tiny_env,
+)
 
 WAYS = ["plain", "async", "workers", "async in workers"]
 
@@ -28,12 +34,16 @@ def test_rewards_of_a_population_equal_those_of_each_member_alone(way):
     collected = population.collect(env, step=0, samples_per_step=16, block=8)
     for agent in population:
         own = (collected.member_ids == agent.slot).numpy()
-        np.testing.assert_array_equal(collected.scores.rewards[own], collect_alone(agent.clone(), env).scores.rewards)
+        np.testing.assert_array_equal(
+            collected.scores.rewards[own], collect_alone(agent.clone(), env).scores.rewards
+        )
     assert set(collected.scores.rewards.astype(int)) == {2, 4, 8}  # each call had one group
     # 2. Evaluations: sampled or greedy answers, all questions or some of them.
     for answers in (None, 4):
         scores = evaluate(population.members, [0, 1, 2], env, "validation", answers=answers)
-        some = evaluate(population.members, [0, 1, 2], env, "validation", answers=answers, questions=3)
+        some = evaluate(
+            population.members, [0, 1, 2], env, "validation", answers=answers, questions=3
+        )
         np.testing.assert_array_equal(some, scores[:, :3])
         for slot in range(3):
             alone = evaluate(population.members, [slot], env, "validation", answers=answers)
@@ -46,13 +56,20 @@ def test_calls_of_conversations_have_one_group():
     rows = [{"prompt": [{"role": "user", "content": row["question"]}]} for row in QUESTIONS]
     tokenizer = shared_tokenizer()
     env = MultiTurnGym(
-        rows, tokenizer=tokenizer, reply=lambda row, messages: "1+1=", max_turns=2, reward_funcs=share, test_size=4
+        rows,
+        tokenizer=tokenizer,
+        reply=lambda row, messages: "1+1=",
+        max_turns=2,
+        reward_funcs=share,
+        test_size=4,
     )
     population = population_of()
     collected = population.collect(env, step=0, samples_per_step=16, block=8)
     for agent in population:
         own = (collected.member_ids == agent.slot).numpy()
-        np.testing.assert_array_equal(collected.scores.rewards[own], collect_alone(agent.clone(), env).scores.rewards)
+        np.testing.assert_array_equal(
+            collected.scores.rewards[own], collect_alone(agent.clone(), env).scores.rewards
+        )
     assert set(collected.scores.rewards.astype(int)) == {2, 4, 8}
 
 

@@ -1,4 +1,7 @@
-"""Minibatches, passes and metrics of a learning step, members together and alone; formulas: test_objectives.py."""
+"""Minibatches, passes and metrics of a learning step, members together and alone.
+
+Formulas: test_objectives.py.
+"""
 
 import math
 import statistics
@@ -37,7 +40,9 @@ from tests.tiny_training import (
 def test_truncated_completions_can_be_masked():
     """They count in the group's statistics and, for "grpo", in the number of completions."""
     objective = Objective(mask_truncated=True)
-    population = tiny_population(1, objective=objective, optimizer=DAMPED, temperature=2.0, update_epochs=2)
+    population = tiny_population(
+        1, objective=objective, optimizer=DAMPED, temperature=2.0, update_epochs=2
+    )
     randomise_adapter(population[0])
     collected = population.collect(tiny_env(), step=0, samples_per_step=16, block=4)
     batch = collected.experience["default"]
@@ -68,14 +73,21 @@ def test_old_log_probs_are_computed_where_they_are_missing(epochs, size):
     bank = agent.members.banks["default"]
     assert missing.tokens == sum(bank.cost(batch.select(rows))[0] for rows in passes)
     learn_from(wrong, replace(batch, sampler_log_probs=batch.sampler_log_probs - 5.0))
-    assert equal_states(wrong.state(), agent.state()) == (len(plan) == 1)  # the first policy is the sampling one
+    assert equal_states(wrong.state(), agent.state()) == (
+        len(plan) == 1
+    )  # the first policy is the sampling one
 
 
 def test_rows_without_gradient_are_not_evaluated():
     agent = tiny_agent(update_epochs=2)
     batch = sampled(agent, torch.ones(3, 4))
     report = learn_from(agent, batch)
-    assert (report.tokens, report.loss, report.grad_norm, report.optimizer_steps) == (0, 0.0, 0.0, 2)
+    assert (report.tokens, report.loss, report.grad_norm, report.optimizer_steps) == (
+        0,
+        0.0,
+        0.0,
+        2,
+    )
     assert int(agent.state()["step"]) == 2
     # A tiny entropy bonus makes every row run, with the same update otherwise.
     agent = random_agent()
@@ -98,7 +110,11 @@ COSTS = {
     "entropy bonus": ({"entropy_coef": 0.1}, {}, [ALL]),
     "uncertain actions": ({}, {"top_entropy_quantile": 0.5}, [ALL, TEACHING]),
     "correction, several epochs": ({"update_epochs": 2}, CORRECTION, [TEACHING] * 2),
-    "correction and KL in rewards": ({"beta": 0.1}, CORRECTION | {"kl_placement": "reward"}, [ALL, ALL, ALL]),
+    "correction and KL in rewards": (
+        {"beta": 0.1},
+        CORRECTION | {"kl_placement": "reward"},
+        [ALL, ALL, ALL],
+    ),
 }
 
 
@@ -119,7 +135,9 @@ def test_passes_are_made_and_counted_only_where_needed(case):
 def test_minibatches_cover_all_rows_and_keep_groups_together(epochs, size):
     agent = tiny_agent(update_epochs=epochs, batch_size=size)
     batch = sampled(agent, torch.zeros(3, 4))
-    batch = replace(batch, member_ids=torch.tensor([0, 1] * 6), group_ids=torch.tensor([5, 9, 2, 9] * 3))
+    batch = replace(
+        batch, member_ids=torch.tensor([0, 1] * 6), group_ids=torch.tensor([5, 9, 2, 9] * 3)
+    )
     learner = agent.learner()
     plan = minibatches(learner, batch, seed=0)
     per_pass = math.ceil(6 / size)
@@ -136,7 +154,12 @@ def test_minibatches_are_shuffled_by_step_member_and_seed():
     batch = replace(sampled(agent, torch.zeros(3, 4)), group_ids=torch.arange(12))
 
     def order(seed=0, **changes):
-        learner = Learner(**({"slot": 0, "index": 0, "step": 0, "hyperparameters": agent.hyperparameters} | changes))
+        learner = Learner(
+            **(
+                {"slot": 0, "index": 0, "step": 0, "hyperparameters": agent.hyperparameters}
+                | changes
+            )
+        )
         return tuple(int(row) for row in minibatches(learner, batch, seed))
 
     assert len({order(), order(step=1), order(index=1), order(seed=1), tuple(range(12))}) == 5
@@ -144,7 +167,9 @@ def test_minibatches_are_shuffled_by_step_member_and_seed():
 
 def test_a_batch_holds_rows_of_learning_members_only():
     population = tiny_population(3)
-    batch = population.collect(tiny_env(), step=0, samples_per_step=8, block=8).experience["default"]
+    batch = population.collect(tiny_env(), step=0, samples_per_step=8, block=8).experience[
+        "default"
+    ]
     with pytest.raises(ValueError, match=r"slots \[0, 2\]"):
         population.learn({"default": batch.select_members([0, 2])}, step=0)
     with pytest.raises(ValueError, match=r"slots \[0, 1, 2\]"):
@@ -153,9 +178,28 @@ def test_a_batch_holds_rows_of_learning_members_only():
 
 MIXED = [
     {"beta": 0.1, "clip_coef": 0.3, "max_grad_norm": 0.01},
-    {"loss_type": "dapo", "advantage": "rloo", "group_size": 2, "update_epochs": 3, "batch_size": 5},
-    {"loss_type": "cispo", "beta": 0.4, "entropy_coef": 0.2, "clip_low": 0.1, "group_size": 8, "batch_size": 7},
-    {"loss_type": "sapo", "advantage": "batch_std", "temperature": 0.7, "advantage_clip": 0.5, "gamma": 0.9},
+    {
+        "loss_type": "dapo",
+        "advantage": "rloo",
+        "group_size": 2,
+        "update_epochs": 3,
+        "batch_size": 5,
+    },
+    {
+        "loss_type": "cispo",
+        "beta": 0.4,
+        "entropy_coef": 0.2,
+        "clip_low": 0.1,
+        "group_size": 8,
+        "batch_size": 7,
+    },
+    {
+        "loss_type": "sapo",
+        "advantage": "batch_std",
+        "temperature": 0.7,
+        "advantage_clip": 0.5,
+        "gamma": 0.9,
+    },
 ]
 CENTRED = [
     {"advantage": "mean_only", "beta": 0.1},
@@ -165,12 +209,22 @@ CENTRED = [
 HELD = [{"beta": 0.1}, {"beta": 0.5, "update_epochs": 1}, {"beta": 0.0, "loss_type": "dapo"}]
 
 RUNS: dict[str, tuple[dict, list[dict]]] = {
-    "loss types": ({}, [{"loss_type": name, "clip_high": 0.05 * (i + 1)} for i, name in enumerate(LOSS_TYPES)]),
-    "advantages": ({}, [{"advantage": name, "gamma": 1 - 0.05 * i} for i, name in enumerate(ADVANTAGES)]),
+    "loss types": (
+        {},
+        [{"loss_type": name, "clip_high": 0.05 * (i + 1)} for i, name in enumerate(LOSS_TYPES)],
+    ),
+    "advantages": (
+        {},
+        [{"advantage": name, "gamma": 1 - 0.05 * i} for i, name in enumerate(ADVANTAGES)],
+    ),
     "coefficients": ({}, MIXED),
     "uncertain actions": ({"whiten_advantages": True, "top_entropy_quantile": 0.4}, MIXED),
     "correction by action": (
-        {"kl_bias_correction": True, "importance_correction": "token_truncate", "importance_cap": 1.05},
+        {
+            "kl_bias_correction": True,
+            "importance_correction": "token_truncate",
+            "importance_cap": 1.05,
+        },
         [*MIXED, {"loss_type": "gspo", "beta": 0.2}],
     ),
     "correction by completion": (
@@ -178,14 +232,25 @@ RUNS: dict[str, tuple[dict, list[dict]]] = {
         [{}, {"loss_type": "dapo", "clip_coef": 0.1}, {"loss_type": "gspo"}],
     ),
     "running statistics": (
-        {"advantage": "rloo", "reward_norm": "running", "reward_scale": True, "kl_target": 0.5, "kl_horizon": 40}
+        {
+            "advantage": "rloo",
+            "reward_norm": "running",
+            "reward_scale": True,
+            "kl_target": 0.5,
+            "kl_horizon": 40,
+        }
         | {"kl_placement": "reward"},
         CENTRED,
     ),
     "batch statistics": ({"advantage": "rloo", "reward_norm": "batch"}, CENTRED),
     "old policies as references": ({"reference": "old"}, HELD),
     "own references": (
-        {"reference": "snapshot", "reference_sync_steps": 2, "reference_mixing": 0.3, "kl_target": 0.02}
+        {
+            "reference": "snapshot",
+            "reference_sync_steps": 2,
+            "reference_mixing": 0.3,
+            "kl_target": 0.02,
+        }
         | {"kl_horizon": 40},
         HELD,
     ),
@@ -194,7 +259,9 @@ RUNS: dict[str, tuple[dict, list[dict]]] = {
 
 def population_of(run):
     objective, members = RUNS[run]
-    population = tiny_population(len(members), optimizer=DAMPED, objective=Objective(**objective), **members[0])
+    population = tiny_population(
+        len(members), optimizer=DAMPED, objective=Objective(**objective), **members[0]
+    )
     for seed, (agent, options) in enumerate(zip(population, members, strict=True)):
         randomise_adapter(agent, seed)
         for name, value in ({"update_epochs": 2, "lr": 2e-3, "batch_size": 8} | options).items():
@@ -204,7 +271,9 @@ def population_of(run):
 
 def experience(population, step, noise=0.2):
     """Act with all members and add random step rewards and sampler log-probabilities."""
-    batch = population.collect(tiny_env(), step=step, samples_per_step=8, block=4).experience["default"]
+    batch = population.collect(tiny_env(), step=step, samples_per_step=8, block=4).experience[
+        "default"
+    ]
     draws = torch.Generator().manual_seed(step)
     log_probs = batch.sampler_log_probs
     if population.members.settings.objective.importance_correction:
@@ -235,7 +304,10 @@ def test_members_learn_together_as_alone(run):
             assert together[slot].failed is alone.failed is None
             assert_metrics_agree(together[slot].metrics, alone.metrics)
             assert together[slot].advantages == pytest.approx(alone.advantages, rel=1e-3, abs=1e-5)
-            assert (together[slot].tokens, together[slot].optimizer_steps) == (alone.tokens, alone.optimizer_steps)
+            assert (together[slot].tokens, together[slot].optimizer_steps) == (
+                alone.tokens,
+                alone.optimizer_steps,
+            )
             assert_states_agree(population[slot].state(), clone.state(), lr=clone.lr)
     for slot, start in enumerate(starts):
         assert float((population[slot].state()["adapter"] - start).norm()) > 1e-3
@@ -268,7 +340,9 @@ def known(name):
 
 
 def test_every_metric_of_a_step():
-    agent = random_agent(beta=0.1, objective=Objective(kl_target=0.1, importance_correction="token_mask"))
+    agent = random_agent(
+        beta=0.1, objective=Objective(kl_target=0.1, importance_correction="token_mask")
+    )
     batch = sampled(agent, HOLES)
     lengths = torch.tensor([6, 3, 1, 4, 5, 2, 2, 6, 6, 1, 3, 6])
     present = batch.present & (torch.arange(batch.present.shape[1]) < lengths[:, None])
@@ -362,13 +436,19 @@ def test_clip_ratios_count_all_actions_of_the_step():
     report = learn_from(agent, batch)
     for row, advantage in zip(rows_of(batch), report.advantages, strict=True):
         with torch.no_grad():
-            scores = [member.log_probs(row.prompt, row.tokens, temperature=1.0) for member in (after, before)]
+            scores = [
+                member.log_probs(row.prompt, row.tokens, temperature=1.0)
+                for member in (after, before)
+            ]
         ratio = (scores[0] - scores[1]).exp()
         low += int((ratio < 0.98).sum()) if advantage < 0 else 0
         high += int((ratio > 1.02).sum()) if advantage > 0 else 0
         actions += len(row.tokens)
     assert min(low, high) > 0
     # In the first of the two steps nothing is clipped.
-    found = [report.metrics[f"clip_ratio/{name}_mean"] * 2 * actions for name in ("low", "high", "region")]
+    found = [
+        report.metrics[f"clip_ratio/{name}_mean"] * 2 * actions
+        for name in ("low", "high", "region")
+    ]
     assert found == pytest.approx([low, high, low + high])
     assert report.clip_ratio == report.metrics["clip_ratio/region_mean"]

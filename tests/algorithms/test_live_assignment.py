@@ -3,7 +3,15 @@
 import gymnasium
 import pytest
 
-from evogrpo import GRPO, HyperparameterConfig, Hyperparameters, MultiAgentGRPO, Objective, Tournament, train
+from evogrpo import (
+    GRPO,
+    HyperparameterConfig,
+    Hyperparameters,
+    MultiAgentGRPO,
+    Objective,
+    Tournament,
+    train,
+)
 from evogrpo.algorithms.factory import Options
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
 from evogrpo.synonyms import counterpart
@@ -15,7 +23,11 @@ TOGETHER = [
     ({"gamma": 0.9}, ("loss_type", "gspo"), "gamma.*gspo"),
     ({"loss_type": "gmpo"}, ("gamma", 0.5), "gamma.*'gmpo'"),
     ({"objective": Objective(delta=1.5)}, ("clip_high", 0.6), "delta"),
-    ({"objective": Objective(advantage="rloo", reward_norm="batch")}, ("advantage", "outcome"), "reward_norm"),
+    (
+        {"objective": Objective(advantage="rloo", reward_norm="batch")},
+        ("advantage", "outcome"),
+        "reward_norm",
+    ),
     ({}, ("lr", float("nan")), "lr must be finite"),
     ({}, ("group_size", 1), "group_size must be at least 2"),
 ]
@@ -67,17 +79,28 @@ def test_names_of_other_libraries_are_translated_and_unknown_ones_raise(name):
     ):
         with pytest.raises(ValueError, match=f"unknown argument.* '{name}'.*{answer}"):
             call()
-    for thing in (tiny_agent(), step_agent(), tiny_population(2), Tournament(), Objective(), Hyperparameters()):
+    for thing in (
+        tiny_agent(),
+        step_agent(),
+        tiny_population(2),
+        Tournament(),
+        Objective(),
+        Hyperparameters(),
+    ):
         with pytest.raises(AttributeError, match=name):
             setattr(thing, name, 1)
 
 
-@pytest.mark.parametrize("argument", ["MlpPolicy", gymnasium.make("CartPole-v1"), GymnasiumGroups, lambda: None])
+@pytest.mark.parametrize(
+    "argument", ["MlpPolicy", gymnasium.make("CartPole-v1"), GymnasiumGroups, lambda: None]
+)
 @pytest.mark.parametrize("make", [GRPO, lambda *argument: GRPO.population(2, *argument)])
 def test_an_environment_instead_of_spaces_raises(make, argument):
     space = gymnasium.spaces.Discrete(2)
     for arguments in ((argument, space), (space, argument)):
-        with pytest.raises(ValueError, match=r"must be a Gymnasium space, got .*evogrpo.train\(env"):
+        with pytest.raises(
+            ValueError, match=r"must be a Gymnasium space, got .*evogrpo.train\(env"
+        ):
             make(*arguments)
 
 
@@ -87,18 +110,26 @@ NARROW = {"top_k": 4, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2}
 @pytest.mark.parametrize("name", NARROW)
 def test_the_correction_is_refused_where_the_sampler_truncates(name):
     with pytest.raises(ValueError, match=f"importance_correction.* {name}={NARROW[name]}"):
-        tiny_agent(objective=Objective(importance_correction="sequence_mask"), **{name: NARROW[name]})
+        tiny_agent(
+            objective=Objective(importance_correction="sequence_mask"), **{name: NARROW[name]}
+        )
 
 
 @pytest.mark.parametrize("options", [NARROW, {}], ids=["narrow", "whole"])
 def test_ratios_compare_whole_distributions(options):
     """Weights hardly move, so that every ratio is 1: the sampler's own log-probabilities do not enter it."""
-    population = random_population(2, lr=1e-12, batch_size=4, clip_low=0.01, clip_high=0.01, **options)
-    batch = population.collect(tiny_env(), step=0, samples_per_step=8, block=4).experience["default"]
+    population = random_population(
+        2, lr=1e-12, batch_size=4, clip_low=0.01, clip_high=0.01, **options
+    )
+    batch = population.collect(tiny_env(), step=0, samples_per_step=8, block=4).experience[
+        "default"
+    ]
     assert batch.exact is (not options)
     trainer = population.members.banks["default"].log_probs(batch)
     gap = float((batch.sampler_log_probs - trainer)[batch.action_mask].max())
-    assert gap > 0.1 if options else abs(gap) < 1e-4, "a truncated distribution has more probability on fewer tokens"
+    assert gap > 0.1 if options else abs(gap) < 1e-4, (
+        "a truncated distribution has more probability on fewer tokens"
+    )
     for report in population.learn({"default": batch}, step=0).values():
         assert report.failed is None
         assert report.metrics["clip_ratio/region_mean"] == 0.0

@@ -1,7 +1,8 @@
 """A hyperparameter that changes on an existing member acts as if the member had been built with it.
 
-The formulas of members built with a value are in test_objectives.py. The learning rate or the loss type, which is a
-name, is tested on each route by which a value arrives: assignment, mutation, selection, loading, resuming.
+The formulas of members built with a value are in test_objectives.py. The learning rate or the loss
+type, which is a name, is tested on each route by which a value arrives: assignment, mutation,
+selection, loading, resuming.
 """
 
 from dataclasses import replace
@@ -33,7 +34,10 @@ def assigned(name, value, folder, options):
 
 
 def mutated(name, value, folder, options):
-    agent = tiny_agent(**options, hp_config=HyperparameterConfig(**{name: RLParameter(choices=[options[name], value])}))
+    agent = tiny_agent(
+        **options,
+        hp_config=HyperparameterConfig(**{name: RLParameter(choices=[options[name], value])}),
+    )
     assert agent.mutate(np.random.default_rng(0)) == {name: (options[name], value)}
     return agent
 
@@ -42,7 +46,9 @@ def inherited(name, value, folder, options):
     population = tiny_population(3, **options)
     changed = replace(population[0].hyperparameters, **{name: value})
     changes = {name: (options[name], value)}
-    child = MemberRecord(slot=2, index=3, parent=0, born=1, hyperparameters=changed, changes=changes)
+    child = MemberRecord(
+        slot=2, index=3, parent=0, born=1, hyperparameters=changed, changes=changes
+    )
     population.apply(Plan(generation=1, parents=(0, 1, 0), children=(child,), reasons=("", "", "")))
     return population[2]
 
@@ -102,15 +108,20 @@ def step_of(agent):
 
 @pytest.mark.parametrize(
     ("route", "name"),
-    [(assigned, name) for name in VALUES] + [(route, ("lr", "loss_type")[i % 2]) for i, route in enumerate(ROUTES[1:])],
+    [(assigned, name) for name in VALUES]
+    + [(route, ("lr", "loss_type")[i % 2]) for i, route in enumerate(ROUTES[1:])],
 )
 def test_a_changed_hyperparameter_acts_like_a_given_one(route, name, tmp_path):
     default, value, others = VALUES[name]
     options = {"update_epochs": 1, "max_grad_norm": 1e9} | others
     agent = route(name, value, tmp_path, options | {name: default})
     assert getattr(agent, name) == value
-    new, old = (tiny_agent(**options | {name: given}, index=agent.index) for given in (value, default))
-    (actions, report, state), (expected, *others), (before, *_, unlike) = map(step_of, (agent, new, old))
+    new, old = (
+        tiny_agent(**options | {name: given}, index=agent.index) for given in (value, default)
+    )
+    (actions, report, state), (expected, *others), (before, *_, unlike) = map(
+        step_of, (agent, new, old)
+    )
     assert actions == expected
     assert (actions != before) == (name in ("temperature", "group_size"))
     assert_metrics_agree(report.metrics, others[0].metrics)

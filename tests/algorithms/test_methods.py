@@ -56,7 +56,9 @@ def test_training_actions_are_groups_after_their_prompts(agent):
         assert mask.dtype == torch.bool
         assert torch.equal(rows[:, :length], prompt["input_ids"].expand(4, -1))
         assert not mask[:, : length - 1].any()
-        for tokens, counted in zip(rows[:, length:].tolist(), mask[:, length - 1 :].tolist(), strict=True):
+        for tokens, counted in zip(
+            rows[:, length:].tolist(), mask[:, length - 1 :].tolist(), strict=True
+        ):
             count = sum(counted)
             assert counted == [True] * count + [False] * (len(counted) - count)
             assert EOS not in tokens[: count - 1]
@@ -69,7 +71,9 @@ def test_training_actions_differ_between_calls_and_repeat_with_the_seed():
     one = tiny_agent(seed=3)
     other = tiny_agent(seed=3)
     third = tiny_agent(seed=4)
-    first, *others = ([rows.tolist() for rows in each.get_action(prompts)[0]] for each in (one, one, other, third))
+    first, *others = (
+        [rows.tolist() for rows in each.get_action(prompts)[0]] for each in (one, one, other, third)
+    )
     assert [first == actions for actions in others] == [False, True, False]
 
 
@@ -88,9 +92,12 @@ def test_other_actions_are_one_greedy_row(agent):
     agent.set_training_mode(False)
     padding = torch.full((1, 2), PAD)  # on the left, which is ignored
     padded = [
-        {key: torch.cat([padding, prompt[key]], 1) for key in ("input_ids", "attention_mask")} for prompt in prompts
+        {key: torch.cat([padding, prompt[key]], 1) for key in ("input_ids", "attention_mask")}
+        for prompt in prompts
     ]
-    assert [rows.tolist() for rows in agent.get_action(padded)[0]] == [rows.tolist() for rows in ids]
+    assert [rows.tolist() for rows in agent.get_action(padded)[0]] == [
+        rows.tolist() for rows in ids
+    ]
     agent.set_training_mode(True)
     assert agent.get_action(prompts)[0][0].shape[0] == agent.group_size
 
@@ -100,10 +107,19 @@ def test_other_actions_are_one_greedy_row(agent):
     [
         ([], "at least one prompt"),
         ([{"attention_mask": torch.ones(1, 2)}], "mapping with input_ids"),
-        ([{"input_ids": torch.tensor([[3, 4]]), "attention_mask": torch.ones(1, 3)}], "as long as input_ids"),
-        ([{"input_ids": torch.tensor([[3, 4], [5, 6]])}], r"input_ids must have shape .* got \[2, 2\]"),
+        (
+            [{"input_ids": torch.tensor([[3, 4]]), "attention_mask": torch.ones(1, 3)}],
+            "as long as input_ids",
+        ),
+        (
+            [{"input_ids": torch.tensor([[3, 4], [5, 6]])}],
+            r"input_ids must have shape .* got \[2, 2\]",
+        ),
         ([{"input_ids": torch.tensor(3)}], r"input_ids must have shape .* got \[\]"),
-        ([{"input_ids": torch.tensor([3, 4]), "attention_mask": torch.ones(2, 1)}], "attention_mask must have shape"),
+        (
+            [{"input_ids": torch.tensor([3, 4]), "attention_mask": torch.ones(2, 1)}],
+            "attention_mask must have shape",
+        ),
         ([{"input_ids": torch.tensor([[3]]), "attention_mask": torch.zeros(1, 1)}], "no tokens"),
         ([{"input_ids": torch.tensor([[3, 64]])}], "tokens of prompts .* got 64"),
     ],
@@ -162,7 +178,9 @@ def test_save_and_load_round_trip(agent, tmp_path):
     loaded = GRPO.load(tmp_path / "agent", actor_network=tiny_model())
     assert equal_states(loaded.state(), agent.state())
     one, other = (dict(GRPO.inspect_attributes(each)) for each in (loaded, agent))
-    configs = [each.pop("lora_config").to_dict() | {"task_type": "CAUSAL_LM"} for each in (one, other)]
+    configs = [
+        each.pop("lora_config").to_dict() | {"task_type": "CAUSAL_LM"} for each in (one, other)
+    ]
     assert configs[0] == configs[1]
     assert dict(one.pop("hp_config")) == dict(other.pop("hp_config"))
     assert one == other
@@ -177,9 +195,17 @@ def test_agents_have_spaces_preprocessing_and_devices():
     env = tiny_env()
     agent = tiny_agent(observation_space=box, action_space=discrete).clone()
     assert (agent.observation_space, agent.action_space) == (box, discrete)
-    assert (GRPO.get_state_dim(box), GRPO.get_state_dim(env.observation_space)) == ((3, 2), (len(env.tokenizer),))
-    assert (GRPO.get_action_dim(discrete), GRPO.get_action_dim(env.action_space)) == (5, len(env.tokenizer))
-    assert torch.equal(agent.preprocess_observation(np.full((3, 2), 0.5)), torch.full((1, 3, 2), 0.5))
+    assert (GRPO.get_state_dim(box), GRPO.get_state_dim(env.observation_space)) == (
+        (3, 2),
+        (len(env.tokenizer),),
+    )
+    assert (GRPO.get_action_dim(discrete), GRPO.get_action_dim(env.action_space)) == (
+        5,
+        len(env.tokenizer),
+    )
+    assert torch.equal(
+        agent.preprocess_observation(np.full((3, 2), 0.5)), torch.full((1, 3, 2), 0.5)
+    )
     with pytest.raises(ValueError, match="observation_space"):
         tiny_agent().preprocess_observation(np.zeros(3))
     nested = {"a": [torch.ones(2), (torch.zeros(1), "text")]}
@@ -223,12 +249,18 @@ def test_a_clone_is_equal_and_independent():
     clone = member.clone(index=7)
     other = member.clone()
     assert (clone.slot, clone.index, clone.members.banks["default"].size) == (0, 7, 1)
-    assert (other.index, other.hyperparameters, other.steps) == (1, member.hyperparameters, member.steps)
+    assert (other.index, other.hyperparameters, other.steps) == (
+        1,
+        member.hyperparameters,
+        member.steps,
+    )
     before = [each.state() for each in population]
     assert equal_states(clone.state(), before[1])
     learn_fixed_batch(other)
     other.lr = 0.5
-    assert all(equal_states(each.state(), kept) for each, kept in zip(population, before, strict=True))
+    assert all(
+        equal_states(each.state(), kept) for each, kept in zip(population, before, strict=True)
+    )
     assert member.lr == clone.lr != 0.5
     learn_fixed_batch(member)
     assert equal_states(member.state(), other.state())
@@ -260,7 +292,9 @@ def test_evolvable_attributes_are_weights_and_optimizer(agent):
     everything = agent.evolvable_attributes()
     state = agent.state()
     assert set(everything) == {"actor", "optimizer", "running_stats"}
-    assert equal_states(everything["actor"] | everything["optimizer"] | everything["running_stats"], state)
+    assert equal_states(
+        everything["actor"] | everything["optimizer"] | everything["running_stats"], state
+    )
     networks = agent.evolvable_attributes(networks_only=True)
     assert set(networks) == {"actor"}
     networks["actor"]["adapter"].zero_()
@@ -277,7 +311,9 @@ def test_inspect_attributes_returns_constructor_arguments_and_state(agent):
     names = "slot parent born fitness failed retired training steps"
     assert set(everything) - set(arguments) == set(names.split())
     assert everything["steps"] == 2  # one get_action, one learn
-    assert not any(isinstance(value, torch.Tensor | torch.nn.Module) for value in everything.values())
+    assert not any(
+        isinstance(value, torch.Tensor | torch.nn.Module) for value in everything.values()
+    )
 
 
 def test_a_population_is_a_sequence_of_agents_on_one_bank():
@@ -291,8 +327,12 @@ def test_a_population_is_a_sequence_of_agents_on_one_bank():
     assert len({id(member.members.banks["default"]) for member in population}) == 1
     assert (population[0].lr, population[0].group_size) == (2e-3, 4)
     assert len({member.lr for member in population}) == 4
-    assert all(1e-4 <= member.lr <= 3e-2 and member.group_size in (2, 4, 8) for member in population)
-    assert all(member.temperature == 1.0 for member in population)  # fixed hyperparameters are equal
+    assert all(
+        1e-4 <= member.lr <= 3e-2 and member.group_size in (2, 4, 8) for member in population
+    )
+    assert all(
+        member.temperature == 1.0 for member in population
+    )  # fixed hyperparameters are equal
     with pytest.raises(ValueError, match="fitness"):
         _ = population.best
 
@@ -332,7 +372,9 @@ def test_evaluation_network_is_registered(agent):
     logits = agent.get_policy()(ids)
     score = agent.test(env)
     agent.register_network_group(NetworkGroup(eval_network="base"))
-    torch.testing.assert_close(agent.get_policy()(ids), shared_model()(ids).logits, rtol=LOG_PROB, atol=LOG_PROB)
+    torch.testing.assert_close(
+        agent.get_policy()(ids), shared_model()(ids).logits, rtol=LOG_PROB, atol=LOG_PROB
+    )
     fresh = tiny_agent()
     assert agent.test(env) == fresh.test(env)
     agent.register_network_group(NetworkGroup(eval_network="actor"))
@@ -368,9 +410,13 @@ def test_texts_are_continued_greedily():
     assert answers[0] != answers[1]
     agent = population[0]
     tokenizer = shared_tokenizer()
-    assert agent.generate(TEXTS[:1], tokenizer, max_output_tokens=2) == [one_by_one(agent, TEXTS[0], 2)]
+    assert agent.generate(TEXTS[:1], tokenizer, max_output_tokens=2) == [
+        one_by_one(agent, TEXTS[0], 2)
+    ]
     conversation = [{"role": "user", "content": "1+2="}]
-    assert agent.generate([conversation], tokenizer) == agent.generate(["u:1+2=\na:"], tokenizer)  # by the template
+    assert agent.generate([conversation], tokenizer) == agent.generate(
+        ["u:1+2=\na:"], tokenizer
+    )  # by the template
     assert agent.generate([]) == []
 
 
@@ -384,7 +430,9 @@ def test_sampled_texts_are_ordered_by_prompt_and_differ_between_calls():
     assert [len(texts) for texts in drawn] == [12, 12]
     assert drawn[0] != drawn[1]
     assert len(set(drawn[0][:4])) > 1
-    assert agent.generate(TEXTS, tokenizer, n=2, temperature=0.0)[::2] == agent.generate(TEXTS, tokenizer)
+    assert agent.generate(TEXTS, tokenizer, n=2, temperature=0.0)[::2] == agent.generate(
+        TEXTS, tokenizer
+    )
     assert same.generate(TEXTS, tokenizer, n=4, temperature=1.0) == drawn[0]
     assert agent.steps == 0
     assert equal_states(agent.state(), before)
@@ -430,7 +478,12 @@ def test_completions_round_trip(lengths, prompt_lengths):
     counts = torch.tensor(lengths).flatten()
     present = torch.arange(5) < counts[:, None]
     actions = torch.where(present, 20 + torch.arange(5 * len(counts)).view(-1, 5) % 40, PAD)
-    rollout = Rollout(actions=actions, present=present, log_probs=torch.zeros(actions.shape), truncated=counts == 5)
+    rollout = Rollout(
+        actions=actions,
+        present=present,
+        log_probs=torch.zeros(actions.shape),
+        truncated=counts == 5,
+    )
     ids, masks = as_completions(prompts, rollout, PAD)
     rewards = torch.arange(len(counts)).float().view(-1, 2)
     batch = as_batch((ids, masks, rewards), 3, H, 0, CPU)
@@ -441,14 +494,21 @@ def test_completions_round_trip(lengths, prompt_lengths):
     assert torch.equal(batch.action_mask, batch.present)
     assert torch.equal(batch.actions[batch.present], actions[present])
     assert batch.rewards.tolist() == list(range(len(counts)))
-    assert batch.group_ids.tolist() == batch.inputs.prompt_ids.tolist() == [n // 2 for n in range(len(counts))]
+    assert (
+        batch.group_ids.tolist()
+        == batch.inputs.prompt_ids.tolist()
+        == [n // 2 for n in range(len(counts))]
+    )
     assert batch.member_ids.tolist() == [3] * len(counts)
     assert batch.inputs.temperature.tolist() == [0.5] * len(counts)
     assert batch.sampler_log_probs is None
 
 
 def test_tokens_between_counted_ones_are_context():
-    """Tokens after the last counted one are padding; a prompt ends at the first counted token of any of its rows."""
+    """Tokens after the last counted one are padding.
+
+    A prompt ends at the first counted token of any of its rows.
+    """
     ids = [
         torch.tensor([[8, 9, 21, 22, 23, 24, 25, 0], [8, 9, 31, 32, 33, 34, 0, 0]]),
         torch.tensor([[8, 10, 21], [8, 30, 31]]),
@@ -481,7 +541,10 @@ MASK = torch.tensor([[0, 1], [0, 1]]).bool()
         (([IDS], [MASK], [[0.0, 1.0, 2.0]]), "completion_ids\\[0\\] must be \\[3, P \\+ C\\]"),
         (([IDS], [torch.ones(2, 3).bool()], [[0.0, 1.0]]), "one token shorter"),
         (([IDS], [torch.zeros(2, 2).bool()], [[0.0, 1.0]]), "action_masks"),
-        (([torch.tensor([[8, 9, 20], [8, 7, 21]])], [MASK], [[0.0, 1.0]]), "begin with the same prompt"),
+        (
+            ([torch.tensor([[8, 9, 20], [8, 7, 21]])], [MASK], [[0.0, 1.0]]),
+            "begin with the same prompt",
+        ),
         (([IDS[:1]], [MASK[:1]], [[0.0]]), "at least 2 completions"),
         (([IDS.float()], [MASK], [[0.0, 1.0]]), "completion_ids.*float32"),
         (([IDS + 60], [MASK], [[0.0, 1.0]]), "completion_ids must be in the vocabulary"),

@@ -28,7 +28,9 @@ def groups(make=joint_probes.Favours, **options):
 
 
 def population_for(env, size=3, **options):
-    return MultiAgentGRPO.population(size, env.observation_spaces, env.action_spaces, **SMALL | options)
+    return MultiAgentGRPO.population(
+        size, env.observation_spaces, env.action_spaces, **SMALL | options
+    )
 
 
 def train(population, env, steps, first=0):
@@ -58,7 +60,11 @@ class Wide(joint_probes.Favours):
     ("make", "options", "least"),
     [
         (joint_probes.Favours, {"policies": "shared"}, 2.7),  # of 3; chance is 1
-        (joint_probes.Calls, {"agent_ids": True, "credit": "agent"}, 2.9),  # without ids all agents do the same
+        (
+            joint_probes.Calls,
+            {"agent_ids": True, "credit": "agent"},
+            2.9,
+        ),  # without ids all agents do the same
         (Wide, {"normalise_observations": True}, 2.5),
     ],
 )
@@ -72,9 +78,13 @@ def test_teams_learn(make, options, least):
 def test_rivals_learn_from_own_rewards_in_a_manual_loop():
     env = groups(joint_probes.Contest, score=lambda returns: returns["red_0"])
     probe = joint_probes.Contest()
-    agent = MultiAgentGRPO(env.observation_spaces, env.action_spaces, **SMALL, policies="independent", credit="agent")
+    agent = MultiAgentGRPO(
+        env.observation_spaces, env.action_spaces, **SMALL, policies="independent", credit="agent"
+    )
     reports = [agent.learn(agent.collect(env, SAMPLES).experience) for _ in range(25)]
-    assert 0 < sum(report.tokens for report in reports) <= 25 * 2 * 3 * SAMPLES  # two passes, three agents' actions
+    assert (
+        0 < sum(report.tokens for report in reports) <= 25 * 2 * 3 * SAMPLES
+    )  # two passes, three agents' actions
     hits = []
     for seed in range(60):
         seen, _ = probe.reset(seed=seed)
@@ -91,18 +101,28 @@ def test_advantages_compare_an_agent_with_itself_from_the_same_start(credit):
     expected = {slot: [] for slot in range(2)}
     for policy, agents in {"red": 2, "blue": 1}.items():
         batch = collected.experience[policy]
-        assert batch.group_ids.unique(return_counts=True)[1].tolist() == [4] * (2 * SAMPLES // 4 * agents)
+        assert batch.group_ids.unique(return_counts=True)[1].tolist() == [4] * (
+            2 * SAMPLES // 4 * agents
+        )
         for slot in range(2):
-            # Rows are [start, replica, agent]; the four replicas of an agent and a start are one group.
+            # Rows are [start, replica, agent]; the four replicas of an agent and a start are one
+            # group.
             steps = batch.select_members([slot]).step_rewards.reshape(SAMPLES // 4, 4, agents, 3)
             numbers = torch.arange(SAMPLES // 4)[:, None, None] * agents + torch.arange(agents)
-            given = steps.reshape(-1, 3).tolist(), numbers.expand(-1, 4, -1).flatten().tolist(), 0.99, 1e-4
+            given = (
+                steps.reshape(-1, 3).tolist(),
+                numbers.expand(-1, 4, -1).flatten().tolist(),
+                0.99,
+                1e-4,
+            )
             expected[slot] += [np.mean(row) for row in of_actions("return_to_go_timestep", *given)]
     for slot, values in expected.items():
         assert np.allclose(reports[slot].advantages, values, atol=1e-5)
         assert max(values) > 0.1
     red = collected.experience["red"].step_rewards
-    assert torch.equal(red[::2], red[1::2]) == (credit == "team")  # all agents of a team earn the same
+    assert torch.equal(red[::2], red[1::2]) == (
+        credit == "team"
+    )  # all agents of a team earn the same
 
 
 def test_a_policy_without_agents_takes_no_step():
@@ -117,7 +137,10 @@ def test_a_policy_without_agents_takes_no_step():
     (before,) = states(population)
     _, reports = train(population, env, 2)
     (after,) = states(population)
-    moved = {name: not torch.equal(after[f"{name}/weights"], before[f"{name}/weights"]) for name in env.agents}
+    moved = {
+        name: not torch.equal(after[f"{name}/weights"], before[f"{name}/weights"])
+        for name in env.agents
+    }
     assert moved == {"red_0": True, "red_1": True, "blue_0": False}
     assert (int(after["blue_0/step"]), reports[0].failed) == (0, None)
 
@@ -148,7 +171,8 @@ DIFFERENT = (
 
 
 @pytest.mark.parametrize(
-    ("make", "policies"), [(joint_probes.Lives, "independent"), (lambda: joint_probes.Calls(steps=3), "shared")]
+    ("make", "policies"),
+    [(joint_probes.Lives, "independent"), (lambda: joint_probes.Calls(steps=3), "shared")],
 )
 def test_members_learn_together_as_alone(make, policies):
     env = groups(make, num_envs=11)
@@ -162,7 +186,9 @@ def test_members_learn_together_as_alone(make, policies):
         alone = population_for(env, 1, policies=policies, index=slot, **values)
         train(alone, env, 2)
         alone.evaluate(env)
-        assert_states_agree(together.members.banks.state(slot), alone.members.banks.state(0), lr=alone[0].lr)
+        assert_states_agree(
+            together.members.banks.state(slot), alone.members.banks.state(0), lr=alone[0].lr
+        )
         assert alone[0].fitness.scores == together[slot].fitness.scores
 
 
@@ -170,7 +196,10 @@ def test_a_member_fails_by_one_policy_without_effect_on_others():
     env = groups()  # all episodes are equally long, and with a KL term no row is left out
     calm, troubled = (population_for(env, 3, policies="prefix", beta=0.1) for _ in range(2))
     bank = troubled.members.banks
-    ruined = {name: value * torch.nan if name == "red/weights" else value for name, value in bank.state(1).items()}
+    ruined = {
+        name: value * torch.nan if name == "red/weights" else value
+        for name, value in bank.state(1).items()
+    }
     bank.load_state(1, ruined)
     for population in (calm, troubled):
         train(population, env, 1)
@@ -202,7 +231,9 @@ def test_actions_in_a_manual_loop_are_legal(beside):
     for only in () if beside else range(3):
         legal = {"red_1": np.eye(3, dtype=bool)[only]}
         for deterministic in (True, False):
-            assert agent.predict(seen, deterministic=deterministic, action_masks=legal)[0] == {"red_1": only}
+            assert agent.predict(seen, deterministic=deterministic, action_masks=legal)[0] == {
+                "red_1": only
+            }
 
 
 def test_waiting_agents_get_no_action_and_invalid_observations_raise():
@@ -211,9 +242,15 @@ def test_waiting_agents_get_no_action_and_invalid_observations_raise():
     agent = population_for(env, 1)[0]
     seen, infos = probe.reset(seed=1)
     waiting = seen | {"red_0": {**seen["red_0"], "action_mask": np.zeros(3, np.int8)}}
-    assert agent.get_action(waiting).keys() == agent.predict(waiting)[0].keys() == {"red_1", "blue_0"}
+    assert (
+        agent.get_action(waiting).keys() == agent.predict(waiting)[0].keys() == {"red_1", "blue_0"}
+    )
     nan = {"red_1": {**seen["red_1"], "observation": np.full(3, np.nan, np.float32)}}
-    for wrong, rule in (((seen, infos), "dict by agent"), (nan, "finite"), ({"red_1": np.zeros(3)}, "keys")):
+    for wrong, rule in (
+        ((seen, infos), "dict by agent"),
+        (nan, "finite"),
+        ({"red_1": np.zeros(3)}, "keys"),
+    ):
         for choose in (agent.get_action, agent.predict):
             with pytest.raises(ValueError, match=rule):
                 choose(wrong)
@@ -258,7 +295,9 @@ def test_a_saved_member_round_trips(tmp_path):
     assert (loaded.fitness, loaded.index) == (agent.fitness, 1)
     assert loaded.test(env) == agent.fitness.mean
     attributes = agent.evolvable_attributes()
-    assert set(attributes["running_stats"]) == {f"{name}/running_stats" for name in agent.members.policies}
+    assert set(attributes["running_stats"]) == {
+        f"{name}/running_stats" for name in agent.members.policies
+    }
     assert not set(attributes["running_stats"]) & set(attributes["optimizer"])
 
 
@@ -266,7 +305,9 @@ def test_a_state_that_fits_one_policy_only_changes_none():
     env = groups()
     bank = population_for(env, 1, policies="prefix").members.banks
     before = bank.state(0)
-    state = {name: value + 1 if name.endswith("weights") else value for name, value in before.items()}
+    state = {
+        name: value + 1 if name.endswith("weights") else value for name, value in before.items()
+    }
     state["blue/weights"] = state["blue/weights"][:-1]
     with pytest.raises(ValueError, match="policy 'blue'"):
         bank.load_state(0, state)

@@ -29,16 +29,33 @@ from tests.tiny_training import (
     tiny_env,
 )
 
-TWICE = {"update_epochs": 2, "lr": 5e-3, "batch_size": 8}  # ratios differ from 1 after the first of 4 steps
-EVERYTHING = {"beta": 0.2, "entropy_coef": 0.1, "clip_low": 0.02, "clip_high": 0.05, "temperature": 1.3}
+TWICE = {
+    "update_epochs": 2,
+    "lr": 5e-3,
+    "batch_size": 8,
+}  # ratios differ from 1 after the first of 4 steps
+EVERYTHING = {
+    "beta": 0.2,
+    "entropy_coef": 0.1,
+    "clip_low": 0.02,
+    "clip_high": 0.05,
+    "temperature": 1.3,
+}
 
-# Hyperparameters and objective. Each loss type is tried with a KL term and an entropy bonus, and each advantage once.
+# Hyperparameters and objective. Each loss type is tried with a KL term and an entropy bonus, and
+# each advantage once.
 CASES: dict[str, tuple[dict, dict]] = {
     "grpo": (EVERYTHING | {"max_grad_norm": 0.05}, {"delta": 1.1, "advantage_eps": 0.5}),
-    "dapo": (EVERYTHING, {"delta": 1.1, "aggregation": "seq-mean-token-sum-norm", "advantage": "rloo"}),
+    "dapo": (
+        EVERYTHING,
+        {"delta": 1.1, "aggregation": "seq-mean-token-sum-norm", "advantage": "rloo"},
+    ),
     "bnpo": (EVERYTHING, {"delta": 1.1, "advantage": "mean_only", "kl_estimator": "k3"}),
     "dr_grpo": (EVERYTHING, {"delta": 1.1, "advantage": "batch_std", "reward_clip": 0.8}),
-    "gspo": (EVERYTHING, {"advantage": "gdpo", "entropy_reduction": "mean", "kl_bias_correction": True}),
+    "gspo": (
+        EVERYTHING,
+        {"advantage": "gdpo", "entropy_reduction": "mean", "kl_bias_correction": True},
+    ),
     "luspo": (EVERYTHING, {"delta": 1.1}),
     "cispo": (EVERYTHING | {"gamma": 0.9}, {"cispo_clip_low": True, "advantage": "process"}),
     "sapo": (
@@ -46,14 +63,26 @@ CASES: dict[str, tuple[dict, dict]] = {
         {"sapo_tau_positive": 3.0, "sapo_tau_negative": 0.5, "advantage": "return_to_go_group"},
     ),
     "gmpo": (EVERYTHING, {}),
-    "grpo, dual clip": ({"clip_coef": 0.01, "beta": 0.3}, {"dual_clip": 1.02, "kl_bias_correction": True}),
+    "grpo, dual clip": (
+        {"clip_coef": 0.01, "beta": 0.3},
+        {"dual_clip": 1.02, "kl_bias_correction": True},
+    ),
     "grpo, reinforce": (
         {"beta": 0.1, "gamma": 0.9},
-        {"advantage": "reinforce", "reward_clip": 0.8, "aggregation": "token-mean", "kl_estimator": "abs"},
+        {
+            "advantage": "reinforce",
+            "reward_clip": 0.8,
+            "aggregation": "token-mean",
+            "kl_estimator": "abs",
+        },
     ),
     "grpo, timesteps": (
         {"advantage_clip": 0.7, "entropy_coef": 0.2},
-        {"advantage": "return_to_go_timestep", "aggregation": "seq-mean-token-sum", "entropy_reduction": "mean"},
+        {
+            "advantage": "return_to_go_timestep",
+            "aggregation": "seq-mean-token-sum",
+            "entropy_reduction": "mean",
+        },
     ),
     "grpo, KL in rewards": (
         {"beta": 0.5, "gamma": 0.9},
@@ -77,7 +106,9 @@ def with_steps(batch: Batch) -> Batch:
 
 def test_the_cases_cover_every_loss_type_and_advantage():
     assert {case.split(",")[0] for case in CASES} == set(LOSS_TYPES)
-    assert {switches.get("advantage", "outcome") for _, switches in CASES.values()} == set(ADVANTAGES)
+    assert {switches.get("advantage", "outcome") for _, switches in CASES.values()} == set(
+        ADVANTAGES
+    )
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -109,7 +140,9 @@ def test_the_difficulty_mask_removes_groups_from_the_loss_not_from_statistics(ad
     rewards = torch.tensor([[0.1, 0.4, 0.2, 0.9], [0.0, 0.0, 0.0, 0.1], [1.0, 1.0, 0.9, 1.0]])
     moved = []
     for bounds in ({"min_group_reward": 0.1, "max_group_reward": 0.95}, {}):
-        agent = random_agent(**TWICE, objective=Objective(advantage=advantage, **bounds), optimizer=DAMPED)
+        agent = random_agent(
+            **TWICE, objective=Objective(advantage=advantage, **bounds), optimizer=DAMPED
+        )
         batch = sampled(agent, rewards)
         if not bounds:
             learnt = (batch.group_ids == batch.group_ids[0])[:, None]
@@ -153,7 +186,10 @@ DECAY = 0.9  # AdamW's first beta
 
 
 def equal_and_nonzero(got, expected, tolerance=1e-3):
-    return float((got - expected).norm()) <= tolerance * float(expected.norm()) and float(expected.norm()) > 0
+    return (
+        float((got - expected).norm()) <= tolerance * float(expected.norm())
+        and float(expected.norm()) > 0
+    )
 
 
 def prepared(**objective):
@@ -178,11 +214,18 @@ def test_the_policy_loss_uses_the_most_uncertain_actions():
     agent, batch = prepared(top_entropy_quantile=quantile)
     member = peft_twin(agent)
     with torch.no_grad():
-        entropies = [member.entropies(r.prompt, r.tokens, temperature=agent.temperature) for r in rows_of(batch)]
+        entropies = [
+            member.entropies(r.prompt, r.tokens, temperature=agent.temperature)
+            for r in rows_of(batch)
+        ]
     all_entropies = sorted(torch.cat(entropies).tolist())
     kept = len(all_entropies) - math.ceil((1 - quantile) * (len(all_entropies) - 1))
-    threshold = all_entropies[-kept] - ROUNDING  # completions of one prompt begin with equal entropies
-    expected = weighted_gradient(agent, batch, [(entropy > threshold).float() for entropy in entropies])
+    threshold = (
+        all_entropies[-kept] - ROUNDING
+    )  # completions of one prompt begin with equal entropies
+    expected = weighted_gradient(
+        agent, batch, [(entropy > threshold).float() for entropy in entropies]
+    )
     learn_from(agent, batch)
     assert equal_and_nonzero(agent.state()["exp_avg"] / (1 - DECAY), expected)
     assert 0 < kept < len(all_entropies)
@@ -190,14 +233,23 @@ def test_the_policy_loss_uses_the_most_uncertain_actions():
 
 @pytest.mark.parametrize("reduction", ["loss", "mean"])
 def test_the_entropy_bonus_follows_entropy_reduction(reduction):
-    """ "mean" is TRL's mean over the selected actions; "loss" reduces over all actions like the loss."""
+    """ "mean" is TRL's mean over the selected actions.
+
+    "loss" reduces over all actions like the loss.
+    """
     coefficient = 0.3
     options = {"max_grad_norm": 1e9, "temperature": 1.3, "entropy_coef": coefficient}
-    agent = random_agent(objective=Objective(top_entropy_quantile=0.4, entropy_reduction=reduction), **options)
-    batch = sampled(agent, torch.full_like(REWARDS, 0.5))  # without signal, so that the bonus is the whole loss
+    agent = random_agent(
+        objective=Objective(top_entropy_quantile=0.4, entropy_reduction=reduction), **options
+    )
+    batch = sampled(
+        agent, torch.full_like(REWARDS, 0.5)
+    )  # without signal, so that the bonus is the whole loss
     member = peft_twin(agent)
     rows = rows_of(batch)
-    entropies = [member.entropies(row.prompt, row.tokens, temperature=agent.temperature) for row in rows]
+    entropies = [
+        member.entropies(row.prompt, row.tokens, temperature=agent.temperature) for row in rows
+    ]
     all_entropies = torch.cat(entropies).detach().sort().values
     kept = len(all_entropies) - math.ceil(0.6 * (len(all_entropies) - 1))
     if reduction == "mean":
@@ -211,8 +263,14 @@ def test_the_entropy_bonus_follows_entropy_reduction(reduction):
 
 
 def corrected(kind, difference, cap):
-    ratio = difference.sum().exp().expand_as(difference) if kind.startswith("sequence") else difference.exp()
-    return ratio.clamp(max=cap) if kind.endswith("truncate") else torch.where(ratio > cap, 0.0, ratio)
+    ratio = (
+        difference.sum().exp().expand_as(difference)
+        if kind.startswith("sequence")
+        else difference.exp()
+    )
+    return (
+        ratio.clamp(max=cap) if kind.endswith("truncate") else torch.where(ratio > cap, 0.0, ratio)
+    )
 
 
 def with_other_sampler(batch):
@@ -231,7 +289,9 @@ def test_importance_weights_correct_for_a_different_sampler(kind):
     expected = weighted_gradient(agent, batch, weights)
     metrics = learn_from(agent, changed).metrics
     assert equal_and_nonzero(agent.state()["exp_avg"] / (1 - DECAY), expected)
-    taught = [row for row in range(len(batch)) if batch.group_ids[row] != 1]  # other rows are not evaluated
+    taught = [
+        row for row in range(len(batch)) if batch.group_ids[row] != 1
+    ]  # other rows are not evaluated
     all_weights = torch.cat([weights[row] for row in taught])
     all_differences = torch.cat([differences[row] for row in taught]).abs()
     ratio = "sampling/importance_sampling_ratio"
@@ -248,13 +308,17 @@ def test_an_exact_sampler_needs_no_correction(kind):
     """Temperature and forbidden end tokens are those of the trainer, so every weight is 1."""
     gradients = []
     for objective in (Objective(), Objective(importance_correction=kind, importance_cap=1.1)):
-        agent = random_agent(max_grad_norm=1e9, temperature=1.3, min_output_tokens=3, objective=objective)
+        agent = random_agent(
+            max_grad_norm=1e9, temperature=1.3, min_output_tokens=3, objective=objective
+        )
         batch = collect_alone(agent, tiny_env(), samples=8, block=2).experience["default"]
         metrics = learn_from(agent, replace(batch, rewards=torch.arange(8.0))).metrics
         gradients.append(agent.state()["exp_avg"])
     assert equal_and_nonzero(*gradients)
     for bound in ("min", "max"):
-        assert metrics[f"sampling/importance_sampling_ratio/{bound}"] == pytest.approx(1.0, abs=1e-4)
+        assert metrics[f"sampling/importance_sampling_ratio/{bound}"] == pytest.approx(
+            1.0, abs=1e-4
+        )
 
 
 def test_importance_weights_stay_fixed_while_the_policy_moves():
@@ -275,7 +339,9 @@ def test_importance_weights_stay_fixed_while_the_policy_moves():
     weights = []
     for row, difference in zip(rows_of(batch), differences, strict=True):
         with torch.no_grad():
-            new, old = (each.log_probs(row.prompt, row.tokens, temperature=1.3) for each in (moved, start))
+            new, old = (
+                each.log_probs(row.prompt, row.tokens, temperature=1.3) for each in (moved, start)
+            )
         weights.append((new - old).exp() * corrected(kind, difference, 1.1))
     learn_from(agent, changed)
     with pytest.raises(ValueError, match="sampler_log_probs"):
@@ -288,7 +354,9 @@ def test_equal_step_rewards_cause_a_warning_with_process_advantages():
     agent, batch = prepared(advantage="process")
     mask = torch.arange(batch.action_mask.shape[1]) < torch.tensor([1, 2, 3, 2] * 3)[:, None]
     steps = torch.where(mask, 1.0, torch.nan)
-    episodes = replace(batch, action_mask=mask, present=mask, step_rewards=steps, rewards=mask.sum(1).float())
+    episodes = replace(
+        batch, action_mask=mask, present=mask, step_rewards=steps, rewards=mask.sum(1).float()
+    )
     with pytest.warns(UserWarning, match="advantage='process'"):
         report = learn_from(agent, episodes)
     assert set(report.advantages) == {0.0}

@@ -9,7 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from evogrpo import GRPO, EvolvableAlgorithm, GymnasiumGroups, HyperparameterConfig, RLParameter, evolve, resume
+from evogrpo import (
+    GRPO,
+    EvolvableAlgorithm,
+    GymnasiumGroups,
+    HyperparameterConfig,
+    RLParameter,
+    evolve,
+    resume,
+)
 from evogrpo.randomness import generator
 from tests.tiny_steps import cart_pole
 from tests.tiny_training import equal_states, shared_model, tiny_env, tiny_options
@@ -31,9 +39,14 @@ def small(size: int, env: GymnasiumGroups, **options):
 
 def test_the_code_of_the_page_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    short = USE.replace('"CartPole-v1"', '"CartPole-v1", max_episode_steps=20, validation_size=4, test_size=4')
-    exec(short.replace("steps_per_generation=5", "steps_per_generation=1"), {"Reinforce": Reinforce})  # noqa: S102
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines() if line[:1].isdigit()] == list("1234")
+    short = USE.replace(
+        '"CartPole-v1"', '"CartPole-v1", max_episode_steps=20, validation_size=4, test_size=4'
+    )
+    shortest = short.replace("steps_per_generation=5", "steps_per_generation=1")
+    exec(shortest, {"Reinforce": Reinforce})  # noqa: S102
+    assert [
+        line.split()[0] for line in capsys.readouterr().out.splitlines() if line[:1].isdigit()
+    ] == list("1234")
 
 
 def test_a_step_is_the_policy_gradient():
@@ -53,9 +66,16 @@ def test_a_step_is_the_policy_gradient():
 
 def test_clones_mutates_evolves_saves_and_resumes(tmp_path):
     env = cart_pole()
-    options = {"steps_per_generation": 2, "samples_per_step": 8, "test_questions": 4, "validation_questions": 4}
+    options = {
+        "steps_per_generation": 2,
+        "samples_per_step": 8,
+        "test_questions": 4,
+        "validation_questions": 4,
+    }
     uninterrupted = evolve(small(3, env, hp_config=SPACE), env, generations=3, **options)
-    first = evolve(small(3, env, hp_config=SPACE), env, run_dir=tmp_path / "parts", generations=1, **options)
+    first = evolve(
+        small(3, env, hp_config=SPACE), env, run_dir=tmp_path / "parts", generations=1, **options
+    )
     assert (len(list(uninterrupted)), len(list(first))) == (3, 1)
     for wrong in ({}, {"algorithm": GRPO}):
         with pytest.raises(ValueError, match="algorithm=Reinforce"):
@@ -101,15 +121,26 @@ def test_reports_that_a_journal_cannot_hold_are_refused(monkeypatch, name, value
 
 
 def test_trains_language_models():
-    options = {name: value for name, value in tiny_options().items() if name not in Reinforce.unused_options}
+    options = {
+        name: value
+        for name, value in tiny_options().items()
+        if name not in Reinforce.unused_options
+    }
     population = Reinforce.population(2, actor_network=shared_model(), hp_config=SPACE, **options)
-    schedule = {"generations": 1, "steps_per_generation": 1, "samples_per_step": 8, "test_questions": 4}
+    schedule = {
+        "generations": 1,
+        "steps_per_generation": 1,
+        "samples_per_step": 8,
+        "test_questions": 4,
+    }
     run = evolve(population, tiny_env(), **schedule)
     assert [report.generation for report in run] == [1]
     assert run.result.test is not None
 
 
-@pytest.mark.parametrize("options", [{"clip_coef": 0.1}, {"hp_config": HyperparameterConfig(clip_coef=(0.1, 0.3))}])
+@pytest.mark.parametrize(
+    "options", [{"clip_coef": 0.1}, {"hp_config": HyperparameterConfig(clip_coef=(0.1, 0.3))}]
+)
 def test_meaningless_settings_raise(options):
     with pytest.raises(ValueError, match="clip_coef"):
         small(2, cart_pole(), **options)

@@ -40,7 +40,9 @@ def child(population, slot, index, parent, **changes):
 
 
 def make_plan(parents, children):
-    return Plan(generation=3, parents=tuple(parents), children=tuple(children), reasons=("",) * len(parents))
+    return Plan(
+        generation=3, parents=tuple(parents), children=tuple(children), reasons=("",) * len(parents)
+    )
 
 
 def test_children_copy_the_parents_state_and_others_are_unchanged(population):
@@ -51,7 +53,9 @@ def test_children_copy_the_parents_state_and_others_are_unchanged(population):
     called = []
     for agent in population:
         agent.register_init_hook(lambda slot=agent.slot: called.append(slot))
-    population.apply(make_plan([0, 0, 2, 2], [child(population, 1, 9, 0, lr=0.02), child(population, 3, 4, 2)]))
+    population.apply(
+        make_plan([0, 0, 2, 2], [child(population, 1, 9, 0, lr=0.02), child(population, 3, 4, 2)])
+    )
     assert called == [1]  # the mutated child
     for slot, parent in enumerate((0, 0, 2, 2)):
         assert equal_states(population[slot].state(), before[parent])
@@ -83,18 +87,25 @@ def test_a_retired_slot_is_empty_until_a_child_fills_it(population):
     new = tiny_agent().state()
     for agent, state in zip(population, (before[0], new, before[2], new), strict=True):
         assert equal_states(agent.state(), state)
-    batch = population.collect(tiny_env(), step=0, samples_per_step=8, block=4).experience["default"]
+    batch = population.collect(tiny_env(), step=0, samples_per_step=8, block=4).experience[
+        "default"
+    ]
     assert batch.member_ids.unique().tolist() == [0, 2]
     assert sorted(population.learn({"default": batch}, step=0)) == [0, 2]
     population.evaluate(tiny_env())
     assert [agent.fitness is None for agent in population] == [False, True, False, True]
     assert population.best.slot in (0, 2)
     learnt = population[2].state()
-    founder = MemberRecord(slot=1, index=4, parent=None, born=3, hyperparameters=population[0].hyperparameters)
+    founder = MemberRecord(
+        slot=1, index=4, parent=None, born=3, hyperparameters=population[0].hyperparameters
+    )
     population.apply(make_plan([0, None, 2, 2], [founder, child(population, 3, 5, 2)]))
     assert not any(agent.retired for agent in population)
     assert equal_states(population[3].state(), learnt)
-    assert [(member.index, member.parent) for member in population.lineage[4:]] == [(4, None), (5, 2)]
+    assert [(member.index, member.parent) for member in population.lineage[4:]] == [
+        (4, None),
+        (5, 2),
+    ]
 
 
 def test_an_invalid_plan_changes_nothing(population):
@@ -104,7 +115,9 @@ def test_an_invalid_plan_changes_nothing(population):
         population.apply(make_plan([0, 0], [child(population, 1, 4, 0)]))
     with pytest.raises(ValueError, match="indices"):
         population.apply(make_plan([0, 0, 2, 3], [child(population, 1, 3, 0)]))
-    assert all(equal_states(agent.state(), state) for agent, state in zip(population, before, strict=True))
+    assert all(
+        equal_states(agent.state(), state) for agent, state in zip(population, before, strict=True)
+    )
     assert population.lineage is lineage
     assert [agent.index for agent in population] == [0, 1, 2, 3]
 

@@ -51,16 +51,24 @@ def test_a_snapshot_is_the_policy_at_that_step():
     expected = flat(by_hand.member.parameters)
     moved = (expected - start["adapter"]).norm()
     assert float((agent.state()["adapter"] - expected).norm()) < 2e-3 * float(moved)
-    assert torch.equal(agent.state()["reference"], start["reference"])  # only a new snapshot changes it
+    assert torch.equal(
+        agent.state()["reference"], start["reference"]
+    )  # only a new snapshot changes it
 
 
 @pytest.mark.parametrize(("interval", "synced"), [(1, (1, 2, 3)), (2, (2,))])
 def test_a_moving_reference_equals_manual_mixing(interval, synced):
-    agent = held(SNAPSHOT | {"reference_sync_steps": interval, "reference_mixing": 0.3}, update_epochs=3)
+    agent = held(
+        SNAPSHOT | {"reference_sync_steps": interval, "reference_mixing": 0.3}, update_epochs=3
+    )
     batch = sampled(agent, REWARDS)
     expected = agent.state()["reference"]
     weights = {}
-    for epochs in (1, 2, 3):  # the policy after so many optimizer steps; the reference is read before the first
+    for epochs in (
+        1,
+        2,
+        3,
+    ):  # the policy after so many optimizer steps; the reference is read before the first
         clone = agent.clone()
         clone.update_epochs = epochs
         learn_from(clone, batch)
@@ -77,7 +85,9 @@ def test_the_interval_counts_a_members_and_its_ancestors_optimizer_steps():
     population = random_population(2, beta=0.1, update_epochs=3, objective=objective)
     batch = sampled(population[0], REWARDS)
     learn_from(population[0], batch)  # steps 1 to 3
-    child = MemberRecord(slot=1, index=2, parent=0, born=1, hyperparameters=population[0].hyperparameters, changes={})
+    child = MemberRecord(
+        slot=1, index=2, parent=0, born=1, hyperparameters=population[0].hyperparameters, changes={}
+    )
     population.apply(Plan(generation=1, parents=(0, 0), children=(child,), reasons=("", "")))
     assert equal_states(population[1].state(), population[0].state())
     population[1].update_epochs = 1
@@ -93,7 +103,9 @@ def test_a_failed_step_moves_no_reference():
     agent = held(SNAPSHOT | {"reference_sync_steps": 1, "reference_mixing": 1.0})
     batch = sampled(agent, REWARDS)
     before = agent.state()
-    agent.members.banks.load_state(0, before | {"adapter": torch.full_like(before["adapter"], torch.nan)})
+    agent.members.banks.load_state(
+        0, before | {"adapter": torch.full_like(before["adapter"], torch.nan)}
+    )
     assert learn_from(agent, batch).failed == "no finite gradient or weights in 1 of 1 updates"
     assert torch.equal(agent.state()["reference"], before["reference"])
 
@@ -112,13 +124,16 @@ RUNNING = {"reward_norm": "running", "reward_scale": True, "advantage": "mean_on
 
 
 @pytest.mark.parametrize(
-    ("target", "turn", "placement"), [(1e-3, 0.2, "loss"), (1e3, -0.2, "loss"), (None, 0.07, "reward")]
+    ("target", "turn", "placement"),
+    [(1e-3, 0.2, "loss"), (1e3, -0.2, "loss"), (None, 0.07, "reward")],
 )
 def test_the_kl_factor_moves_towards_the_target(placement, target, turn):
     """By at most a fifth per horizon, and by less if the measured KL is close to the target."""
 
     def adaptive(target):
-        return random_agent(beta=0.1, objective=Objective(kl_target=target, kl_horizon=100, kl_placement=placement))
+        return random_agent(
+            beta=0.1, objective=Objective(kl_target=target, kl_horizon=100, kl_placement=placement)
+        )
 
     batch = sampled(adaptive(1.0), HOLES)
     measured = learn_from(adaptive(1.0), batch).kl
@@ -127,13 +142,17 @@ def test_the_kl_factor_moves_towards_the_target(placement, target, turn):
     following = learn_from(agent.clone(), batch)
     assert report.kl == pytest.approx(measured)
     assert float(agent.state()["running_stats"][0]) == pytest.approx(1 + turn * 12 / 100)
-    assert report.metrics["kl_coef"] == pytest.approx(0.1)  # this step's factor; the next step uses the new one
+    assert report.metrics["kl_coef"] == pytest.approx(
+        0.1
+    )  # this step's factor; the next step uses the new one
     assert following.metrics["kl_coef"] == pytest.approx(0.1 * (1 + turn * 12 / 100))
 
 
 def test_the_kl_factor_multiplies_beta():
     objective = Objective(**ADAPTIVE)
-    agent, larger_beta, without = (random_agent(beta=beta, objective=objective) for beta in (0.25, 0.75, 0.1))
+    agent, larger_beta, without = (
+        random_agent(beta=beta, objective=objective) for beta in (0.25, 0.75, 0.1)
+    )
     without.beta = 0.0
     agent.members.banks["default"].running_stats[0, 0] = 3.0
     batch = sampled(larger_beta, HOLES)

@@ -1,4 +1,7 @@
-"""Tests of an agent in a single Gymnasium environment, which is reset with seeds 0, 1, ... and stays open."""
+"""Tests of an agent in a single Gymnasium environment, which is reset with seeds 0, 1, ...
+
+and stays open.
+"""
 
 import gymnasium
 import numpy as np
@@ -41,7 +44,9 @@ def test_a_single_environment_is_played_and_stays_open():
     env = Logged()
     value = agent().test(env, episodes=2)
     assert env.log == [0, 1]
-    assert value == pytest.approx(np.mean([4 * np.random.default_rng(seed).random() for seed in (0, 1)]))
+    assert value == pytest.approx(
+        np.mean([4 * np.random.default_rng(seed).random() for seed in (0, 1)])
+    )
     assert agent().test(env) == agent().test(env, episodes=1)
 
 

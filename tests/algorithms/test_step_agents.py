@@ -26,7 +26,9 @@ def test_spaces_alone_make_an_agent_with_default_networks():
     env = cart_pole()
     agent = GRPO(env.observation_space, env.action_space)
     assert {name: getattr(agent, name) for name in NETWORK_DEFAULTS} == dict(NETWORK_DEFAULTS)
-    (member,) = GRPO.population(1, env.observation_space, env.action_space, group_size=None)  # None = not given
+    (member,) = GRPO.population(
+        1, env.observation_space, env.action_space, group_size=None
+    )  # None = not given
     assert member.group_size == agent.group_size
     assert GRPO.inspect_attributes(agent)["objective"] == STEPWISE
 
@@ -63,7 +65,10 @@ def test_invalid_arguments_raise(options, rule):
         (spaces.Box(0, 9, (2,), np.int64), "[n, 2]"),
         (spaces.Box(0, 255, (8, 8, 3), np.uint8), "[n, 8, 8, 3]"),
         (spaces.Tuple([spaces.Discrete(2), spaces.Box(0, 1, (1,))]), "([n, 2] one-hot, [n, 1])"),
-        (spaces.Dict(mode=spaces.Discrete(3), temp=spaces.Box(0, 1, (2,))), '{"mode": [n, 3] one-hot, "temp": [n, 2]}'),
+        (
+            spaces.Dict(mode=spaces.Discrete(3), temp=spaces.Box(0, 1, (2,))),
+            '{"mode": [n, 3] one-hot, "temp": [n, 2]}',
+        ),
         (spaces.Dict(seen=spaces.Box(0, 1, (2,)), action_mask=spaces.MultiBinary(2)), "[n, 2]"),
     ],
 )
@@ -106,14 +111,29 @@ def test_observations_may_be_single_batched_tensors_or_composite():
     greedy = agent.get_action(seen, training=False).tolist()
     assert [int(agent.get_action(row, training=False)) for row in seen] == greedy
     assert greedy == agent.get_policy()(seen).argmax(1).tolist()
-    for given in (torch.tensor(seen, requires_grad=True), torch.from_numpy(seen).double(), seen.tolist()):
+    for given in (
+        torch.tensor(seen, requires_grad=True),
+        torch.from_numpy(seen).double(),
+        seen.tolist(),
+    ):
         assert agent.predict(given, deterministic=True)[0].tolist() == greedy
-    for wrong in (np.zeros(3), np.zeros((2, 5)), np.zeros((2, 2, 4)), np.zeros((0, 4)), {"x": 1}, "text"):
+    for wrong in (
+        np.zeros(3),
+        np.zeros((2, 5)),
+        np.zeros((2, 2, 4)),
+        np.zeros((0, 4)),
+        {"x": 1},
+        "text",
+    ):
         with pytest.raises(ValueError):  # noqa: PT011  # several rules
             agent.get_action(wrong)
     agent.register_network_group(NetworkGroup("base"))
     agent.load_state(agent.state() | {"weights": -agent.state()["weights"]})
-    assert greedy == agent.predict(seen, deterministic=True)[0].tolist() == agent.get_policy()(seen).argmax(1).tolist()
+    assert (
+        greedy
+        == agent.predict(seen, deterministic=True)[0].tolist()
+        == agent.get_policy()(seen).argmax(1).tolist()
+    )
     agent = step_agent(GymnasiumGroups(MatchDict))
     one = {"which": 1, "number": np.array([0.5], np.float32)}
     many = {"which": np.array([1, 0]), "number": np.array([[0.5], [-0.5]], np.float32)}
@@ -146,7 +166,10 @@ def test_actions_start_at_the_spaces_start(make):
     agent = step_agent(env)
     seen = [env.observation_space.sample() for _ in range(40)]
     for training in (True, False):
-        assert all(env.action_space.contains(action) for action in agent.get_action(np.stack(seen), training=training))
+        assert all(
+            env.action_space.contains(action)
+            for action in agent.get_action(np.stack(seen), training=training)
+        )
     actions, state = agent.predict(np.stack(seen), state="mine")
     assert state == "mine"
     assert all(env.action_space.contains(action) for action in actions)
@@ -184,7 +207,14 @@ def test_a_policy_is_an_ordinary_module_of_torch(options):
     policy = agent.get_policy()
     networks = agent.members.policies["default"]
     few, many = (
-        torch.from_numpy(stacked([observe(agent.observation_space, generator(0, "test", row)) for row in range(count)]))
+        torch.from_numpy(
+            stacked(
+                [
+                    observe(agent.observation_space, generator(0, "test", row))
+                    for row in range(count)
+                ]
+            )
+        )
         for count in (2, 5)
     )
     expected = networks.bank.outputs(0, networks.normalise(many.numpy(), np.zeros(5, np.int64)))
@@ -219,8 +249,15 @@ def test_illegal_actions_are_never_chosen():
     legal = np.eye(4, dtype=np.int8)[only]
     assert agent.get_action(seen, action_mask=legal).tolist() == only.tolist()
     for deterministic in (True, False):
-        assert agent.predict(seen, deterministic=deterministic, action_masks=legal)[0].tolist() == only.tolist()
-    assert agent.get_action(seen[0], action_mask=legal[3]) == agent.predict(seen[0], action_masks=legal[3])[0] == 3
+        assert (
+            agent.predict(seen, deterministic=deterministic, action_masks=legal)[0].tolist()
+            == only.tolist()
+        )
+    assert (
+        agent.get_action(seen[0], action_mask=legal[3])
+        == agent.predict(seen[0], action_masks=legal[3])[0]
+        == 3
+    )
     with pytest.raises(ValueError, match="one row per observation"):
         agent.get_action(seen, action_mask=legal[:1])
 
@@ -233,7 +270,9 @@ def test_a_manual_loop_equals_collect():
     clone.steps = agent.steps
     seen = experiences[0].reshape(-1, 4)
     policy = agent.members.policies["default"]
-    shown = policy.normalise(seen, np.zeros(96, np.int64))  # with the statistics before these observations
+    shown = policy.normalise(
+        seen, np.zeros(96, np.int64)
+    )  # with the statistics before these observations
     experience, observed = agent.members.experience(agent.learner(), experiences)
     agent.members.update_statistics(observed)
     batch = experience["default"]
@@ -273,7 +312,11 @@ def test_invalid_experiences_leave_observation_statistics_unchanged():
     parts = played(agent, starts=1, size=2, steps=3)
     agent.learn(parts)
     before = agent.state()
-    for number, value, rule in ((0, np.nan, "finite"), (0, np.inf, "finite"), (3, np.inf, "rewards")):
+    for number, value, rule in (
+        (0, np.nan, "finite"),
+        (0, np.inf, "finite"),
+        (3, np.inf, "rewards"),
+    ):
         wrong = [part.copy() for part in parts]
         wrong[number][0, 0, 0] = value
         with pytest.raises(ValueError, match=rule):
@@ -300,7 +343,9 @@ def test_action_masks_are_used_in_learning():
     batch = agent.members.experience(agent.learner(), experiences(taken, legal))[0]["default"]
     scored = agent.members.banks["default"].log_probs(batch)[batch.action_mask]
     logits = agent.get_policy()(seen).masked_fill(~torch.from_numpy(legal), -torch.inf)
-    torch.testing.assert_close(scored, torch.log_softmax(logits, 1)[torch.arange(24), torch.from_numpy(taken)])
+    torch.testing.assert_close(
+        scored, torch.log_softmax(logits, 1)[torch.arange(24), torch.from_numpy(taken)]
+    )
     assert agent.learn(experiences(taken, legal)).failed is None
     with pytest.raises(ValueError, match="not legal"):
         agent.learn(experiences(legal.argmin(1), legal))
@@ -318,13 +363,19 @@ def test_frozen_parameters_of_a_module_stay_frozen():
     assert len(agent.state()["weights"]) == 8 * 2 + 2
     agent.learn(played(agent))
     hidden = torch.cat([torch.tanh(module.first(seen)), torch.ones(5, 1)], 1).detach()
-    fitted = torch.linalg.lstsq(hidden.double(), agent.get_policy()(seen).double())  # still linear in these features
-    assert torch.allclose(hidden.double() @ fitted.solution, agent.get_policy()(seen).double(), atol=1e-5)
+    fitted = torch.linalg.lstsq(
+        hidden.double(), agent.get_policy()(seen).double()
+    )  # still linear in these features
+    assert torch.allclose(
+        hidden.double() @ fitted.solution, agent.get_policy()(seen).double(), atol=1e-5
+    )
     assert not torch.allclose(agent.get_policy()(seen), module(seen).detach(), atol=1e-3)
 
 
 def test_a_mutation_can_change_the_network():
-    limits = ArchitectureLimits(max_layers=1, activations=("tanh",), unit_steps=(256,), probability=1.0)
+    limits = ArchitectureLimits(
+        max_layers=1, activations=("tanh",), unit_steps=(256,), probability=1.0
+    )
     agent = step_agent(evolve_network=limits, network=NetworkConfig(hidden=(64, 64)))
     called = []
     agent.register_init_hook(lambda: called.append(1))
@@ -341,7 +392,9 @@ def test_a_mutation_can_change_the_network():
 @pytest.fixture
 def agent():
     """Return a trained agent with observation statistics and a mutated network."""
-    agent = step_agent(evolve_network=LIMITS, hp_config=STEP_SPACE, normalise_observations=True, beta=0.1, index=3)
+    agent = step_agent(
+        evolve_network=LIMITS, hp_config=STEP_SPACE, normalise_observations=True, beta=0.1, index=3
+    )
     agent.learn(played(agent))
     while "network" not in agent.mutate(generator(agent.steps, "test")):
         agent.steps += 1

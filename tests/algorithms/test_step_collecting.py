@@ -38,8 +38,14 @@ MIXED = HyperparameterConfig(
                 "objective": replace(STEPWISE, dynamic_sampling=1, mask_truncated=True),
             },
         ),
-        (lambda: GymnasiumGroups(MatchDict, validation_size=4), {"entropy_coef": 0.01, "update_epochs": 2}),
-        (lambda: GymnasiumGroups(Masked, validation_size=4), {"objective": replace(STEPWISE, dynamic_sampling=1)}),
+        (
+            lambda: GymnasiumGroups(MatchDict, validation_size=4),
+            {"entropy_coef": 0.01, "update_epochs": 2},
+        ),
+        (
+            lambda: GymnasiumGroups(Masked, validation_size=4),
+            {"objective": replace(STEPWISE, dynamic_sampling=1)},
+        ),
     ],
 )
 def test_members_together_equal_members_alone(make, options):
@@ -48,10 +54,14 @@ def test_members_together_equal_members_alone(make, options):
     population = step_population(4, env, hp_config=MIXED, samples_per_step=8, **options)
     bank = population.members.banks["default"]
     for slot in range(4):
-        noise = generator(0, "test scatter", slot).standard_normal(len(bank.state(slot)["weights"]), dtype=np.float32)
+        noise = generator(0, "test scatter", slot).standard_normal(
+            len(bank.state(slot)["weights"]), dtype=np.float32
+        )
         state = bank.state(slot)
         bank.load_state(slot, state | {"weights": state["weights"] + 0.3 * torch.from_numpy(noise)})
-    population.members.change_architecture(1, {"hidden": [9, 5], "activation": "relu"}, generator(0, "test"))
+    population.members.change_architecture(
+        1, {"hidden": [9, 5], "activation": "relu"}, generator(0, "test")
+    )
     clones = [agent.clone() for agent in population]
     for name in ("group_size", "advantage", "loss_type"):
         assert len({getattr(agent, name) for agent in population}) > 1
@@ -90,15 +100,24 @@ def test_a_batch_holds_whole_episodes_of_the_dealt_seeds():
     for group in (0, 1):
         firsts = batch.inputs.observations[batch.group_ids == group, 0]
         assert torch.equal(firsts, firsts[:1].expand(4, -1))  # a group has one start
-    torch.testing.assert_close(batch.sampler_log_probs, agent.members.banks["default"].log_probs(batch))
+    torch.testing.assert_close(
+        batch.sampler_log_probs, agent.members.banks["default"].log_probs(batch)
+    )
 
 
 def test_idle_groups_are_resampled_and_truncated_episodes_masked():
-    """If all episodes reach the time limit, whole groups earn the same; constant rewards give no signal."""
+    """If all episodes reach the time limit, whole groups earn the same.
+
+    Constant rewards give no signal.
+    """
     env = cart_pole(max_episode_steps=11)
     idle = []
     for rounds in (0, 3):
-        agent = step_agent(env, group_size=2, objective=replace(STEPWISE, dynamic_sampling=rounds, mask_truncated=True))
+        agent = step_agent(
+            env,
+            group_size=2,
+            objective=replace(STEPWISE, dynamic_sampling=rounds, mask_truncated=True),
+        )
         rollout = collect_alone(agent, env)
         batch = rollout.experience["default"]
         assert 0 < int(batch.truncated.sum()) < 16
@@ -114,7 +133,9 @@ def test_idle_groups_are_resampled_and_truncated_episodes_masked():
 
 def test_whitened_advantages_have_mean_0_over_the_actions_in_the_loss():
     env = cart_pole(max_episode_steps=11)
-    agent = step_agent(env, group_size=2, objective=replace(STEPWISE, whiten_advantages=True, mask_truncated=True))
+    agent = step_agent(
+        env, group_size=2, objective=replace(STEPWISE, whiten_advantages=True, mask_truncated=True)
+    )
     batch = collect_alone(agent, env).experience["default"]
     assert 0 < int(batch.truncated.sum()) < 16
     of_samples = torch.tensor(learn_from(agent, batch).advantages, dtype=torch.float64)

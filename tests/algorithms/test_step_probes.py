@@ -1,4 +1,7 @@
-"""Learning on probe environments, each of which isolates one ability; evaluation by Stable-Baselines3."""
+"""Learning on probe environments, each of which isolates one ability.
+
+Evaluation by Stable-Baselines3.
+"""
 
 import gymnasium
 import pytest
@@ -43,8 +46,14 @@ def trained(make, *, seed=0, generations=10, target, **options):
         (MatchDiscrete, 1.0, {}),
         pytest.param(MatchMultiDiscrete, 1.0, {}, marks=slow),
         pytest.param(MatchMultiBinary, 1.0, {}, marks=slow),
-        pytest.param(MatchBox, 0.9, {"network": NetworkConfig(hidden=(32,), log_std=-1.0)}, marks=slow),
-        (MatchImage, 1.0, {"network": NetworkConfig(hidden=(16,), convolutions=((4, 4, 4),)), "lr": 3e-3}),
+        pytest.param(
+            MatchBox, 0.9, {"network": NetworkConfig(hidden=(32,), log_std=-1.0)}, marks=slow
+        ),
+        (
+            MatchImage,
+            1.0,
+            {"network": NetworkConfig(hidden=(16,), convolutions=((4, 4, 4),)), "lr": 3e-3},
+        ),
         pytest.param(MatchDict, 1.0, {}, marks=slow),
         pytest.param(MatchTuple, 1.0, {}, marks=slow),
         pytest.param(Masked, 3.0, {}, marks=slow),
@@ -56,7 +65,11 @@ def test_small_known_environments_are_solved(make, wanted, options):
 
 @pytest.mark.parametrize(
     "advantage",
-    ["return_to_go_timestep", pytest.param("return_to_go_group", marks=slow), pytest.param("outcome", marks=slow)],
+    [
+        "return_to_go_timestep",
+        pytest.param("return_to_go_group", marks=slow),
+        pytest.param("outcome", marks=slow),
+    ],
 )
 def test_delayed_rewards_are_credited(advantage):
     """The second step pays for the first."""
@@ -87,4 +100,8 @@ def test_evaluate_policy_of_stable_baselines3_gives_the_mean_return(num_envs):
         assert mean == agent.test(env)
     assert 8 <= min(mean, drawn) <= max(mean, drawn) <= 40
     composite = sb3.vec_env.DummyVecEnv([lambda: sb3.monitor.Monitor(MatchDict())] * 2)
-    assert 0 <= sb3.evaluation.evaluate_policy(step_agent(GymnasiumGroups(MatchDict)), composite)[0] <= 1
+    assert (
+        0
+        <= sb3.evaluation.evaluate_policy(step_agent(GymnasiumGroups(MatchDict)), composite)[0]
+        <= 1
+    )

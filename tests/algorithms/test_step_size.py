@@ -63,7 +63,8 @@ def test_a_search_that_finds_nothing_starts_again_with_the_next_batch():
 
 
 @pytest.mark.parametrize(
-    ("kl", "start", "factor"), [(0.015, 1.0, math.sqrt(2 / 3)), (0.0075, 1.0, 1.0), (0.004, 1.0, 1.2), (0.0, 1.25, 1.3)]
+    ("kl", "start", "factor"),
+    [(0.015, 1.0, math.sqrt(2 / 3)), (0.0075, 1.0, 1.0), (0.004, 1.0, 1.2), (0.0, 1.25, 1.3)],
 )
 def test_later_steps_move_the_factor_up_to_the_ceiling_without_a_repetition(kl, start, factor):
     control = StepControl(start, 1.3, target=TARGET, target_kl=TARGET)
@@ -81,7 +82,8 @@ def test_target_follows_the_effective_number_of_actions():
 
 
 def test_measured_kl_is_the_exact_one_in_expectation():
-    # All actions of a distribution, each as often as its probability says: the mean of the estimates is the KL.
+    # All actions of a distribution, each as often as its probability says: the mean of the
+    # estimates is the KL.
     before = torch.tensor([0.5, 0.3, 0.2]).log()
     after = torch.tensor([0.4, 0.4, 0.2]).log()
     counts = torch.tensor([5, 3, 2])
@@ -101,9 +103,14 @@ def step_of(population, env, step=0, **options):
 
 
 def learnt(kind, *, target_kls, lrs):
-    """Return a population after a learning step, and the reports. Without momentum, there is no warm-up."""
+    """Return a population after a learning step, and the reports.
+
+    Without momentum, there is no warm-up.
+    """
     make, make_env = KINDS[kind]
-    population = make(len(lrs), update_epochs=2, group_size=4, optimizer=Optimizer(betas=(0.0, 0.999)))
+    population = make(
+        len(lrs), update_epochs=2, group_size=4, optimizer=Optimizer(betas=(0.0, 0.999))
+    )
     for agent, target_kl, lr in zip(population, target_kls, lrs, strict=True):
         agent.target_kl = target_kl
         agent.lr = lr
@@ -112,18 +119,25 @@ def learnt(kind, *, target_kls, lrs):
 
 def weights(population, slot):
     """Return a train state without the running statistics, which hold the step size."""
-    return {name: value for name, value in population[slot].state().items() if name != "running_stats"}
+    return {
+        name: value for name, value in population[slot].state().items() if name != "running_stats"
+    }
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_searched_step_equals_a_step_with_the_learning_rate_found(kind):
-    # Passes that were undone leave no trace, in the member or beside it; the neighbour is as without a search.
+    # Passes that were undone leave no trace, in the member or beside it; the neighbour is as
+    # without a search.
     population, reports = learnt(kind, target_kls=(None, TARGET), lrs=(1e-3, 1e-7))
     assert reports[1].metrics["step_passes"] > 2
-    assert 0 < reports[1].metrics["step_kl"] <= 1.5 * TARGET  # networks aim for less, as there are few actions
+    assert (
+        0 < reports[1].metrics["step_kl"] <= 1.5 * TARGET
+    )  # networks aim for less, as there are few actions
     plain, _ = learnt(kind, target_kls=(None, None), lrs=(1e-3, reports[1].lr))
     assert equal_states(weights(population, 0), weights(plain, 0))
-    for name, value in weights(population, 1).items():  # repeated passes have fewer rows, so that rounding differs
+    for name, value in weights(
+        population, 1
+    ).items():  # repeated passes have fewer rows, so that rounding differs
         torch.testing.assert_close(value, weights(plain, 1)[name], rtol=1e-3, atol=1e-6)
 
 
@@ -143,7 +157,9 @@ def test_a_member_without_signal_takes_no_step():
     population = tiny_population(2, group_size=4, update_epochs=2)
     population[1].target_kl = TARGET
     before = [agent.state() for agent in population]
-    for agent, state in zip(population, before, strict=True):  # momentum alone would move the weights
+    for agent, state in zip(
+        population, before, strict=True
+    ):  # momentum alone would move the weights
         state["exp_avg"] += 0.1
         state["step"] += 5
         population.members.banks.load_state(agent.slot, state)
@@ -153,7 +169,9 @@ def test_a_member_without_signal_takes_no_step():
     assert not torch.equal(before[0]["adapter"], population[0].state()["adapter"])
 
 
-@pytest.mark.parametrize("lr", [1e8, 1e30])  # a KL far above the limit, and weights that are not finite
+@pytest.mark.parametrize(
+    "lr", [1e8, 1e30]
+)  # a KL far above the limit, and weights that are not finite
 def test_a_step_that_is_left_out_reports_no_updates(lr):
     population = tiny_population(1, group_size=4, update_epochs=2, target_kl=TARGET)
     env = tiny_env()
@@ -175,9 +193,13 @@ def test_a_step_without_measured_kl_keeps_the_kl_factor():
 
 
 def test_each_policy_of_a_team_has_its_own_step_size():
-    population = team_population(1, policies="independent", hp_config=None, lr=1e-6, group_size=4, target_kl=TARGET)
+    population = team_population(
+        1, policies="independent", hp_config=None, lr=1e-6, group_size=4, target_kl=TARGET
+    )
     step_of(population, team_env())
-    factors = {name: float(bank.running_stats[0, -2]) for name, bank in population.members.banks.items()}
+    factors = {
+        name: float(bank.running_stats[0, -2]) for name, bank in population.members.banks.items()
+    }
     assert len(factors) == 3
     assert len(set(factors.values())) > 1
     assert all(factor > 10 for factor in factors.values())
@@ -206,7 +228,9 @@ BESIDE = {
 
 @pytest.mark.parametrize("case", BESIDE)
 def test_search_works_beside_other_settings(case):
-    population = tiny_population(1, **({"group_size": 4, "lr": 1e-7, "target_kl": TARGET} | BESIDE[case]))
+    population = tiny_population(
+        1, **({"group_size": 4, "lr": 1e-7, "target_kl": TARGET} | BESIDE[case])
+    )
     report = step_of(population, tiny_env())[0]
     assert TARGET / 1.5 <= report.metrics["step_kl"] <= 1.5 * TARGET
     assert report.metrics["step_passes"] <= 7
@@ -240,7 +264,9 @@ class TestLearningRates:
         )
         assert [agent.target_kl for agent in agents] == [expected] * 4
 
-    @pytest.mark.parametrize("arguments", [SPACES, (None, None, tiny_model(), 0)], ids=["networks", "language"])
+    @pytest.mark.parametrize(
+        "arguments", [SPACES, (None, None, tiny_model(), 0)], ids=["networks", "language"]
+    )
     def test_calibration_refuses_a_warm_up_whose_first_step_changes_nothing(self, arguments):
         warm_up = Optimizer(warmup_steps=3)
         space = HyperparameterConfig(target_kl=(0.005, 0.05))

@@ -27,7 +27,9 @@ PLAIN = {"max_grad_norm": 1e9, "lr": 1e-2, "batch_size": 10**6}
 
 
 def learner(slot=0, **choices):
-    return Learner(slot=slot, index=slot, step=0, hyperparameters=Hyperparameters(**PLAIN | choices))
+    return Learner(
+        slot=slot, index=slot, step=0, hyperparameters=Hyperparameters(**PLAIN | choices)
+    )
 
 
 def experience(shared, case=CASE):
@@ -35,7 +37,9 @@ def experience(shared, case=CASE):
     batch = acted_batch(case, shared.bank, range(shared.bank.size))
     steps = torch.rand(batch.action_mask.shape, generator=torch.Generator().manual_seed(0))
     rewards = torch.where(batch.action_mask, steps, 0.0).sum(1)
-    return replace(batch, step_rewards=torch.where(batch.present, steps, torch.nan), rewards=rewards)
+    return replace(
+        batch, step_rewards=torch.where(batch.present, steps, torch.nan), rewards=rewards
+    )
 
 
 @pytest.mark.parametrize("kind", ["process", "return_to_go_group", "return_to_go_timestep"])
@@ -44,7 +48,9 @@ def test_advantages_are_those_of_episodes_and_gradients_those_of_actions(kind):
     shared = together(advantage=kind)
     control = together()
     batch = experience(shared)
-    rewards = [batch.step_rewards[row][batch.action_mask[row]].tolist() for row in range(len(batch))]
+    rewards = [
+        batch.step_rewards[row][batch.action_mask[row]].tolist() for row in range(len(batch))
+    ]
     expected = of_actions(kind, rewards, batch.group_ids.tolist(), 0.9, 1e-4)
     weights = torch.zeros(batch.action_mask.shape)
     weights[batch.action_mask] = torch.tensor([value for row in expected for value in row])
@@ -74,14 +80,18 @@ def test_batch_size_counts_transitions(size):
 
 def test_a_member_whose_episodes_are_all_masked_takes_no_step():
     shared = together(2)
-    learn(shared, [learner(0), learner(1)], {"default": experience(shared)})  # so that there is momentum
+    learn(
+        shared, [learner(0), learner(1)], {"default": experience(shared)}
+    )  # so that there is momentum
     before = shared.bank.state(1)
     batch = experience(shared)
     batch = replace(batch, action_mask=batch.action_mask & (batch.member_ids == 0)[:, None])
     reports = learn(shared, [learner(0), learner(1)], {"default": batch})
     assert reports[0].grad_norm > 0
     assert (reports[1].optimizer_steps, reports[1].tokens, reports[1].failed) == (0, 0, None)
-    assert reports[1].metrics["reward"] == float(batch.rewards[batch.member_ids == 1].double().mean())
+    assert reports[1].metrics["reward"] == float(
+        batch.rewards[batch.member_ids == 1].double().mean()
+    )
     missing = {"loss", "grad_norm", "learning_rate", "entropy"}
     assert not missing & reports[1].metrics.keys()
     assert all(torch.equal(value, before[name]) for name, value in shared.bank.state(1).items())
@@ -104,7 +114,10 @@ def test_the_loss_uses_the_kl_of_every_action_with_temperature_and_mask(case, ba
     mask = batch.action_mask
     seen = []
     flat = batch.flatten_actions()
-    pair = [bank.distribution.at_temperature(each[mask], flat.inputs.temperature) for each in (current, reference)]
+    pair = [
+        bank.distribution.at_temperature(each[mask], flat.inputs.temperature)
+        for each in (current, reference)
+    ]
     if flat.inputs.action_masks is not None:
         pair = [each.masked_fill(~flat.inputs.action_masks[:, 0], MASKED_LOGIT) for each in pair]
     expected = torch.zeros(mask.shape)
@@ -123,7 +136,9 @@ def test_the_loss_uses_the_kl_of_every_action_with_temperature_and_mask(case, ba
     assert all(bool(bank.state(slot)["exp_avg"].any()) for slot in range(3))  # with gradient
     # Without a counted action, nothing is divided by or returned from a missing pass.
     nothing = replace(batch, action_mask=torch.zeros_like(batch.action_mask))
-    update = bank.update(nothing, loss_fn, named, reference_distributions=reference, reverse_kl=backwards)
+    update = bank.update(
+        nothing, loss_fn, named, reference_distributions=reference, reverse_kl=backwards
+    )
     assert update.divergences is not None
     assert not bool(update.divergences.any())
 
@@ -134,7 +149,10 @@ def test_the_loss_uses_the_kl_of_every_action_with_temperature_and_mask(case, ba
 def test_members_learn_together_as_alone_from_whole_distributions(kind, reference):
     shared = members(3, kl_estimator=kind, reference=reference)
     batch = experience(shared, DISCRETE)
-    learners = [learner(slot, beta=(0.0, 0.3, 2.0)[slot], batch_size=9, update_epochs=2) for slot in range(3)]
+    learners = [
+        learner(slot, beta=(0.0, 0.3, 2.0)[slot], batch_size=9, update_epochs=2)
+        for slot in range(3)
+    ]
     alone = []
     for each in learners:
         single = members(1, kl_estimator=kind, reference=reference)
@@ -153,7 +171,11 @@ def test_members_learn_together_as_alone_from_whole_distributions(kind, referenc
 def test_kl_to_the_old_policy_acts_from_the_second_optimizer_step(kind):
     def learnt(beta, epochs):
         shared = members(1, kl_estimator=kind, reference="old")
-        report = learn(shared, [learner(beta=beta, update_epochs=epochs)], {"default": experience(shared, DISCRETE)})[0]
+        report = learn(
+            shared,
+            [learner(beta=beta, update_epochs=epochs)],
+            {"default": experience(shared, DISCRETE)},
+        )[0]
         return shared.bank.state(0), report
 
     (free, _), (first, still) = learnt(0.0, 1), learnt(2.0, 1)
@@ -161,17 +183,27 @@ def test_kl_to_the_old_policy_acts_from_the_second_optimizer_step(kind):
     assert still.kl == pytest.approx(0, abs=1e-6)
     (free, _), (second, moved) = learnt(0.0, 2), learnt(2.0, 2)
     assert moved.kl > 1e-5
-    assert float((second["exp_avg"] - free["exp_avg"]).norm()) > 1e-2 * float(free["exp_avg"].norm())
+    assert float((second["exp_avg"] - free["exp_avg"]).norm()) > 1e-2 * float(
+        free["exp_avg"].norm()
+    )
 
 
 def test_the_optimizer_steps_of_a_script_are_reproduced():
     """The script trains CartPole with the clipped loss and beta times KL(old || new) over whole distributions."""
     torch.manual_seed(0)
     beta = 1.0
-    actor = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 2))
+    actor = nn.Sequential(
+        nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 2)
+    )
     kinds = {"advantage": "return_to_go_group", "kl_estimator": "full_reversed", "reference": "old"}
     objective = Objective(loss_type="dapo", advantage_eps=1e-8, **kinds)
-    options = {"lr": 3e-3, "gamma": 0.99, "update_epochs": 5, "batch_size": 32, "max_grad_norm": 0.5}
+    options = {
+        "lr": 3e-3,
+        "gamma": 0.99,
+        "update_epochs": 5,
+        "batch_size": 32,
+        "max_grad_norm": 0.5,
+    }
     agent = step_agent(actor_network=actor, objective=objective, beta=beta, **options)
     observations, actions, masks, rewards = experiences = played(agent, starts=1, size=8)
     learner = agent.learner()
@@ -181,7 +213,9 @@ def test_the_optimizer_steps_of_a_script_are_reproduced():
     states = torch.from_numpy(observations[masks])
     taken = torch.from_numpy(actions[masks])
     episodes = [row[mask].tolist() for row, mask in zip(rewards[0], masks[0], strict=True)]
-    returns = torch.tensor([value for episode in episodes for value in returns_to_go(episode, 0.99)])
+    returns = torch.tensor(
+        [value for episode in episodes for value in returns_to_go(episode, 0.99)]
+    )
     advantages = (returns - returns.mean()) / (returns.std() + 1e-8)
     with torch.no_grad():
         old = Categorical(logits=actor(states))

@@ -10,7 +10,11 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarking"
-ROWS = [line for line in (FOLDER / "README.md").read_text("utf-8").splitlines() if line.startswith("| `")]
+ROWS = [
+    line
+    for line in (FOLDER / "README.md").read_text("utf-8").splitlines()
+    if line.startswith("| `")
+]
 
 
 def short_forms():
@@ -27,8 +31,12 @@ def short_forms():
 def test_the_table_lists_all_scripts():
     listed = {row.split("`")[1].split()[0] for row in ROWS}
     scripts = [path for path in FOLDER.rglob("*.py") if ".peers" not in path.parts]
-    commands = {str(path.relative_to(FOLDER)) for path in scripts if "def main(" in path.read_text("utf-8")}
-    assert listed == {name for name in commands if "run_" not in name}  # those are started by the other scripts
+    commands = {
+        str(path.relative_to(FOLDER)) for path in scripts if "def main(" in path.read_text("utf-8")
+    }
+    assert listed == {
+        name for name in commands if "run_" not in name
+    }  # those are started by the other scripts
 
 
 @pytest.mark.slow
@@ -38,9 +46,16 @@ def test_a_short_form_ends_with_a_table(script, words, tmp_path):
         pytest.importorskip("mpe2")
     if script == "study.py":
         words = [*words, "--results", str(tmp_path / "results")]
-    variables = {**os.environ, "PYTHONPATH": str(FOLDER.parent), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    variables = {
+        **os.environ,
+        "PYTHONPATH": str(FOLDER.parent),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
     command = [sys.executable, str(FOLDER / script), *words]
-    done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=variables, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     assert "FAILED" not in done.stdout
     assert done.stdout.strip()

@@ -7,14 +7,21 @@ import pytest
 
 from benchmarking import study
 
-NAMES = {"tasks": list(study.TASKS), "unknown": ["lr", "all"], "arms": list(study.ARMS), "seeds": [0, 1]}
+NAMES = {
+    "tasks": list(study.TASKS),
+    "unknown": ["lr", "all"],
+    "arms": list(study.ARMS),
+    "seeds": [0, 1],
+}
 
 
 def chosen(**options):
     return argparse.Namespace(**NAMES | options)
 
 
-def record(task="CartPole-v1", unknown="lr", arm="halving", seed=0, score=500.0, early=23.0, seconds=4.0):
+def record(
+    task="CartPole-v1", unknown="lr", arm="halving", seed=0, score=500.0, early=23.0, seconds=4.0
+):
     return {
         "task": task, "unknown": unknown, "arm": arm, "seed": seed, "score": score, "early": early, "cost": 1000,
         "evaluations": 100, "seconds": seconds, "steps": 3, "best": {"lr": 1e-3},
@@ -43,11 +50,15 @@ def test_known_arms_run_once_and_only_where_values_are_known():
         ("halving", "all", None, 0.003),
     ],
 )
-def test_learning_rates_are_calibrated_where_they_are_unknown_and_not_searched(arm, unknown, lr, target_kl):
+def test_learning_rates_are_calibrated_where_they_are_unknown_and_not_searched(
+    arm, unknown, lr, target_kl
+):
     task = study.TASKS["CartPole-v1"]
     arm = study.ARMS[arm]
     first = {"lr": {"lr": lr}, "all": {"target_kl": target_kl}}[unknown]
-    _, run = study.make_run("CartPole-v1", task, arm, study.space_of(task, unknown), first, 0, task.budget)
+    _, run = study.make_run(
+        "CartPole-v1", task, arm, study.space_of(task, unknown), first, 0, task.budget
+    )
     values = run.population[0].hyperparameters
     assert values.target_kl == target_kl
     assert lr is None or values.lr == lr
@@ -55,7 +66,10 @@ def test_learning_rates_are_calibrated_where_they_are_unknown_and_not_searched(a
 
 def test_recorded_runs_are_read_by_their_key_and_not_repeated(tmp_path, capsys):
     assert study.recorded(tmp_path) == {}
-    runs = [record(unknown="all"), record(task="Acrobot-v1", arm="default", unknown="nothing", seed=1)]
+    runs = [
+        record(unknown="all"),
+        record(task="Acrobot-v1", arm="default", unknown="nothing", seed=1),
+    ]
     for run in runs:
         (tmp_path / f"{run['task']}.jsonl").write_text(json.dumps(run) + "\n")
     assert study.recorded(tmp_path) == {
@@ -88,30 +102,57 @@ def test_tables_show_single_scores_intervals_and_overall_columns():
     # Scores are normalised. Of seven, one is left out at each end: 4 of the other 5 are 1.
     assert rows["halving"].startswith("| halving | 1.00 (1.00 to 1.00) | 0.00 0.00 | 0.80 (")
     assert rows["halving"].endswith(" | 4 s |")
-    assert rows["default"] == "| default | 0.50 |  |  | 4 s |"  # known values are in both tables; not on every task
+    assert (
+        rows["default"] == "| default | 0.50 |  |  | 4 s |"
+    )  # known values are in both tables; not on every task
     (halving,) = (line for line in time if "halving" in line)
     assert halving.startswith("| halving | 0.00 (0.00 to 0.00) | 1.00 1.00 | 0.20 (")
     everything = tables[5].splitlines()
-    columns = ["arm", "CartPole-v1", "two_digit_sums", "all environments", "all language tasks", "processor time"]
+    columns = [
+        "arm",
+        "CartPole-v1",
+        "two_digit_sums",
+        "all environments",
+        "all language tasks",
+        "processor time",
+    ]
     assert everything[0] == f"| {' | '.join(columns)} |"
     (pbt,) = (line for line in everything if line.startswith("| PBT |"))
     assert pbt == "| PBT |  | 1.00 |  | 1.00 (1.00 to 1.00) | 4 s |"
 
 
 @pytest.mark.parametrize(
-    ("unknown", "arm"), [pytest.param("lr", "halving", marks=pytest.mark.slow), ("all", "calibrated")]
+    ("unknown", "arm"),
+    [pytest.param("lr", "halving", marks=pytest.mark.slow), ("all", "calibrated")],
 )
 def test_a_short_run_pays_for_everything_but_its_test(unknown, arm):
     found = json.loads(json.dumps(study.run_one("CartPole-v1", unknown, arm, 1000, 0.02)))
-    assert (found["task"], found["unknown"], found["arm"], found["seed"]) == ("CartPole-v1", unknown, arm, 1000)
+    assert (found["task"], found["unknown"], found["arm"], found["seed"]) == (
+        "CartPole-v1",
+        unknown,
+        arm,
+        1000,
+    )
     assert 0 < found["evaluations"] < found["cost"]
     assert 8 <= found["score"] <= 500
-    assert found["best"].keys() == set(study.space_of(study.TASKS["CartPole-v1"], {"all": "all"}.get(unknown, "lr")))
+    assert found["best"].keys() == set(
+        study.space_of(study.TASKS["CartPole-v1"], {"all": "all"}.get(unknown, "lr"))
+    )
 
 
 @pytest.mark.slow
 def test_the_command_records_missing_runs_and_goes_on(tmp_path, capfd):
-    words = ["run", "--tasks", "CartPole-v1", "--unknown", "lr", "--arms", "calibrated", "--workers", "1"]
+    words = [
+        "run",
+        "--tasks",
+        "CartPole-v1",
+        "--unknown",
+        "lr",
+        "--arms",
+        "calibrated",
+        "--workers",
+        "1",
+    ]
     words += ["--budget", "0.02", "--results", str(tmp_path)]
     study.main([*words, "--seeds", "1000"])
     study.main([*words, "--seeds", "1000", "1001"])

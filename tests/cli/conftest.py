@@ -29,7 +29,12 @@ def trained(project, tmp_path_factory) -> Path:
     """Train one generation in the run directory `run`; tests copy the folder that this returns."""
     with charts_left_out() as patch:
         patch.chdir(tmp_path_factory.mktemp("trained"))
-        assert main(["train", str(project / "tiny.yaml"), "--run-dir", "run", "schedule.generations=1"]) == 0
+        assert (
+            main(
+                ["train", str(project / "tiny.yaml"), "--run-dir", "run", "schedule.generations=1"]
+            )
+            == 0
+        )
         return Path("run").absolute()
 
 

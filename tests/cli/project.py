@@ -76,7 +76,9 @@ def prepare(config):
     return task_type_of(config.task).prepare(config)
 
 
-def command(*arguments: str | Path, cwd: Path, charts: bool = False, file_bytes: int | None = None) -> Forked:
+def command(
+    *arguments: str | Path, cwd: Path, charts: bool = False, file_bytes: int | None = None
+) -> Forked:
     """Fork `evogrpo` off a process that has imported everything."""
     function = evogrpo if charts else evogrpo_without_charts
     return Forked(function, *map(str, arguments), cwd=cwd, file_bytes=file_bytes)

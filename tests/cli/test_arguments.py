@@ -30,7 +30,10 @@ def test_help_is_also_a_command(capsys):
         (["train", "c.yaml", "--total-timesteps", "1e4"], "schedule.max_timesteps=VALUE"),
         (["train", "c.yaml", "--learning_rate=1e-3"], "hyperparameters.lr=1e-3"),
         (["train", "c.yaml", "--schedule.generations=3"], "schedule.generations=3"),
-        (["train", "c.yaml", "--max-steps", "9"], "schedule.generations times schedule.steps_per_generation"),
+        (
+            ["train", "c.yaml", "--max-steps", "9"],
+            "schedule.generations times schedule.steps_per_generation",
+        ),
         (["train", "--config", "c.yaml"], "mine.yaml"),
         (["resume", "run", "--lr", "1e-3"], "--lr"),
         (["train", "--env", "CartPole-v1", "--parallel-env", "json"], "not allowed with"),
@@ -65,7 +68,10 @@ def test_usage_errors_exit_with_2_and_suggest_the_nearest_name(arguments, name, 
         (["demo", "--seed", "1", "generations"], "key=value"),
         (["train", "--env", "MountainCar-v0", "--preset"], "no preset for MountainCar-v0"),
         (["train", "config.yaml", "--preset"], "--preset needs --env"),
-        (["train", "--parallel-env", "mpe2.x", "--wrapper", "FlattenObservation"], "--wrapper needs --env"),
+        (
+            ["train", "--parallel-env", "mpe2.x", "--wrapper", "FlattenObservation"],
+            "--wrapper needs --env",
+        ),
         (["resume", "."], "config.yaml"),
         (["report", "."], "cannot read the journal"),
         (["export", ".", "folder"], "cannot read the journal"),
@@ -110,7 +116,17 @@ def test_a_missing_run_is_reported(workdir, capsys, name):
 
 def test_usage_fits_80_columns(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    for name in ("demo", "train", "resume", "video", "report", "tasks", "schema", "doctor", "export"):
+    for name in (
+        "demo",
+        "train",
+        "resume",
+        "video",
+        "report",
+        "tasks",
+        "schema",
+        "doctor",
+        "export",
+    ):
         with pytest.raises(SystemExit):
             main([name, "--help"])
         assert max(map(len, capsys.readouterr().out.splitlines())) <= 80, name

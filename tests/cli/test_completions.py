@@ -48,7 +48,9 @@ def test_the_best_completion_comes_first_then_those_with_other_rewards():
 def test_long_texts_are_cut_in_the_middle(width):
     question = "Say " + "please " * 60 + "now?"
     answer = "First " + "blah " * 100 + "so 42"
-    lines = drawn([example(0, question, answer, advantage=1.0), example(1, question, "no")], width=width)
+    lines = drawn(
+        [example(0, question, answer, advantage=1.0), example(1, question, "no")], width=width
+    )
     assert len(lines) == 3
     assert all(len(line) <= width for line in lines)
     assert re.search(r"Say .*….*now\?", lines[1])
@@ -74,7 +76,9 @@ def test_a_reward_function_may_be_called_reward_or_advantage():
 def test_untrusted_text_is_escaped():
     text = "[bold]x[/bold]\x1b[31m\u202e\n\n\ty\r"
     assert one_line(text) == r"[bold]x[/bold]\x1b[31m\u202e ⏎ y\r"
-    lines = drawn([example(prompt=text, completion=text, rewards={"\x1b[2J": 1.0, "g": 0.0})], width=200)
+    lines = drawn(
+        [example(prompt=text, completion=text, rewards={"\x1b[2J": 1.0, "g": 0.0})], width=200
+    )
     assert len(lines) == 2
     assert all(line.isprintable() for line in lines)
     assert lines[1].count("[bold]x[/bold]") == 2

@@ -135,7 +135,12 @@ def encoder(kind, config):
     return replace_model
 
 
-SMALL_ENCODER = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+SMALL_ENCODER = {
+    "hidden_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "intermediate_size": 8,
+}
 DAMAGE = {
     "truncated weights": truncated,
     "a missing tensor": changed_weights(remove),
@@ -144,7 +149,9 @@ DAMAGE = {
     "no weights": no_weights,
     "no safetensors": not_safetensors,
     "BERT": encoder(BertModel, BertConfig(vocab_size=512, **SMALL_ENCODER)),
-    "T5": encoder(T5Model, T5Config(vocab_size=512, d_model=8, d_kv=8, d_ff=8, num_layers=1, num_heads=1)),
+    "T5": encoder(
+        T5Model, T5Config(vocab_size=512, d_model=8, d_kv=8, d_ff=8, num_layers=1, num_heads=1)
+    ),
     "ViT": encoder(ViTModel, ViTConfig(image_size=8, patch_size=4, **SMALL_ENCODER)),
 }
 

@@ -15,7 +15,9 @@ def run_dir(stored_network_run):
     return stored_network_run.folder
 
 
-def output_of(monkeypatch, arguments, *, colour: bool, terminal: bool = True, to: str = "stdout") -> str:
+def output_of(
+    monkeypatch, arguments, *, colour: bool, terminal: bool = True, to: str = "stdout"
+) -> str:
     streams = {name: Terminal() if terminal else io.StringIO() for name in ("stdout", "stderr")}
     for name, stream in streams.items():
         monkeypatch.setattr(sys, name, stream)
@@ -52,7 +54,10 @@ def test_records_fit_and_keep_all_words(monkeypatch, run_dir, command):
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["resume", "a-folder-with-a-name-that-is-long-enough-to-need-more-than-one-line-of-eighty-columns-alone"],
+        [
+            "resume",
+            "a-folder-with-a-name-that-is-long-enough-to-need-more-than-one-line-of-eighty-columns-alone",
+        ],
         ["train", "--env", "CartPole-v1", "hyperparameters.lerning_rate=3"],
         ["train", "--env", "CartPole-v1", "population.size=0"],
         ["train", "nowhere.yaml"],
@@ -63,6 +68,8 @@ def test_errors_are_wrapped_on_a_terminal_and_one_line_in_a_pipe(monkeypatch, tm
     wrapped = output_of(monkeypatch, arguments, colour=True, to="stderr")
     piped = output_of(monkeypatch, arguments, colour=True, terminal=False, to="stderr")
     assert CONTROL.sub("", wrapped).startswith("error: ")
-    assert words(wrapped) == words(piped) or "-" in arguments[1]  # a name without spaces is broken inside
+    assert (
+        words(wrapped) == words(piped) or "-" in arguments[1]
+    )  # a name without spaces is broken inside
     assert max(map(len, CONTROL.sub("", wrapped).splitlines())) <= 80
     assert piped.count("\n") == 1

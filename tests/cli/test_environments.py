@@ -47,7 +47,14 @@ RUNS = {  # words, run directory, noun of a member, and texts of the output
         ),
     ),
     "team": (
-        ["--parallel-env", FAVOURS, "--run-dir", "team", "task.policies=prefix", "agent.network.hidden=[16]"],
+        [
+            "--parallel-env",
+            FAVOURS,
+            "--run-dir",
+            "team",
+            "task.policies=prefix",
+            "agent.network.hidden=[16]",
+        ],
         "team",
         "team",
         (
@@ -55,7 +62,8 @@ RUNS = {  # words, run directory, noun of a member, and texts of the output
             "3; each learns from the sum of all rewards",
             "red for red_0, red_1 (observations Box(3,), actions Discrete(3))",
             "blue for blue_0 (observations Box(3,), actions Discrete(3))",
-            "3 members, each 2 networks (16 tanh, 230 parameters in all) on cpu",  # 2 (3·16 + 16 + 16·3 + 3)
+            # 2 (3·16 + 16 + 16·3 + 3)
+            "3 members, each 2 networks (16 tanh, 230 parameters in all) on cpu",
             "your code " + FAVOURS,
             "best member team/best",
             "evogrpo.MultiAgentGRPO.load('team/best').predict(observations)",
@@ -79,7 +87,12 @@ def test_output_of_a_run_uses_the_terms_of_its_task(kind, tmp_path):
     common = f"untrained {noun}: fitness", "Generation 2 of 2", "transitions", "Finished: "
     for text in (*texts, *common, "Test: 6 starts that neither training nor selection saw"):
         assert text in output, text
-    page = re.sub(r"<(script|style).*?</\1>", "", (tmp_path / run_dir / "report.html").read_text(), flags=re.DOTALL)
+    page = re.sub(
+        r"<(script|style).*?</\1>",
+        "",
+        (tmp_path / run_dir / "report.html").read_text(),
+        flags=re.DOTALL,
+    )
     for text in ("adapter", "untrained base", " tokens", " questions"):
         assert text not in output, text
         assert text not in page, text
@@ -95,7 +108,14 @@ def test_large_networks_use_all_threads(hidden, one):
 
 
 def test_a_run_whose_target_is_reached_before_training_stops(workdir, capsys):
-    reached = ["train", "--env", "CartPole-v1", *SHORT, "schedule.target_fitness=1", "task.max_episode_steps=20"]
+    reached = [
+        "train",
+        "--env",
+        "CartPole-v1",
+        *SHORT,
+        "schedule.target_fitness=1",
+        "task.max_episode_steps=20",
+    ]
     assert main(reached) == 0
     printed = capsys.readouterr().out
     assert "target_fitness" in printed
@@ -116,11 +136,17 @@ def test_a_run_whose_target_is_reached_before_training_stops(workdir, capsys):
         (["task.reseed_noise=false", "task.recreate_env=true"], {"one environment per episode"}),
     ],
 )
-def test_the_plan_shows_noise_and_recreation_of_environments(workdir, capsys, monkeypatch, words, message):
+def test_the_plan_shows_noise_and_recreation_of_environments(
+    workdir, capsys, monkeypatch, words, message
+):
     monkeypatch.setenv("COLUMNS", "200")
     assert main(["train", "--env", "FrozenLake-v1", "--dry-run", *words]) == 0
     printed = one_line(capsys.readouterr().out)
-    texts = ["noise random after reset", "one environment per parallel episode", "one environment per episode"]
+    texts = [
+        "noise random after reset",
+        "one environment per parallel episode",
+        "one environment per episode",
+    ]
     assert {each for each in texts if each in printed} == message
 
 
@@ -169,24 +195,47 @@ def test_a_job_that_is_submitted_again_takes_new_limits_and_ignores_other_settin
     assert main([*words, "--seed", "7"]) == 0  # two generations
     errors = one_line(capsys.readouterr().err)
     assert "Ignored: seed 0 -> 7. " in errors
-    assert sum(event["event"] == "generation" for event in read_journal(Path("run/journal.jsonl"))) == 2
+    assert (
+        sum(event["event"] == "generation" for event in read_journal(Path("run/journal.jsonl")))
+        == 2
+    )
     file = yaml.safe_load(Path("run/config.yaml").read_text())
     file["schedule"] |= {"generations": 3, "max_timesteps": 10**6}
     Path("again.yaml").write_text(yaml.safe_dump(file))
     assert main(["train", "again.yaml", "--run-dir", "run", "--resume-if-exists"]) == 0
-    assert sum(event["event"] == "generation" for event in read_journal(Path("run/journal.jsonl"))) == 3
+    assert (
+        sum(event["event"] == "generation" for event in read_journal(Path("run/journal.jsonl")))
+        == 3
+    )
     assert open_run("run").record.schedule.max_timesteps == 10**6
 
 
 def test_the_printed_command_trains_further_if_evaluations_count(workdir, capsys):
     limits = ["schedule.max_timesteps=2000", "schedule.count_evaluations=true"]
-    assert main(["train", "--env", "CartPole-v1", *SHORT, *limits, "--run-dir", "run", "--generations", "1"]) == 0
+    assert (
+        main(
+            [
+                "train",
+                "--env",
+                "CartPole-v1",
+                *SHORT,
+                *limits,
+                "--run-dir",
+                "run",
+                "--generations",
+                "1",
+            ]
+        )
+        == 0
+    )
     assert main(printed_command("train further", capsys.readouterr().out)) == 0
     schedule = open_run("run").record.schedule
     assert (schedule.generations, schedule.max_timesteps) == (2, 4000)
 
 
-@pytest.mark.parametrize(("words", "part"), [("schedule=5", "schedule"), ("task={env: Acrobot-v1}", "task")])
+@pytest.mark.parametrize(
+    ("words", "part"), [("schedule=5", "schedule"), ("task={env: Acrobot-v1}", "task")]
+)
 def test_wrong_overrides_of_packaged_settings_are_refused(workdir, capsys, words, part):
     assert main(["train", "--env", "CartPole-v1", words]) == 2
     assert part in capsys.readouterr().err
@@ -196,7 +245,11 @@ def test_wrong_overrides_of_packaged_settings_are_refused(workdir, capsys, words
 def test_videos_show_the_return_of_each_agent(workdir, capsys):
     pytest.importorskip("moviepy")
     values = {
-        "task": {"parallel_env": "tests.envs.joint_probes:Painted", "validation_size": 2, "test_size": 2},
+        "task": {
+            "parallel_env": "tests.envs.joint_probes:Painted",
+            "validation_size": 2,
+            "test_size": 2,
+        },
         "schedule": {"generations": 1, "steps_per_generation": 1, "samples_per_step": 8},
         "population": {"size": 1},
     }
@@ -211,8 +264,18 @@ def test_videos_show_the_return_of_each_agent(workdir, capsys):
 
 def test_the_forecast_is_an_upper_bound():
     values = {
-        "task": {"parallel_env": FAVOURS, "policies": "prefix", "max_episode_steps": 1, "validation_size": 2},
-        "schedule": {"generations": 1, "steps_per_generation": 2, "samples_per_step": 8, "test_questions": 0},
+        "task": {
+            "parallel_env": FAVOURS,
+            "policies": "prefix",
+            "max_episode_steps": 1,
+            "validation_size": 2,
+        },
+        "schedule": {
+            "generations": 1,
+            "steps_per_generation": 2,
+            "samples_per_step": 8,
+            "test_questions": 0,
+        },
         "hyperparameters": {"batch_size": 5, "update_epochs": 3},
         "population": {"size": 2},
     }
@@ -220,11 +283,15 @@ def test_the_forecast_is_an_upper_bound():
     rows = prepared.forecast().rows
     assert re.findall(r"[\d,]+ ", rows["environment"])[:1] == ["16 "]  # 2 × 8 × 1
     assert "48 actions" in rows["environment"]  # three agents
-    assert "12 steps of red, at most 6 steps of blue" in rows["optimizer"]  # 3 epochs × ceil(16 / 5), ceil(8 / 5)
+    assert (
+        "12 steps of red, at most 6 steps of blue" in rows["optimizer"]
+    )  # 3 epochs × ceil(16 / 5), ceil(8 / 5)
     schedule = prepared.config.schedule
     strategy = prepared.config.strategy
     run = Trainer(prepared.population(), prepared.env, schedule=schedule, strategy=strategy)
-    steps = [member for report in run.reports() for member in getattr(report, "learned", {}).values()]
+    steps = [
+        member for report in run.reports() for member in getattr(report, "learned", {}).values()
+    ]
     assert steps
     assert all(0 < step.metrics["optimizer_steps"] <= 18 for step in steps)
 
@@ -247,10 +314,16 @@ class Raising(CartPoleEnv):
         return super().step(action)
 
 
-@pytest.mark.parametrize("error", ["AssertionError", "KeyError", "ZeroDivisionError", "RuntimeError"])
+@pytest.mark.parametrize(
+    "error", ["AssertionError", "KeyError", "ZeroDivisionError", "RuntimeError"]
+)
 @pytest.mark.parametrize("when", ["init", "step"])
-def test_an_environment_that_raises_before_training_is_named_with_its_line(monkeypatch, error, when):
-    monkeypatch.setitem(gymnasium.registry, "Raising-v0", gymnasium.envs.registration.EnvSpec("Raising-v0", Raising))
+def test_an_environment_that_raises_before_training_is_named_with_its_line(
+    monkeypatch, error, when
+):
+    monkeypatch.setitem(
+        gymnasium.registry, "Raising-v0", gymnasium.envs.registration.EnvSpec("Raising-v0", Raising)
+    )
     task = EnvironmentTask(env="Raising-v0", env_kwargs={"error": error, "when": when})
     with pytest.raises(ValueError, match=rf"Raising-v0.*{error}: .*no display"):
         task.environment(seed=0)

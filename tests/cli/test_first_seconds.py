@@ -42,13 +42,28 @@ def test_help_reports_and_configuration_errors_do_not_import_torch(tmp_path):
     (tmp_path / "torn.yaml").write_text("task: {name: two_digit_sums\n")
     (tmp_path / "list.yaml").write_text("- task\n")
     helps = [["--help"], ["train", "--help"], ["--version"]]
-    wrong = [["report", "."], ["train"], *(["train", f"{name}.yaml"] for name in ("missing", "torn", "list"))]
-    settings = ["scedule.generations=2", "target_fitness=1", "schedule.generations=two", "hyperparameters.lr=-1"]
-    settings += ["hyperparameters.learning_rate=1", "search_space.lr={min: 1, max: 0.1}", "population.size=0"]
+    wrong = [
+        ["report", "."],
+        ["train"],
+        *(["train", f"{name}.yaml"] for name in ("missing", "torn", "list")),
+    ]
+    settings = [
+        "scedule.generations=2",
+        "target_fitness=1",
+        "schedule.generations=two",
+        "hyperparameters.lr=-1",
+    ]
+    settings += [
+        "hyperparameters.learning_rate=1",
+        "search_space.lr={min: 1, max: 0.1}",
+        "population.size=0",
+    ]
     settings += ["logging.keep_checkpoints=0", "strategy.name=turnament", "model=[1]", "task=null"]
     wrong += [["train", "good.yaml", setting] for setting in settings]
     for arguments, (code, modules) in zip(
-        [*helps, *wrong], json.loads(run(tmp_path, SCRIPT, json.dumps([*helps, *wrong]))), strict=True
+        [*helps, *wrong],
+        json.loads(run(tmp_path, SCRIPT, json.dumps([*helps, *wrong]))),
+        strict=True,
     ):
         assert code == (0 if arguments in helps else 2), arguments
         assert not HEAVY & set(modules), arguments

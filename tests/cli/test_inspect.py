@@ -31,7 +31,16 @@ def test_tasks_lists_built_in_tasks_environments_and_presets(capsys):
 def test_doctor_checks_everything_and_says_if_the_demo_can_run(capsys):
     code = main(["doctor"])
     output = capsys.readouterr().out
-    for name in ("python", "torch", "memory", "demo model", "runs folder", "model cache", "datasets", "moviepy"):
+    for name in (
+        "python",
+        "torch",
+        "memory",
+        "demo model",
+        "runs folder",
+        "model cache",
+        "datasets",
+        "moviepy",
+    ):
         assert name in output
     assert ("The demo can run here" in output) == (code == 0)
     assert ("FAIL" in output) == (code == 1)

@@ -1,4 +1,7 @@
-"""Failing output does not stop training; failing checkpoints do, with a message about what is saved."""
+"""Failing output does not stop training.
+
+Failing checkpoints do, with a message about what is saved.
+"""
 
 import os
 import sys
@@ -31,9 +34,20 @@ def with_stdout(kind: str, *arguments: str) -> None:
     evogrpo_without_charts(*arguments)
 
 
-@pytest.mark.parametrize(("kind", "error"), [("full disk", "No space left on device"), ("closed pipe", "Broken pipe")])
+@pytest.mark.parametrize(
+    ("kind", "error"), [("full disk", "No space left on device"), ("closed pipe", "Broken pipe")]
+)
 def test_a_failing_stdout_does_not_end_the_run(project, workdir, kind, error):
-    process = Forked(with_stdout, kind, "train", str(project / "tiny.yaml"), "--run-dir", "run", *SHORT, cwd=workdir)
+    process = Forked(
+        with_stdout,
+        kind,
+        "train",
+        str(project / "tiny.yaml"),
+        "--run-dir",
+        "run",
+        *SHORT,
+        cwd=workdir,
+    )
     _, errors = process.communicate(timeout=100)
     assert process.returncode == 0, errors
     assert error in errors
@@ -42,7 +56,9 @@ def test_a_failing_stdout_does_not_end_the_run(project, workdir, kind, error):
 
 
 def test_an_unwritable_checkpoint_stops_the_run_and_names_what_is_saved(project, workdir):
-    process = command("train", project / "tiny.yaml", "--run-dir", "run", *SHORT, cwd=workdir, file_bytes=30_000)
+    process = command(
+        "train", project / "tiny.yaml", "--run-dir", "run", *SHORT, cwd=workdir, file_bytes=30_000
+    )
     output, errors = process.communicate(timeout=100)
     assert process.returncode == 1
     message = " ".join(errors.split())

@@ -65,7 +65,13 @@ SHADOWS = {
     "CartPole-v1": "plugged:pole",
 }
 NETWORKS = {
-    "task": {"env": "Acrobot-v1", "train_size": 20, "validation_size": 2, "test_size": 2, "max_episode_steps": 5},
+    "task": {
+        "env": "Acrobot-v1",
+        "train_size": 20,
+        "validation_size": 2,
+        "test_size": 2,
+        "max_episode_steps": 5,
+    },
     "population": {"size": 2},
     "search_space": {"lr": {"min": 1e-4, "max": 1e-2}},
     "hyperparameters": {"lr": 1e-3, "group_size": 4},
@@ -75,9 +81,13 @@ NETWORKS = {
 
 def install(folder: Path, name: str, entries: dict[str, str]) -> None:
     (folder / f"{name}-1.dist-info").mkdir()
-    (folder / f"{name}-1.dist-info" / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
+    (folder / f"{name}-1.dist-info" / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n"
+    )
     lines = [f"{key} = {value}" for key, value in entries.items()]
-    (folder / f"{name}-1.dist-info" / "entry_points.txt").write_text("\n".join(["[evogrpo.plugins]", *lines, ""]))
+    (folder / f"{name}-1.dist-info" / "entry_points.txt").write_text(
+        "\n".join(["[evogrpo.plugins]", *lines, ""])
+    )
 
 
 @pytest.fixture
@@ -97,7 +107,10 @@ def test_plugins_are_imported_when_they_are_named(installed, workdir):
     assert {"strict", "pole", "broken"} <= set(plugin_names())
     parse_config(NETWORKS)
     assert not (workdir / "imported").exists()
-    assert type(parse_config(NETWORKS | {"strategy": {"name": "strict", "z": 2}}).strategy).__name__ == "Strict"
+    assert (
+        type(parse_config(NETWORKS | {"strategy": {"name": "strict", "z": 2}}).strategy).__name__
+        == "Strict"
+    )
     assert (workdir / "imported").exists()
     assert evogrpo.train("Acrobot-v1", strategy="strict", **SHORT).trainer.strategy.z == 1
 
@@ -111,9 +124,15 @@ SHORT = {
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"strategy": "tournament"}, r"'tournament' \(plugged:Strict\) has the name of a built-in strategy"),
+        (
+            {"strategy": "tournament"},
+            r"'tournament' \(plugged:Strict\) has the name of a built-in strategy",
+        ),
         ({"task": {"name": "two_digit_sums"}, "model": "x"}, "has the name of a built-in task"),
-        ({"strategy": "broken"}, r"plugin 'broken' \(plugged_broken:nothing\) raised RuntimeError: half installed"),
+        (
+            {"strategy": "broken"},
+            r"plugin 'broken' \(plugged_broken:nothing\) raised RuntimeError: half installed",
+        ),
         ({"strategy": "value"}, "'value' .* must be a class or a function"),
         ({"strategy": "stric"}, "unknown strategy 'stric': did you mean 'strict'"),
         ({"sampler": {"name": "counting", "log": "x"}}, "sampler must be left out"),
@@ -141,8 +160,12 @@ def test_a_run_of_plugins_is_resumed(installed, workdir, capsys):
     assert main(["train", "config.yaml", "--run-dir", "run"]) == 0
     assert main(["resume", "run", "--generations", "2"]) == 0
     install(installed, "shadows", SHADOWS)
-    with pytest.raises(ValueError, match=r"'CartPole-v1' .* has the name of a built-in environment"):
-        parse_config(NETWORKS | {"strategy": "fixed", "task": {"env": "CartPole-v1"}}).task.environment(seed=0)
+    with pytest.raises(
+        ValueError, match=r"'CartPole-v1' .* has the name of a built-in environment"
+    ):
+        parse_config(
+            NETWORKS | {"strategy": "fixed", "task": {"env": "CartPole-v1"}}
+        ).task.environment(seed=0)
 
 
 def test_a_sampler_of_the_configuration_samples_in_a_resumed_run_too(installed, project, workdir):
@@ -150,7 +173,9 @@ def test_a_sampler_of_the_configuration_samples_in_a_resumed_run_too(installed, 
     values |= {"sampler": {"name": "plugged:counting", "log": "calls"}, "population": {"size": 2}}
     values["schedule"] |= {"generations": 1, "steps_per_generation": 1, "test_questions": 0}
     values["task"] = {"name": "sequences", "validation_size": 2, "test_size": 2}
-    (workdir / "config.yaml").write_text(yaml.safe_dump(values | {"model": str(project / values["model"])}))
+    (workdir / "config.yaml").write_text(
+        yaml.safe_dump(values | {"model": str(project / values["model"])})
+    )
     assert main(["train", "config.yaml", "--run-dir", "run"]) == 0
     calls = len((workdir / "calls").read_text())
     assert calls > 0

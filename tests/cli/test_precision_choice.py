@@ -19,7 +19,12 @@ from tests.tiny_models import COMMON
 def trained_in_bfloat16(project, tmp_path_factory):
     """Train one generation in bfloat16; return the run directory, which tests do not change."""
     folder = tmp_path_factory.mktemp("precision") / "run"
-    less = ["schedule.generations=1", "schedule.steps_per_generation=1", "population.size=2", "precision=bfloat16"]
+    less = [
+        "schedule.generations=1",
+        "schedule.steps_per_generation=1",
+        "population.size=2",
+        "precision=bfloat16",
+    ]
     assert main(["train", str(project / "tiny.yaml"), "--run-dir", str(folder), *less]) == 0
     return folder
 
@@ -41,7 +46,9 @@ def test_auto_is_bfloat16_where_the_processor_has_instructions_for_it(monkeypatc
     sizes = COMMON | {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8}
     with torch.device("meta"):
         wide = AutoModelForCausalLM.from_config(LlamaConfig(**sizes))
-    assert choose_precision("auto", wide, "cpu") == ("bfloat16" if has_bfloat16_products() else "float32")
+    assert choose_precision("auto", wide, "cpu") == (
+        "bfloat16" if has_bfloat16_products() else "float32"
+    )
     monkeypatch.setenv("EVOGRPO_SLOW", "1")
     assert choose_precision("auto", wide, "cpu") == "float32"
 
@@ -52,7 +59,9 @@ def test_precision_is_printed_and_recorded(project, run_dir, capsys):
     for chosen in ("auto", "bfloat16"):
         capsys.readouterr()
         assert main(["train", str(project / "tiny.yaml"), "--dry-run", f"precision={chosen}"]) == 0
-        assert f"on cpu in {'float32' if chosen == 'auto' else chosen}" in " ".join(capsys.readouterr().out.split())
+        assert f"on cpu in {'float32' if chosen == 'auto' else chosen}" in " ".join(
+            capsys.readouterr().out.split()
+        )
 
 
 def test_precision_is_kept_on_resume(run_dir, capsys):

@@ -19,9 +19,14 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("code", "message"), WRONG)
-def test_invalid_rewards_are_reported_before_the_model_is_loaded(project, workdir, capsys, code, message):
+def test_invalid_rewards_are_reported_before_the_model_is_loaded(
+    project, workdir, capsys, code, message
+):
     Path("mine.py").write_text(code)
-    assert main(["train", str(project / "tiny.yaml"), "--run-dir", "run", "task.reward=mine.py:score"]) == 2
+    assert (
+        main(["train", str(project / "tiny.yaml"), "--run-dir", "run", "task.reward=mine.py:score"])
+        == 2
+    )
     printed = capsys.readouterr().err
     assert message in printed.replace("\n", " ")
     assert "Traceback" not in printed
@@ -43,4 +48,6 @@ def test_the_tokenizer_of_another_model_is_refused(project, workdir, capsys):
     tokenizer.add_tokens([*(f"<{n}>" for n in range(500)), "0+"])
     tokenizer.save_pretrained("other")
     assert main(["train", str(project / "tiny.yaml"), "--dry-run", "model=other"]) == 2
-    assert "tokens of prompts must be in the vocabulary" in " ".join(capsys.readouterr().err.split())
+    assert "tokens of prompts must be in the vocabulary" in " ".join(
+        capsys.readouterr().err.split()
+    )

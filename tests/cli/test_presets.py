@@ -11,7 +11,12 @@ from evogrpo.training.configuration.reading import load_config, override, parse_
 from evogrpo.training.configuration.sections import CONFIG_FILE
 
 TINY = [
-    *("population.size=2", "schedule.generations=1", "schedule.steps_per_generation=1", "task.validation_size=2"),
+    *(
+        "population.size=2",
+        "schedule.generations=1",
+        "schedule.steps_per_generation=1",
+        "task.validation_size=2",
+    ),
     *("task.test_size=2", "task.max_episode_steps=10"),
 ]
 
@@ -25,7 +30,9 @@ def plan(capsys, *arguments):
 def test_a_preset_changes_the_defaults_of_its_environment(name):
     if name == "Taxi-v4" and Version(gymnasium.__version__) < Version("1.3"):
         pytest.skip("Gymnasium has Taxi-v4 from 1.3 on")
-    usual, chosen = (packaged_values(name, with_preset=with_preset) for with_preset in (False, True))
+    usual, chosen = (
+        packaged_values(name, with_preset=with_preset) for with_preset in (False, True)
+    )
     assert gymnasium.spec(name).id == name
     config = parse_config(chosen)
     assert config.task.env == name
@@ -33,7 +40,11 @@ def test_a_preset_changes_the_defaults_of_its_environment(name):
     preset_values = preset(name)
     assert preset_values.pop("strategy") == "tournament"  # as measured
     for section, values in preset_values.items():  # every value differs from the default
-        assert {key for key, value in values.items() if usual.get(section, {}).get(key, "absent") == value} == set()
+        assert {
+            key
+            for key, value in values.items()
+            if usual.get(section, {}).get(key, "absent") == value
+        } == set()
     assert override(chosen, ["population.size=3"])["population"]["size"] == 3
 
 
@@ -52,9 +63,17 @@ def test_the_plan_names_the_preset_and_explicit_settings_win(capsys):
 def test_python_and_command_line_use_the_same_preset(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["train", "--env", "CartPole-v1", "--preset", "--run-dir", "one", *TINY]) == 0
-    tiny = {"size": 2, "generations": 1, "steps_per_generation": 1, "validation_size": 2, "test_size": 2}
+    tiny = {
+        "size": 2,
+        "generations": 1,
+        "steps_per_generation": 1,
+        "validation_size": 2,
+        "test_size": 2,
+    }
     train("CartPole-v1", preset=True, run_dir="other", max_episode_steps=10, progress=False, **tiny)
-    command_config, python_config = (load_config(tmp_path / name / CONFIG_FILE).to_json() for name in ("one", "other"))
+    command_config, python_config = (
+        load_config(tmp_path / name / CONFIG_FILE).to_json() for name in ("one", "other")
+    )
     for name in ("run_dir", "run_id"):
         assert command_config.pop(name) != python_config.pop(name)
     assert command_config == python_config

@@ -34,13 +34,17 @@ def hostile_run(folder):
             outcome(0),
             {"event": "stopped", "reason": HOSTILE},
         ):  # fmt: skip
-            journal.append(event["event"], **{name: value for name, value in event.items() if name != "event"})
+            journal.append(
+                event["event"], **{name: value for name, value in event.items() if name != "event"}
+            )
     return folder
 
 
 @pytest.mark.parametrize("command", ["lineage", "best", "compare"])
 def test_texts_of_a_journal_are_escaped(tmp_path, capsys, command):
-    folders = [hostile_run(tmp_path / name) for name in ("one", "other")][: 2 if command == "compare" else 1]
+    folders = [hostile_run(tmp_path / name) for name in ("one", "other")][
+        : 2 if command == "compare" else 1
+    ]
     assert main([command, *map(str, folders)]) == 0
     output = capsys.readouterr().out
     assert "\x1b" not in output
@@ -51,7 +55,9 @@ def test_texts_of_a_journal_are_escaped(tmp_path, capsys, command):
 
 
 @pytest.mark.parametrize("arguments", [["best"], ["export", "elsewhere"]])
-def test_a_removed_best_member_is_exported_again_by_resume(run_dir, tmp_path, capsys, monkeypatch, arguments):
+def test_a_removed_best_member_is_exported_again_by_resume(
+    run_dir, tmp_path, capsys, monkeypatch, arguments
+):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(run_dir, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "best")
@@ -65,7 +71,9 @@ def test_lineage_marks_the_winner_and_lists_all_members(run_dir, capsys):
     lines = capsys.readouterr().out.splitlines()
     summary = summarise(read_journal(run_dir / "journal.jsonl"))
     starred = {int(line.partition("#")[2].split()[0]) for line in lines if "★" in line}
-    assert starred == {report.index for report in ancestors(summary, best_member(summary.generations))}
+    assert starred == {
+        report.index for report in ancestors(summary, best_member(summary.generations))
+    }
     assert len(lines) == len(summary.births)
 
 
@@ -74,7 +82,13 @@ def test_lineage_marks_the_winner_and_lists_all_members(run_dir, capsys):
     [("validation", "validation"), ("rollouts", "training")],
 )
 def test_fitness_is_named(tmp_path, capsys, by, measure):
-    begin = {"event": "run", "evolvable": {}, "samples_per_step": 8, "kind": "networks", "fitness": {"by": by}}
+    begin = {
+        "event": "run",
+        "evolvable": {},
+        "samples_per_step": 8,
+        "kind": "networks",
+        "fitness": {"by": by},
+    }
     training = by != "validation"
     measured = {"rollouts" if training else "greedy": estimate(0.25)}
     best = member(0, 0, fitness=0.25, measured=measured)
@@ -90,7 +104,11 @@ def test_fitness_is_named(tmp_path, capsys, by, measure):
 
 
 def test_a_comparison_shows_settings_and_the_difference_of_the_tests(run_dir, tmp_path, capsys):
-    finish(step_run(tmp_path / "other", options={"normalise_observations": True, "seed": 1}, generations=1))
+    finish(
+        step_run(
+            tmp_path / "other", options={"normalise_observations": True, "seed": 1}, generations=1
+        )
+    )
     assert main(["compare", str(run_dir), str(tmp_path / "other")]) == 0
     output = " ".join(capsys.readouterr().out.split())
     assert "seed 0 1" in output
@@ -125,14 +143,21 @@ def test_a_calibrated_learning_rate_is_shown_instead_of_the_first_guess(tmp_path
     other = {"slot": 1, "index": 1, "calibrated_lr": 0.5, "learning_rate": 0.5}
     founder = {"slot": 0, "index": 0}
     found = member(0, 0, hyperparameters=guess, metrics={"learning_rate": 0.0015})
-    child = member(1, 2, parent=0, fitness=0.9, hyperparameters=guess, metrics={"learning_rate": 0.003})
+    child = member(
+        1, 2, parent=0, fitness=0.9, hyperparameters=guess, metrics={"learning_rate": 0.003}
+    )
     written(
         tmp_path,
         run,
         step(0, founder | {"calibrated_lr": 0.00125, "learning_rate": 0.00125}, other),
         step(1, founder | {"learning_rate": 0.00175}, other),
         generation(1, found, member(1, 1, hyperparameters=guess), step=2),
-        step(2, founder | {"learning_rate": 0.25}, {"slot": 1, "index": 2, "learning_rate": 0.003}, generation=2),
+        step(
+            2,
+            founder | {"learning_rate": 0.25},
+            {"slot": 1, "index": 2, "learning_rate": 0.003},
+            generation=2,
+        ),
         generation(2, member(0, 0, hyperparameters=guess), child, best=2, step=3),
     )
     assert main(["best", str(tmp_path)]) == 0
@@ -140,8 +165,9 @@ def test_a_calibrated_learning_rate_is_shown_instead_of_the_first_guess(tmp_path
     assert "lr 0.00125 to 0.003" in shown
     assert "0.005" not in shown
     assert main(["export", str(tmp_path), "--schedule", str(tmp_path / "schedule.yaml")]) == 0
-    assert {stage.hyperparameters.lr for stage in HyperparameterSchedule.read(tmp_path / "schedule.yaml").stages} == {
-        0.00125
-    }
+    assert {
+        stage.hyperparameters.lr
+        for stage in HyperparameterSchedule.read(tmp_path / "schedule.yaml").stages
+    } == {0.00125}
     assert [each.lr for each in best_hyperparameters(tmp_path)] == [0.003]
     assert read_run(tmp_path).members["lr"].tolist() == [0.0015, 0.005, 0.005, 0.003]

@@ -1,4 +1,7 @@
-"""Stopping and resuming: signals, failing rewards, damaged checkpoints; a resumed run equals an uninterrupted one."""
+"""Stopping and resuming: signals, failing rewards, damaged checkpoints.
+
+A resumed run equals an uninterrupted one.
+"""
 
 import shutil
 import signal
@@ -39,18 +42,23 @@ def wait_for_step(run_dir: Path, step: int) -> None:
     for _ in range(6000):
         time.sleep(0.02)
         path = run_dir / "journal.jsonl"
-        if path.exists() and any(e["event"] == "step" and e["step"] >= step for e in read_journal(path)):
+        if path.exists() and any(
+            e["event"] == "step" and e["step"] >= step for e in read_journal(path)
+        ):
             return
     raise AssertionError("the run did not get there")
 
 
 @pytest.mark.parametrize(
-    ("number", "options", "code"), [(signal.SIGINT, ("--exit-code-on-stop", "9"), 130), (signal.SIGTERM, (), 143)]
+    ("number", "options", "code"),
+    [(signal.SIGINT, ("--exit-code-on-stop", "9"), 130), (signal.SIGTERM, (), 143)],
 )
 def test_a_run_stopped_by_a_signal_resumes_to_the_same_result(
     project, workdir, slow, uninterrupted, number, options, code, capsys
 ):
-    process = command("train", project / "tiny.yaml", "--run-dir", "run", *options, *slow, cwd=workdir)
+    process = command(
+        "train", project / "tiny.yaml", "--run-dir", "run", *options, *slow, cwd=workdir
+    )
     wait_for_step(workdir / "run", 0)
     process.send_signal(number)
     output, errors = process.communicate(timeout=120)
@@ -59,7 +67,9 @@ def test_a_run_stopped_by_a_signal_resumes_to_the_same_result(
     assert "Traceback" not in errors
     assert "evogrpo resume run" in output
     events = read_journal(workdir / "run" / "journal.jsonl")
-    assert events[-1]["reason"] == ("stopped by SIGTERM" if number == signal.SIGTERM else "stopped by the user")
+    assert events[-1]["reason"] == (
+        "stopped by SIGTERM" if number == signal.SIGTERM else "stopped by the user"
+    )
     assert sum(event["event"] == "step" for event in events) < 4
 
     Path("hurry").touch()
@@ -75,9 +85,13 @@ def test_a_run_stopped_by_a_signal_resumes_to_the_same_result(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("blocks", [False, True])
-def test_a_run_of_smollm2_ends_ten_seconds_after_sigterm_and_resumes(project, workdir, monkeypatch, capsys, blocks):
+def test_a_run_of_smollm2_ends_ten_seconds_after_sigterm_and_resumes(
+    project, workdir, monkeypatch, capsys, blocks
+):
     """While it samples, and in a reward function that does not return."""
-    monkeypatch.delenv("EVOGRPO_CACHE", raising=False)  # converting the model takes a while: use the user's cache
+    monkeypatch.delenv(
+        "EVOGRPO_CACHE", raising=False
+    )  # converting the model takes a while: use the user's cache
     wait = "os.path.exists('hang') and not open('hanging', 'w').close() and time.sleep(10_000)"
     text = (project / "rewards.py").read_text().replace("return", f"{wait}; return")
     Path("waiting.py").write_text(f"import os, time\n{text}")
@@ -102,7 +116,9 @@ def test_a_run_of_smollm2_ends_ten_seconds_after_sigterm_and_resumes(project, wo
 
 
 @pytest.mark.slow
-def test_a_second_signal_aborts_at_once_and_the_run_resumes(project, workdir, slow, uninterrupted, capsys):
+def test_a_second_signal_aborts_at_once_and_the_run_resumes(
+    project, workdir, slow, uninterrupted, capsys
+):
     # Once the file `hang` exists, the step cannot end between the two signals.
     patient = "30 if os.path.exists('hang') and not open('hanging', 'w').close() else 0.03"
     Path("slow.py").write_text(Path("slow.py").read_text().replace("0.03", patient))
@@ -117,7 +133,9 @@ def test_a_second_signal_aborts_at_once_and_the_run_resumes(project, workdir, sl
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 130, errors
     assert "Aborted" in errors
-    assert read_journal(workdir / "run" / "journal.jsonl")[-1]["event"] == "step"  # without a `stopped` event
+    assert (
+        read_journal(workdir / "run" / "journal.jsonl")[-1]["event"] == "step"
+    )  # without a `stopped` event
 
     Path("slow.py").write_text((project / "rewards.py").read_text())
     assert main(["resume", "run", "--allow-changed-data"]) == 0
@@ -125,13 +143,25 @@ def test_a_second_signal_aborts_at_once_and_the_run_resumes(project, workdir, sl
     assert events_of(workdir / "run") == uninterrupted
 
 
-def test_a_run_stopped_by_a_failing_reward_resumes_after_the_fix(project, workdir, uninterrupted, capsys):
+def test_a_run_stopped_by_a_failing_reward_resumes_after_the_fix(
+    project, workdir, uninterrupted, capsys
+):
     good = (project / "rewards.py").read_text()
     Path("mine.py").write_text(
-        good.replace("    return", "    global calls\n    calls += 1\n    assert calls < 40, 'oh'\n    return")
+        good.replace(
+            "    return",
+            "    global calls\n    calls += 1\n    assert calls < 40, 'oh'\n    return",
+        )
         + "\ncalls = 0\n"
     )
-    arguments = ["train", str(project / "tiny.yaml"), "--run-dir", "run", *SHORT, "task.reward=mine.py:score"]
+    arguments = [
+        "train",
+        str(project / "tiny.yaml"),
+        "--run-dir",
+        "run",
+        *SHORT,
+        "task.reward=mine.py:score",
+    ]
     assert main(arguments) == 1
     printed = capsys.readouterr()
     assert "AssertionError" in printed.err
@@ -142,20 +172,34 @@ def test_a_run_stopped_by_a_failing_reward_resumes_after_the_fix(project, workdi
     assert main(["resume", "run"]) == 2
     assert "reward score: weight 1, code" in capsys.readouterr().err
     assert main(["resume", "run", "--allow-changed-data"]) == 0
-    assert "warning: Changed since the run began: reward score: weight 1, code" in capsys.readouterr().err
+    assert (
+        "warning: Changed since the run began: reward score: weight 1, code"
+        in capsys.readouterr().err
+    )
     assert events_of(workdir / "run") == uninterrupted
 
 
 def test_resume_refuses_settings_that_change_the_run(trained, workdir, capsys):
     shutil.copytree(trained, "run")
-    for override in ("hyperparameters.lr=1", "samples_per_step=32", "schedule.steps_per_generation=9"):
+    for override in (
+        "hyperparameters.lr=1",
+        "samples_per_step=32",
+        "schedule.steps_per_generation=9",
+    ):
         assert main(["resume", "run", override]) == 2
         assert "A resumed run may only change generations" in capsys.readouterr().err
 
 
 def test_a_run_without_live_members_offers_no_resume(project, workdir, capsys):
-    Path("mine.py").write_text("def score(completion, answer, question):\n    return len(set(completion)) / 8\n")
-    deadly = ("search_space.lr=null", "hyperparameters.lr=1e37", "schedule.generations=2", "task.reward=mine.py:score")
+    Path("mine.py").write_text(
+        "def score(completion, answer, question):\n    return len(set(completion)) / 8\n"
+    )
+    deadly = (
+        "search_space.lr=null",
+        "hyperparameters.lr=1e37",
+        "schedule.generations=2",
+        "task.reward=mine.py:score",
+    )
     assert main(["train", str(project / "tiny.yaml"), "--run-dir", "run", *deadly]) == 1
     printed = capsys.readouterr()
     assert "All members failed" in printed.err

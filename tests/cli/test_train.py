@@ -30,7 +30,15 @@ def finished(project, tmp_path_factory):
 
 def test_a_run_writes_all_its_files_and_absolute_paths(finished, project):
     run_dir, _, _ = finished
-    for name in ("journal.jsonl", "config.yaml", "report.png", "report.html", "best", "checkpoints", "tensorboard"):
+    for name in (
+        "journal.jsonl",
+        "config.yaml",
+        "report.png",
+        "report.html",
+        "best",
+        "checkpoints",
+        "tensorboard",
+    ):
         assert (run_dir / name).exists(), name
     kinds = [event["event"] for event in read_journal(run_dir / "journal.jsonl")]
     assert kinds.count("generation") == 3
@@ -72,7 +80,12 @@ def test_the_printed_code_to_use_the_best_member_works(finished, monkeypatch):
 def test_a_reward_function_may_change_the_working_directory(project, workdir):
     code = "import os\ndef f(completion, answer, question):\n    os.chdir('/')\n    return 0.0"
     (workdir / "moving.py").write_text(code)
-    words = ("task.reward=moving.py:f", "population.size=1", "schedule.generations=1", "run_dir=run")
+    words = (
+        "task.reward=moving.py:f",
+        "population.size=1",
+        "schedule.generations=1",
+        "run_dir=run",
+    )
     assert main(["train", str(project / "tiny.yaml"), *words]) == 0
     assert (workdir / "run" / "best").is_dir()
     assert Path.cwd() == Path("/")
@@ -99,7 +112,12 @@ def test_an_exported_adapter_loads_with_peft(finished, project, workdir, capsys)
 
 
 def test_a_run_of_all_weights_exports_a_model(project, workdir, capsys):
-    train = ["train", str(project / "tiny.yaml"), "agent.full_finetuning=true", "hyperparameters.beta=0.01"]
+    train = [
+        "train",
+        str(project / "tiny.yaml"),
+        "agent.full_finetuning=true",
+        "hyperparameters.beta=0.01",
+    ]
     train += ["population.size=2", "schedule.generations=1", "--run-dir", "run"]
     base = AutoModelForCausalLM.from_pretrained(project / "model")
     assert main([*train, "--dry-run"]) == 0
@@ -108,7 +126,9 @@ def test_a_run_of_all_weights_exports_a_model(project, workdir, capsys):
     prepared = prepare(load_config(project / "tiny.yaml", train[2:4]))
     size = sum(parameter.numel() for parameter in base.parameters())
     assert prepared.trained.size == size
-    assert prepared.forecast().memory.size > 7 * 4 * 4 * size  # 4 members, their moments, copies and gradients
+    assert (
+        prepared.forecast().memory.size > 7 * 4 * 4 * size
+    )  # 4 members, their moments, copies and gradients
     assert main(train) == 0
     assert main(["export", "run", "model"]) == 0
     output = capsys.readouterr().out
@@ -127,7 +147,13 @@ def test_a_run_of_all_weights_exports_a_model(project, workdir, capsys):
 def test_a_run_may_start_from_an_adapter(finished, project, workdir, capsys):
     """A relative path in an override is resolved against the working directory."""
     assert main(["export", str(finished[0]), "start"]) == 0
-    train = ["train", str(project / "tiny.yaml"), "agent.adapter=start", "population.size=2", "--dry-run"]
+    train = [
+        "train",
+        str(project / "tiny.yaml"),
+        "agent.adapter=start",
+        "population.size=2",
+        "--dry-run",
+    ]
     assert main(train) == 0
     output = re.sub(r"\s", "", capsys.readouterr().out)
     assert f"thatstartsfrom{Path('start').resolve()}" in output
@@ -143,7 +169,10 @@ def test_a_run_may_start_from_an_adapter(finished, project, workdir, capsys):
 
 def test_a_dry_run_prints_the_forecast_and_writes_nothing(project, workdir, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
-    assert main(["train", str(project / "tiny.yaml"), "--dry-run", "schedule.samples_per_step=32"]) == 0
+    assert (
+        main(["train", str(project / "tiny.yaml"), "--dry-run", "schedule.samples_per_step=32"])
+        == 0
+    )
     output = capsys.readouterr().out
     assert "32 completions per member and learning step, 128 in all" in output
     assert "16 groups of 2, 8 groups of 4, 4 groups of 8" in output
@@ -155,14 +184,22 @@ def test_a_dry_run_prints_the_forecast_and_writes_nothing(project, workdir, caps
 
 def test_a_run_killed_before_its_first_checkpoint_starts_again(workdir, capsys):
     """A configuration written by the user is not overwritten."""
-    words = ["train", "--env", "CartPole-v1", "schedule.target_fitness=0", "logging.tensorboard=false"]
+    words = [
+        "train",
+        "--env",
+        "CartPole-v1",
+        "schedule.target_fitness=0",
+        "logging.tensorboard=false",
+    ]
     words += ["task.validation_size=4", "task.test_size=4", "task.max_episode_steps=9"]
     assert main([*words, "--run-dir", "first"]) == 0
     for folder, head in (("killed", ""), ("own", "# by hand\n")):
         Path(folder).mkdir()
         Path(folder, "config.yaml").write_text(head + Path("first/config.yaml").read_text())
     assert main([*words, "--run-dir", "killed"]) == 0
-    assert Path("killed/config.yaml").read_text() != Path("first/config.yaml").read_text()  # its own folder and id
+    assert (
+        Path("killed/config.yaml").read_text() != Path("first/config.yaml").read_text()
+    )  # its own folder and id
     capsys.readouterr()
     assert main([*words, "--run-dir", "own"]) == 2
     assert "holds config.yaml" in capsys.readouterr().err
@@ -170,7 +207,11 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(workdir, capsys):
 
 def test_the_token_forecast_is_a_tight_upper_bound(finished, project):
     rows = prepare(load_config(project / "tiny.yaml")).forecast().rows
-    generations = [event for event in read_journal(finished[0] / "journal.jsonl") if event["event"] == "generation"]
+    generations = [
+        event
+        for event in read_journal(finished[0] / "journal.jsonl")
+        if event["event"] == "generation"
+    ]
     spent = generations[-1]["tokens"]
     most = int(re.search(r"([\d,]+) in all", rows["tokens"])[1].replace(",", ""))
     assert 0.1 * most < spent <= most
@@ -179,10 +220,16 @@ def test_the_token_forecast_is_a_tight_upper_bound(finished, project):
 def test_the_fixed_demo_differs_from_the_demo_in_evolution_only(workdir, project, capsys):
     short = [f"model={project / 'model'}", "task.name=number_sequences", "task.validation_size=8"]
     short += ["agent.max_output_tokens=4"]
-    short += ["schedule.target_fitness=0", "schedule.test_questions=0"]  # it is reached before training
+    short += [
+        "schedule.target_fitness=0",
+        "schedule.test_questions=0",
+    ]  # it is reached before training
     for arguments in (["demo", "--seed", "3"], ["demo", "--fixed", "--seed", "3"]):
         assert main([*arguments, *short]) == 0
-    evolved, fixed = (yaml.safe_load(Path(f"runs/{name}/config.yaml").read_text()) for name in ("demo", "demo-fixed"))
+    evolved, fixed = (
+        yaml.safe_load(Path(f"runs/{name}/config.yaml").read_text())
+        for name in ("demo", "demo-fixed")
+    )
     assert fixed["strategy"] == {"name": "fixed"}
     assert (evolved["population"]["spread"], fixed["population"]["spread"]) == (True, False)
     for values in (evolved, fixed):
@@ -195,7 +242,12 @@ def test_the_fixed_demo_differs_from_the_demo_in_evolution_only(workdir, project
 
 def test_simultaneous_runs_get_different_default_folders(workdir):
     """Both find runs/CartPole-v1 free."""
-    words = ("train", "--env", "CartPole-v1", "schedule.target_fitness=0")  # it is reached before training
+    words = (
+        "train",
+        "--env",
+        "CartPole-v1",
+        "schedule.target_fitness=0",
+    )  # it is reached before training
     starts = [command(*words, f"seed={seed}", cwd=workdir) for seed in range(2)]
     for process in starts:
         assert process.wait(100) == 0

@@ -49,7 +49,10 @@ def check(text):
 def runs(stored_network_run, stored_language_run, tmp_path_factory):
     """Return a run of networks and one of a language model; both names contain control characters."""
     runs = {f"a{HOSTILE}": stored_network_run, f"b{HOSTILE}": stored_language_run}
-    return [shutil.copytree(run.folder, tmp_path_factory.mktemp("runs") / name) for name, run in runs.items()]
+    return [
+        shutil.copytree(run.folder, tmp_path_factory.mktemp("runs") / name)
+        for name, run in runs.items()
+    ]
 
 
 @pytest.mark.parametrize(
@@ -77,7 +80,8 @@ def test_paths_and_options_are_escaped(runs, workdir, words, kind, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "words", [[HOSTILE], ["train", "c.yaml", f"--{HOSTILE.replace(' ', '')}"], ["demo", "--seed", HOSTILE]]
+    "words",
+    [[HOSTILE], ["train", "c.yaml", f"--{HOSTILE.replace(' ', '')}"], ["demo", "--seed", HOSTILE]],
 )
 def test_unknown_arguments_are_escaped(words, monkeypatch):
     with output_of(Terminal, monkeypatch) as output, pytest.raises(SystemExit):
@@ -94,7 +98,9 @@ def test_texts_of_a_checkpoint_are_escaped(runs, workdir, kind, monkeypatch):
     tensors, record = read_checkpoint(best, kind="agent")
     record["shared"]["source"] = HOSTILE
     files = {
-        path.name: path.read_bytes() for path in checkpoint_path(best).iterdir() if path.name.startswith("adapter")
+        path.name: path.read_bytes()
+        for path in checkpoint_path(best).iterdir()
+        if path.name.startswith("adapter")
     }
     write_checkpoint(best, tensors, record, files=files, kind="agent", replace=True)
     with output_of(kind, monkeypatch) as output:
@@ -116,7 +122,18 @@ def test_the_console_escapes_all_text(kind):
     assert "━━━━" in output.getvalue()
 
 
-TRAPS = ("reasoning_gym", "optuna", "pandas", "datasets", "moviepy", "gguf", "rich", "yaml", "tensorflow", "my_trap")
+TRAPS = (
+    "reasoning_gym",
+    "optuna",
+    "pandas",
+    "datasets",
+    "moviepy",
+    "gguf",
+    "rich",
+    "yaml",
+    "tensorflow",
+    "my_trap",
+)
 
 
 @pytest.fixture
@@ -124,9 +141,13 @@ def trapped(workdir):
     """Work in a folder with packages that write a file when they are imported; return the file."""
     for name in TRAPS:
         (workdir / name).mkdir()
-        (workdir / name / "__init__.py").write_text(f"open({str(workdir / 'sprung')!r}, 'a').write({name!r})")
+        (workdir / name / "__init__.py").write_text(
+            f"open({str(workdir / 'sprung')!r}, 'a').write({name!r})"
+        )
         (workdir / f"{name}-9.dist-info").mkdir()
-        (workdir / f"{name}-9.dist-info" / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 9\n")
+        (workdir / f"{name}-9.dist-info" / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {name}\nVersion: 9\n"
+        )
     return workdir / "sprung"
 
 
@@ -144,7 +165,9 @@ def test_tasks_imports_nothing_from_the_working_directory(workdir, trapped):
     assert process.returncode == 0, process.stderr
 
 
-def test_only_commands_that_run_user_code_import_from_the_working_directory(runs, workdir, trapped, capsys):
+def test_only_commands_that_run_user_code_import_from_the_working_directory(
+    runs, workdir, trapped, capsys
+):
     for words in (["doctor"], ["tasks"], ["best", "RUN"], ["export", "RUN"]):
         main([word.replace("RUN", str(runs[0])) for word in words])
         assert str(workdir) not in sys.path
@@ -159,4 +182,10 @@ def test_only_commands_that_run_user_code_import_from_the_working_directory(runs
 def test_a_printed_command_quotes_the_interpreter(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/a folder/python")
     monkeypatch.setenv("PATH", "")  # without `evogrpo`
-    assert shlex.split(command("resume", "a run")) == ["/a folder/python", "-m", "evogrpo", "resume", "a run"]
+    assert shlex.split(command("resume", "a run")) == [
+        "/a folder/python",
+        "-m",
+        "evogrpo",
+        "resume",
+        "a run",
+    ]

@@ -27,8 +27,15 @@ def server(project):
 
 def test_the_command_of_each_server_is_printed(project, capsys):
     urls = ["http://127.0.0.1:8000", "http://10.0.0.2:9000"]
-    sampler = yaml.safe_dump({"vllm": urls, "adapters_dir": "adapters"}, default_flow_style=True).strip()
-    arguments = ["vllm-command", str(project / "tiny.yaml"), f"sampler={sampler}", "population.size=3"]
+    sampler = yaml.safe_dump(
+        {"vllm": urls, "adapters_dir": "adapters"}, default_flow_style=True
+    ).strip()
+    arguments = [
+        "vllm-command",
+        str(project / "tiny.yaml"),
+        f"sampler={sampler}",
+        "population.size=3",
+    ]
     assert main(arguments) == 0
     lines = [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
     assert [line[line.index("--max-loras") + 1] for line in lines] == ["2", "1"]
@@ -73,7 +80,9 @@ def test_a_run_is_saved_if_its_server_dies_and_resumes(project, server, capsys):
 
 def steps(folder):
     path = Path(folder, "journal.jsonl")
-    return [event for event in read_journal(path) if event["event"] == "step"] if path.exists() else []
+    return (
+        [event for event in read_journal(path) if event["event"] == "step"] if path.exists() else []
+    )
 
 
 @pytest.mark.vllm
@@ -84,7 +93,12 @@ def test_a_run_that_is_killed_with_its_vllm_server_resumes(workdir, capsys):
     schedule = {"generations": 2, "steps_per_generation": 1, "samples_per_step": 8}
     agent = {"max_output_tokens": 2, "objective": {"importance_correction": "token_truncate"}}
     task = {**CONFIG["task"], "validation_size": 8, "test_size": 8}
-    changes = {"model": "smollm2-135m", "precision": "float32", "sampler": sampler, "schedule": schedule}
+    changes = {
+        "model": "smollm2-135m",
+        "precision": "float32",
+        "sampler": sampler,
+        "schedule": schedule,
+    }
     path.write_text(yaml.safe_dump({**CONFIG, **changes, "agent": agent, "task": task}))
     assert main(["vllm-command", str(path)]) == 0
     server = RealServer(capsys.readouterr().out.strip())

@@ -51,8 +51,18 @@ def project_dir(workdir, monkeypatch):
 
 @pytest.mark.parametrize("where", ["serial", pytest.param("processes", marks=pytest.mark.slow)])
 def test_a_wrapped_run_resumes(project_dir, where):
-    words = ["--env", "HalvesPole-v0", "--wrapper", "mywrappers:Halves", "--wrapper", "TimeAwareObservation", *SHORT]
-    process = command("train", *words, f"task.vectorization={where}", "task.num_envs=2", cwd=project_dir)
+    words = [
+        "--env",
+        "HalvesPole-v0",
+        "--wrapper",
+        "mywrappers:Halves",
+        "--wrapper",
+        "TimeAwareObservation",
+        *SHORT,
+    ]
+    process = command(
+        "train", *words, f"task.vectorization={where}", "task.num_envs=2", cwd=project_dir
+    )
     output, errors = process.communicate(timeout=120)
     assert (process.returncode, errors) == (0, "")  # workers are silent at their end
     assert "wrappers mywrappers:Halves, then TimeAwareObservation" in " ".join(output.split())
@@ -66,7 +76,10 @@ def test_wrapper_options_are_given_in_a_configuration(project_dir):
     values = {
         "task": {
             "env": "CartPole-v1",
-            "wrappers": [{"name": "mywrappers.py:Halves", "options": {"parts": 4}}, "TimeAwareObservation"],
+            "wrappers": [
+                {"name": "mywrappers.py:Halves", "options": {"parts": 4}},
+                "TimeAwareObservation",
+            ],
         },
         "schedule": {"generations": 1, "samples_per_step": 8},
     }
@@ -91,7 +104,11 @@ def test_wrapper_options_are_given_in_a_configuration(project_dir):
         (["--wrapper", "FlattenObservation", "task.vectorization=native"], "vectorization"),
     ],
 )
-def test_invalid_wrappers_are_refused_before_anything_is_written(project_dir, capsys, words, message):
+def test_invalid_wrappers_are_refused_before_anything_is_written(
+    project_dir, capsys, words, message
+):
     assert main(["train", "--env", "CartPole-v1", *words]) == 2
     assert message in capsys.readouterr().err
-    assert [each.name for each in project_dir.iterdir() if each.name != "__pycache__"] == ["mywrappers.py"]
+    assert [each.name for each in project_dir.iterdir() if each.name != "__pycache__"] == [
+        "mywrappers.py"
+    ]

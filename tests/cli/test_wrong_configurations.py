@@ -24,12 +24,17 @@ TASKS = {
 }
 KINDS = {kind: key for kind, task in TASKS.items() for key in task if key not in ("reward", "form")}
 SHARED = [
-    *(("hyperparameters", Hyperparameters), ("schedule", Schedule), ("population", PopulationConfig)),
+    *(
+        ("hyperparameters", Hyperparameters),
+        ("schedule", Schedule),
+        ("population", PopulationConfig),
+    ),
     ("logging", LoggingConfig),
 ]
 FREE = ("env_kwargs", "chat_template_kwargs", "options", "sizes")  # mappings with any keys
 
-# File | wrong settings | words of the answer. Values that are out of range, and settings that contradict each other.
+# File | wrong settings | words of the answer. Values that are out of range, and settings that
+# contradict each other.
 TABLE = """
 questions   | seed=-1                                  | seed must be at least 0, got -1
 questions   | precision=bf16                           | precision must be one of; got 'bf16': did you mean 'bfloat16'?
@@ -159,13 +164,18 @@ def records(kind: str) -> Iterator[tuple[str, type]]:
     if kind == "project":
         return
     task_type, task = next(
-        (each, task) for each in TASK_TYPES.values() for task in each.tasks if task.key == KINDS[kind]
+        (each, task)
+        for each in TASK_TYPES.values()
+        for task in each.tasks
+        if task.key == KINDS[kind]
     )
     yield "task", task
     if kind in ("questions", "environment"):
         yield "agent", task_type.agent
         hints = get_type_hints(task_type.agent).items()
-        yield from ((f"agent.{name}", hint) for name, hint in hints if dataclasses.is_dataclass(hint))
+        yield from (
+            (f"agent.{name}", hint) for name, hint in hints if dataclasses.is_dataclass(hint)
+        )
     if kind == "questions":
         yield from SHARED
 
@@ -184,14 +194,21 @@ def generated(kind: str) -> Iterator[tuple[str, list[str]]]:
                 yield f"{path}.{key}={{x: 1}}", [f"{path}.{key}", " must be ", "{'x': 1}"]
             elif turn % 3 == 1:
                 yield f"{path}.{key}=7", [f"{path}.{key} must be a mapping", "got 7"]
-            elif key not in ("seed", "schedule", "loss_type", "advantage"):  # keys of several sections
+            elif key not in (
+                "seed",
+                "schedule",
+                "loss_type",
+                "advantage",
+            ):  # keys of several sections
                 elsewhere = "schedule" if path == "logging" else "logging"
                 yield f"{elsewhere}.{key}=1", [f"'{elsewhere}.{key}'", f"Use '{path}.{key}'."]
 
 
 def cases(kind: str) -> list[tuple[str, list[str]]]:
     rows = [[cell.strip() for cell in row.split(" | ")] for row in TABLE.strip().splitlines()]
-    return [(words, rule.split("; ")) for name, words, rule in rows if name == kind] + list(generated(kind))
+    return [(words, rule.split("; ")) for name, words, rule in rows if name == kind] + list(
+        generated(kind)
+    )
 
 
 def overrides(words: str) -> list[str]:
@@ -226,7 +243,12 @@ def test_a_short_sentence_names_key_value_and_rule(answer, kind):
     for words, rule in cases(kind):
         error = answer(kind, words)
         longest = max(len(sentence.split()) for sentence in re.split(r"(?<=[.?])\s", error))
-        good = error.startswith("error: ") and error.count("\n") == 1 and "Traceback" not in error and longest <= 30
+        good = (
+            error.startswith("error: ")
+            and error.count("\n") == 1
+            and "Traceback" not in error
+            and longest <= 30
+        )
         if not good or not all(part in error for part in rule):
             wrong.append(f"{words} | {'; '.join(rule)} | {error}")
     assert wrong == []
@@ -236,4 +258,7 @@ def test_a_short_sentence_names_key_value_and_rule(answer, kind):
 def test_every_fault_has_a_sentence(answer, kind, words, faults):
     lines = answer(kind, words).splitlines()
     assert len(lines) == faults
-    assert all(any(each.partition("=")[0].rpartition(".")[2] in line for line in lines) for each in overrides(words))
+    assert all(
+        any(each.partition("=")[0].rpartition(".")[2] in line for line in lines)
+        for each in overrides(words)
+    )

@@ -17,8 +17,14 @@ ADVANTAGES = CATEGORIES["advantage"]
         ({"kl_estimator": "k1"}, "kl_estimator"),
         ({"kl_horizon": 100}, "kl_horizon.*kl_target"),
         ({"importance_cap": 3.0}, "importance_cap.*importance_correction"),
-        ({"importance_cap": 1.0, "importance_correction": "token_mask"}, "importance_cap.*'token_mask'"),
-        ({"importance_cap": 1.0, "importance_correction": "sequence_mask"}, "importance_cap.*'sequence_mask'"),
+        (
+            {"importance_cap": 1.0, "importance_correction": "token_mask"},
+            "importance_cap.*'token_mask'",
+        ),
+        (
+            {"importance_cap": 1.0, "importance_correction": "sequence_mask"},
+            "importance_cap.*'sequence_mask'",
+        ),
         ({"reference_mixing": 0.5}, "reference_mixing.*reference_sync_steps"),
         ({"reference_sync_steps": 4}, "reference_sync_steps"),
         ({"reference": "old", "reference_sync_steps": 4}, "reference_sync_steps"),
@@ -31,10 +37,16 @@ ADVANTAGES = CATEGORIES["advantage"]
         ({"sapo_tau_positive": 2.0}, "sapo_tau_positive.*'sapo'"),
         ({"sapo_tau_negative": 2.0, "loss_type": "cispo"}, "sapo_tau_negative.*'sapo'"),
         ({"loss_type": "gmpo", "aggregation": "token-mean"}, "aggregation"),
-        ({"reward_shift": True, "reward_scale": True, "reward_norm": "group"}, "reward_shift and reward_scale"),
+        (
+            {"reward_shift": True, "reward_scale": True, "reward_norm": "group"},
+            "reward_shift and reward_scale",
+        ),
         ({"reward_shift": True}, "reward_shift.*reward_norm"),
         ({"reward_scale": True}, "reward_scale.*reward_norm"),
-        ({"advantage": "mean_only", "reward_norm": "running", "reward_shift": True}, "reward_shift"),
+        (
+            {"advantage": "mean_only", "reward_norm": "running", "reward_shift": True},
+            "reward_shift",
+        ),
         ({"advantage": "gdpo", "overlong_buffer": 8}, "overlong_buffer"),
     ],
 )
@@ -55,7 +67,12 @@ def test_dual_clip_and_delta_need_a_clipped_ratio(loss_type, name):
 
 @pytest.mark.parametrize("loss_type", LOSSES)
 @pytest.mark.parametrize(
-    "fields", [{"top_entropy_quantile": 0.2}, {"kl_placement": "reward"}, *({"advantage": a} for a in STEP_ADVANTAGES)]
+    "fields",
+    [
+        {"top_entropy_quantile": 0.2},
+        {"kl_placement": "reward"},
+        *({"advantage": a} for a in STEP_ADVANTAGES),
+    ],
 )
 def test_advantages_per_action_need_a_ratio_per_action(loss_type, fields):
     if not LOSS_TYPES[loss_type].per_action:
@@ -85,7 +102,9 @@ def test_reward_norms_without_effect_are_rejected(advantage, norm):
 
 
 def space(**choices):
-    return HyperparameterConfig(**{name: RLParameter(choices=values) for name, values in choices.items()})
+    return HyperparameterConfig(
+        **{name: RLParameter(choices=values) for name, values in choices.items()}
+    )
 
 
 @pytest.mark.parametrize(
@@ -96,9 +115,19 @@ def space(**choices):
         ({"reference": "old"}, {}, {}, "reference.*beta"),
         ({"kl_estimator": "full"}, {}, {}, "kl_estimator.*beta"),
         ({"kl_estimator": "full_reversed"}, {}, {"lr": [1e-3, 1e-2]}, "kl_estimator.*beta"),
-        ({"dual_clip": 3.0}, {}, {"loss_type": ["grpo", "sapo"]}, "loss_type='sapo', advantage='outcome': dual_clip"),
+        (
+            {"dual_clip": 3.0},
+            {},
+            {"loss_type": ["grpo", "sapo"]},
+            "loss_type='sapo', advantage='outcome': dual_clip",
+        ),
         ({"dual_clip": 3.0}, {"loss_type": "cispo"}, {}, "loss_type='cispo'"),
-        ({"loss_type": "gspo"}, {}, {"advantage": ["outcome", "process"]}, "loss_type='gspo', advantage='process'"),
+        (
+            {"loss_type": "gspo"},
+            {},
+            {"advantage": ["outcome", "process"]},
+            "loss_type='gspo', advantage='process'",
+        ),
         (
             {"advantage": "mean_only", "reward_norm": "batch"},
             {},
@@ -113,7 +142,9 @@ def space(**choices):
         ({"delta": 1.3}, {"clip_high": 0.4, "clip_coef": 0.1}, {}, "up to 0.4"),
     ],
 )
-def test_check_rejects_switches_that_a_member_cannot_use(objective, hyperparameters, evolving, reason):
+def test_check_rejects_switches_that_a_member_cannot_use(
+    objective, hyperparameters, evolving, reason
+):
     with pytest.raises(ValueError, match=reason):
         Objective(**objective).check(Hyperparameters(**hyperparameters), space(**evolving))
 
@@ -130,7 +161,11 @@ def test_check_rejects_switches_that_a_member_cannot_use(objective, hyperparamet
             {"clip_high": 0.2, "clip_coef": 0.5},
             {"clip_coef": [0.1, 0.9]},
         ),  # clip_coef is never used above
-        ({"loss_type": "cispo", "cispo_clip_low": True}, {}, {"loss_type": ["cispo", "grpo", "gmpo"]}),
+        (
+            {"loss_type": "cispo", "cispo_clip_low": True},
+            {},
+            {"loss_type": ["cispo", "grpo", "gmpo"]},
+        ),
         (
             {"loss_type": "sapo", "kl_placement": "reward"},
             {"loss_type": "grpo", "beta": 0.1},
@@ -156,5 +191,7 @@ def test_loss_types_that_are_the_same_cannot_evolve(objective, choices):
     space = HyperparameterConfig(loss_type=RLParameter(choices=choices))
     with pytest.raises(ValueError, match=f"'{choices[-1]}'"):
         Objective(loss_type=choices[0], **objective).check(Hyperparameters(), space)
-    others = HyperparameterConfig(loss_type=RLParameter(choices=["grpo", "dapo", "dr_grpo", "gspo", "luspo", "cispo"]))
+    others = HyperparameterConfig(
+        loss_type=RLParameter(choices=["grpo", "dapo", "dr_grpo", "gspo", "luspo", "cispo"])
+    )
     Objective().check(Hyperparameters(), others)

@@ -11,8 +11,22 @@ from evogrpo.config.search_space import HyperparameterConfig, RLParameter
 from evogrpo.safe_parsing import load_yaml
 
 NUMBERS = [
-    *("advantage_eps", "kl_target", "kl_horizon", "dual_clip", "delta", "sapo_tau_positive", "sapo_tau_negative"),
-    *("top_entropy_quantile", "importance_cap", "reward_clip", "overlong_buffer", "dynamic_sampling"),
+    *(
+        "advantage_eps",
+        "kl_target",
+        "kl_horizon",
+        "dual_clip",
+        "delta",
+        "sapo_tau_positive",
+        "sapo_tau_negative",
+    ),
+    *(
+        "top_entropy_quantile",
+        "importance_cap",
+        "reward_clip",
+        "overlong_buffer",
+        "dynamic_sampling",
+    ),
     *("reference_sync_steps", "reference_mixing", "min_group_reward", "max_group_reward"),
 ]
 ANY_SIGN = ["min_group_reward", "max_group_reward"]
@@ -22,7 +36,15 @@ FLAGS = [
     "kl_bias_correction",
 ]
 NAMES = [
-    *("loss_type", "advantage", "aggregation", "kl_estimator", "kl_placement", "importance_correction", "reward_norm"),
+    *(
+        "loss_type",
+        "advantage",
+        "aggregation",
+        "kl_estimator",
+        "kl_placement",
+        "importance_correction",
+        "reward_norm",
+    ),
     *("reference", "entropy_reduction"),
 ]
 # Settings required by a field.
@@ -112,8 +134,12 @@ def test_members_without_names_have_the_objective():
 
 
 def test_names_of_members_override_the_objective():
-    member_objective = Objective(delta=2.0, mask_truncated=True).of(Hyperparameters(loss_type="dapo", advantage="rloo"))
-    assert member_objective == Objective(loss_type="dapo", advantage="rloo", delta=2.0, mask_truncated=True)
+    member_objective = Objective(delta=2.0, mask_truncated=True).of(
+        Hyperparameters(loss_type="dapo", advantage="rloo")
+    )
+    assert member_objective == Objective(
+        loss_type="dapo", advantage="rloo", delta=2.0, mask_truncated=True
+    )
 
 
 def test_switches_of_the_former_loss_type_are_reset():
@@ -134,5 +160,7 @@ def test_evolving_names_are_resolved():
     start = Hyperparameters(lr=0.1)
     space = HyperparameterConfig(loss_type=RLParameter(choices=["grpo", "dapo"]))
     assert objective.resolved(start, space) == Hyperparameters(lr=0.1, loss_type="dapo")
-    assert objective.resolved(Hyperparameters(loss_type="grpo"), space) == Hyperparameters(loss_type="grpo")
+    assert objective.resolved(Hyperparameters(loss_type="grpo"), space) == Hyperparameters(
+        loss_type="grpo"
+    )
     assert objective.resolved(start, HyperparameterConfig()) is start

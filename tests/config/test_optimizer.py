@@ -23,7 +23,8 @@ cycles: [{schedule: linear, total_steps: 9, cycles: 1.0}, {schedule: cosine, tot
 
 
 @pytest.mark.parametrize(
-    ("named", "fields"), [(name, each) for name, row in load_yaml(INVALID, "settings").items() for each in row]
+    ("named", "fields"),
+    [(name, each) for name, row in load_yaml(INVALID, "settings").items() for each in row],
 )
 def test_invalid_settings_are_rejected(named, fields):
     with pytest.raises(ValueError, match=named):
@@ -41,7 +42,11 @@ TRANSFORMERS = [
     ("cosine", {}, {"schedule": "cosine"}),
     ("cosine", {"num_cycles": 1.5}, {"schedule": "cosine", "cycles": 1.5}),
     ("cosine_with_min_lr", {"min_lr_rate": 0.2}, {"schedule": "cosine", "floor": 0.2}),
-    ("cosine_with_min_lr", {"min_lr": 0.3, "num_cycles": 1}, {"schedule": "cosine", "floor": 0.1, "cycles": 1.0}),
+    (
+        "cosine_with_min_lr",
+        {"min_lr": 0.3, "num_cycles": 1},
+        {"schedule": "cosine", "floor": 0.1, "cycles": 1.0},
+    ),
     ("polynomial", {"lr_end": 0.6}, {"schedule": "linear", "floor": 0.2}),
 ]
 
@@ -51,7 +56,9 @@ TRANSFORMERS = [
 def test_schedules_match_transformers(name, scheduler_arguments, settings, warmup):
     optimizer = torch.optim.AdamW([torch.zeros(1, requires_grad=True)], lr=3.0)
     optimizer.defaults["lr"] = 3.0
-    scheduler = get_scheduler(name, optimizer, warmup, 15, scheduler_specific_kwargs=scheduler_arguments)
+    scheduler = get_scheduler(
+        name, optimizer, warmup, 15, scheduler_specific_kwargs=scheduler_arguments
+    )
     settings = Optimizer(**{"warmup_steps": warmup, "total_steps": 15} | settings)
     for step in range(16):
         assert 3.0 * settings.factor(step) == pytest.approx(scheduler.get_last_lr()[0], abs=1e-12)
@@ -67,7 +74,9 @@ def test_momentum_warmup_makes_all_steps_of_adamw_equally_large(beta):
     generator = torch.Generator().manual_seed(0)
     for step in range(30):
         before = weights.clone()
-        weights.grad = torch.randint(0, 2, weights.shape, generator=generator) * 2.0 - 1.0  # independent signs
+        weights.grad = (
+            torch.randint(0, 2, weights.shape, generator=generator) * 2.0 - 1.0
+        )  # independent signs
         optimizer.param_groups[0]["lr"] = settings.momentum_warmup(step)
         optimizer.step()
         size = float((weights - before).square().mean().sqrt())

@@ -81,4 +81,7 @@ def test_batch_sizes_without_effect_are_found():
     assert named((), [{"batch_size": 64}], ["batch_size"], samples_per_step=16) == ["batch_size"]
     assert named((), [{"batch_size": 64}], ["batch_size"], samples_per_step=17) == []
     assert named((), [{"batch_size": 8}], ["batch_size"], samples_per_step=16) == []
-    assert named((), [{"batch_size": 64}], ["batch_size"], samples_per_step=16, rows_are_samples=False) == []
+    assert (
+        named((), [{"batch_size": 64}], ["batch_size"], samples_per_step=16, rows_are_samples=False)
+        == []
+    )

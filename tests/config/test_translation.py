@@ -14,7 +14,10 @@ from evogrpo.safe_parsing import load_yaml
 
 # What each library's settings mean without any key.
 PLAIN = {"trl": {}, "roll": {"adv_estimator": "grpo"}}
-OBJECTIVES = {"trl": {"loss_type": "dapo"}, "roll": {"aggregation": "seq-mean-token-mean", "advantage_eps": 1e-6}}
+OBJECTIVES = {
+    "trl": {"loss_type": "dapo"},
+    "roll": {"aggregation": "seq-mean-token-mean", "advantage_eps": 1e-6},
+}
 SYNCED = "sync_ref_model: true, beta: 0.1, use_bias_correction_kl: false"
 FREE = "adv_estimator: reinforce"
 # library | keys -> fields of the objective
@@ -180,7 +183,10 @@ roll | kl_horizon: 5
 roll | difficulty_low_threshold: 0.1
 roll | difficulty_high_threshold: 0.9
 """
-INFRASTRUCTURE = {"trl": list(trl.INFRASTRUCTURE), "roll": [name for name in roll.IGNORED if "." not in name]}
+INFRASTRUCTURE = {
+    "trl": list(trl.INFRASTRUCTURE),
+    "roll": [name for name in roll.IGNORED if "." not in name],
+}
 # Keys of features that are missing here, with values that switch them off.
 SWITCHED_OFF = [
     ("trl", {"top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}),
@@ -194,7 +200,9 @@ def rows(text):
     """Return the cells of a table; an indented line continues the one before."""
     return [
         tuple(cell.strip() for cell in (library, *cells.split("->", 1)))
-        for library, cells in (row.split(" |", 1) for row in text.strip().replace("\n  ", " ").splitlines())
+        for library, cells in (
+            row.split(" |", 1) for row in text.strip().replace("\n  ", " ").splitlines()
+        )
     ]
 
 
@@ -224,7 +232,9 @@ def test_keys_of_hyperparameters_are_translated(library, keys, values):
 
 @pytest.mark.parametrize(("library", "keys", "settings"), rows(SETTING_ROWS))
 def test_keys_of_settings_are_translated(library, keys, settings):
-    assert dict(imported(library, mapping(keys)).settings) == dict(imported(library, {}).settings) | mapping(settings)
+    assert dict(imported(library, mapping(keys)).settings) == dict(
+        imported(library, {}).settings
+    ) | mapping(settings)
 
 
 @pytest.mark.parametrize(("library", "keys", "words"), rows(REFUSED_ROWS))
@@ -247,9 +257,13 @@ def test_unsupported_keys_are_accepted_without_effect(library, keys):
 @pytest.mark.parametrize(("library", "keys"), rows(IGNORED_ROWS))
 def test_keys_without_effect_are_ignored(library, keys):
     keys = mapping(keys)
-    result = imported(library, keys | ({"lr_scheduler_type": "constant"} if library == "trl" else {}))
+    result = imported(
+        library, keys | ({"lr_scheduler_type": "constant"} if library == "trl" else {})
+    )
     assert set(result.ignored) == {next(iter(keys))}
-    assert result.objective == objective(library, **({"advantage": "gdpo"} if "scale_rewards" in keys else {}))
+    assert result.objective == objective(
+        library, **({"advantage": "gdpo"} if "scale_rewards" in keys else {})
+    )
 
 
 @pytest.mark.parametrize("library", PLAIN)
@@ -258,19 +272,47 @@ def test_infrastructure_keys_and_defaults_are_ignored(library):
     result = imported(library, constant | dict.fromkeys(INFRASTRUCTURE[library], "something"))
     assert set(result.ignored) == set(INFRASTRUCTURE[library])
     assert all(result.ignored.values())
-    assert (result.objective, result.settings) == (objective(library), imported(library, {}).settings)
-    known = trl.FIELDS if library == "trl" else {name: key for name, key in roll.KEYS.items() if "." not in name}
-    assert imported(library, {name: key.default for name, key in known.items()} | PLAIN[library]) == imported(
-        library, {}
+    assert (result.objective, result.settings) == (
+        objective(library),
+        imported(library, {}).settings,
     )
+    known = (
+        trl.FIELDS
+        if library == "trl"
+        else {name: key for name, key in roll.KEYS.items() if "." not in name}
+    )
+    assert imported(
+        library, {name: key.default for name, key in known.items()} | PLAIN[library]
+    ) == imported(library, {})
 
 
 def test_one_error_names_all_refused_keys():
-    wrong_trl = {"loss_type": "vespo", "top_p": 0.5, "beta": "x", "epsilno": 1, "delta": 0.5, "optim": "sgd"}
-    wrong_roll = {"adv_estimator": "gae", "lambda": 1, "rl_loss_coef": 0.1, "pg_clip": 3.0, "ppo_epochs": "two"}
+    wrong_trl = {
+        "loss_type": "vespo",
+        "top_p": 0.5,
+        "beta": "x",
+        "epsilno": 1,
+        "delta": 0.5,
+        "optim": "sgd",
+    }
+    wrong_roll = {
+        "adv_estimator": "gae",
+        "lambda": 1,
+        "rl_loss_coef": 0.1,
+        "pg_clip": 3.0,
+        "ppo_epochs": "two",
+    }
     for library, keys, names in (
-        ("trl", wrong_trl | {"learning_rate": -1.0}, ("loss_type", "beta", "'epsilno'", "delta", "lr", "optim")),
-        ("roll", wrong_roll, ("adv_estimator", "'lambda'", "rl_loss_coef", "clip_coef", "ppo_epochs")),
+        (
+            "trl",
+            wrong_trl | {"learning_rate": -1.0},
+            ("loss_type", "beta", "'epsilno'", "delta", "lr", "optim"),
+        ),
+        (
+            "roll",
+            wrong_roll,
+            ("adv_estimator", "'lambda'", "rl_loss_coef", "clip_coef", "ppo_epochs"),
+        ),
     ):
         with pytest.raises(ValueError) as caught:  # noqa: PT011
             imported(library, keys)
@@ -284,7 +326,11 @@ def test_one_error_names_all_refused_keys():
 def test_schedules_need_max_steps(kind):
     fields = {"max_steps": 100, "warmup_steps": 10, "weight_decay": 0.1, "adam_beta1": 0.8}
     known = imported("trl", {"lr_scheduler_type": kind, **fields})
-    assert (known.optimizer.schedule, known.optimizer.total_steps, known.optimizer.warmup_steps) == (kind, 100, 10)
+    assert (
+        known.optimizer.schedule,
+        known.optimizer.total_steps,
+        known.optimizer.warmup_steps,
+    ) == (kind, 100, 10)
     assert (known.optimizer.weight_decay, known.optimizer.betas) == (0.1, (0.8, 0.999))
     assert not known.ignored
     unknown = imported("trl", {"lr_scheduler_type": kind})
@@ -295,7 +341,10 @@ def test_schedules_need_max_steps(kind):
 def test_constant_schedule_needs_no_max_steps():
     constant = {"lr_scheduler_type": "constant"}
     assert not imported("trl", constant).ignored
-    assert "lr_scheduler_type" in imported("trl", {"lr_scheduler_type": "inverse_sqrt", "max_steps": 100}).ignored
+    assert (
+        "lr_scheduler_type"
+        in imported("trl", {"lr_scheduler_type": "inverse_sqrt", "max_steps": 100}).ignored
+    )
     for name, keys in (
         ("warmup_ratio", {"warmup_ratio": 0.1}),
         ("warmup_steps", {"warmup_steps": 0.1}),
@@ -311,15 +360,24 @@ def test_constant_schedule_needs_no_max_steps():
         {"lr_scheduler_type": "constant", "warmup_steps": 3},
         {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 3},
         {"lr_scheduler_type": "linear", "warmup_steps": 0.21},
-        {"lr_scheduler_type": "cosine", "warmup_steps": 2, "lr_scheduler_kwargs": {"num_cycles": 0.7}},
+        {
+            "lr_scheduler_type": "cosine",
+            "warmup_steps": 2,
+            "lr_scheduler_kwargs": {"num_cycles": 0.7},
+        },
         {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1e-4}},
-        {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.3, "num_cycles": 1}},
+        {
+            "lr_scheduler_type": "cosine_with_min_lr",
+            "lr_scheduler_kwargs": {"min_lr_rate": 0.3, "num_cycles": 1},
+        },
     ],
 )
 def test_learning_rates_match_trl(fields, tmp_path):
     lr = 1e-3
     steps = 20
-    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, max_steps=steps, learning_rate=lr, **fields)
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path), use_cpu=True, max_steps=steps, learning_rate=lr, **fields
+    )
     optimizer = torch.optim.AdamW([torch.zeros(1, requires_grad=True)], lr=lr)
     warmup = arguments.get_warmup_steps(steps)
     kwargs = arguments.lr_scheduler_kwargs
@@ -327,14 +385,21 @@ def test_learning_rates_match_trl(fields, tmp_path):
     result = imported("trl", {"max_steps": steps, "learning_rate": lr, **fields})
     for step in range(steps):
         expected = scheduler.get_last_lr()[0]
-        assert result.hyperparameters["lr"] * result.optimizer.factor(step) == pytest.approx(expected, abs=1e-15)
+        assert result.hyperparameters["lr"] * result.optimizer.factor(step) == pytest.approx(
+            expected, abs=1e-15
+        )
         optimizer.step()
         scheduler.step()
 
 
 def test_warmup_ratio_becomes_warmup_steps_unless_they_are_given():
     assert imported("trl", {"max_steps": 30, "warmup_ratio": 0.11}).optimizer.warmup_steps == 4
-    assert imported("trl", {"max_steps": 30, "warmup_ratio": 0.11, "warmup_steps": 2}).optimizer.warmup_steps == 2
+    assert (
+        imported(
+            "trl", {"max_steps": 30, "warmup_ratio": 0.11, "warmup_steps": 2}
+        ).optimizer.warmup_steps
+        == 2
+    )
 
 
 @dataclasses.dataclass
@@ -353,7 +418,12 @@ class Settings:
 
 def test_objects_are_read_like_mappings():
     result = Objective.from_trl(Settings(loss_type="grpo", epsilon_high=0.3, output_dir="out"))
-    plain = {"loss_type": "grpo", "epsilon_high": 0.3, "output_dir": "out", "lr_scheduler_type": "constant"}
+    plain = {
+        "loss_type": "grpo",
+        "epsilon_high": 0.3,
+        "output_dir": "out",
+        "lr_scheduler_type": "constant",
+    }
     assert result == Objective.from_trl(plain)
     assert set(result.ignored) == {"output_dir"}
     assert not Objective.from_trl(Settings()).ignored
@@ -363,7 +433,9 @@ def test_objects_are_read_like_mappings():
 
 def test_kl_bias_correction_follows_trls_default():
     assert Objective.from_trl(Settings(beta=0.1)).objective.kl_bias_correction
-    assert not Objective.from_trl(Settings(beta=0.1, use_bias_correction_kl=False)).objective.kl_bias_correction
+    assert not Objective.from_trl(
+        Settings(beta=0.1, use_bias_correction_kl=False)
+    ).objective.kl_bias_correction
     assert imported("trl", {"beta": 0.1}).objective.kl_bias_correction, "TRL's default"
     assert not imported("trl", {}).objective.kl_bias_correction, "there is no KL term to correct"
 
@@ -390,7 +462,9 @@ def test_grpo_config_is_translated(tmp_path):
     assert (result.optimizer.schedule, result.optimizer.total_steps) == ("linear", 30)
     assert {"output_dir", "use_cpu"} <= set(result.ignored)
     assert config.gradient_checkpointing
-    assert "micro_batch_tokens" in result.ignored["gradient_checkpointing"], "a default of TRL that costs time"
+    assert "micro_batch_tokens" in result.ignored["gradient_checkpointing"], (
+        "a default of TRL that costs time"
+    )
 
 
 # --- ROLL ------------------------------------------------------------------------------------------------------------
@@ -423,7 +497,9 @@ def test_the_documented_example_is_read_as_file_text_or_mapping(tmp_path):
     (tmp_path / "run:1.yaml").write_text(EXAMPLE)
     assert result == Objective.from_roll(str(tmp_path / "run:1.yaml"))
     assert result == Objective.from_roll(EXAMPLE) == Objective.from_roll(yaml.safe_load(EXAMPLE))
-    assert result.objective == objective("roll", whiten_advantages=True, reward_clip=10.0, dual_clip=1.4)
+    assert result.objective == objective(
+        "roll", whiten_advantages=True, reward_clip=10.0, dual_clip=1.4
+    )
     assert dict(result.hyperparameters) == {
         "group_size": 8,
         "beta": 0.001,
@@ -434,22 +510,37 @@ def test_the_documented_example_is_read_as_file_text_or_mapping(tmp_path):
         "entropy_coef": 0.0,
         "gamma": 1.0,  # ROLL's defaults
     }
-    assert dict(result.settings) == {"samples_per_step": 512, "max_output_tokens": 4096, "max_prompt_length": 2048}
+    assert dict(result.settings) == {
+        "samples_per_step": 512,
+        "max_output_tokens": 4096,
+        "max_prompt_length": 2048,
+    }
     assert not result.ignored
 
 
 def test_keys_of_rolls_optimizer_are_translated():
-    arguments = {"weight_decay": 0.1, "warmup_steps": 5, "gradient_accumulation_steps": 8, "bf16": True}
+    arguments = {
+        "weight_decay": 0.1,
+        "warmup_steps": 5,
+        "gradient_accumulation_steps": 8,
+        "bf16": True,
+    }
     actor = {"training_args": arguments, "strategy_args": {"strategy_name": "fsdp2_train"}}
     result = imported("roll", {"actor_train": actor})
     optimizer = result.optimizer
-    assert (optimizer.weight_decay, optimizer.warmup_steps, optimizer.schedule) == (0.1, 5, "constant")
+    assert (optimizer.weight_decay, optimizer.warmup_steps, optimizer.schedule) == (
+        0.1,
+        5,
+        "constant",
+    )
     assert result.hyperparameters["lr"] == 5e-5, "ROLL's default"
     ignored = ("strategy_args", "training_args.bf16", "training_args.gradient_accumulation_steps")
     assert set(result.ignored) == {f"actor_train.{name}" for name in ignored}
 
 
-@pytest.mark.parametrize("source", ["[1, 2]\n", 3, None, "adv_estimator: !!python/object/apply:os.system ['true']"])
+@pytest.mark.parametrize(
+    "source", ["[1, 2]\n", 3, None, "adv_estimator: !!python/object/apply:os.system ['true']"]
+)
 def test_sources_without_plain_keys_are_refused(source):
     with pytest.raises(ValueError, match=r"ROLL keys|constructor"):
         Objective.from_roll(source)

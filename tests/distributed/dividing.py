@@ -36,15 +36,30 @@ from tests.two_turns import GuessTwice
 
 LR = 1e-2
 OBJECTIVES: tuple[tuple[Objective, dict[str, Any]], ...] = (
-    (Objective(loss_type="grpo", top_entropy_quantile=0.5, kl_target=0.01), {"beta": 0.05, "entropy_coef": 0.01}),
-    (Objective(loss_type="dapo", whiten_advantages=True, kl_estimator="k1", kl_placement="reward"), {"beta": 0.05}),
-    (Objective(loss_type="gspo", advantage="rloo", reference="snapshot", reference_sync_steps=2), {"beta": 0.05}),
     (
-        Objective(loss_type="gmpo", advantage="reinforce", reward_norm="running", overlong_buffer=3),
+        Objective(loss_type="grpo", top_entropy_quantile=0.5, kl_target=0.01),
+        {"beta": 0.05, "entropy_coef": 0.01},
+    ),
+    (
+        Objective(
+            loss_type="dapo", whiten_advantages=True, kl_estimator="k1", kl_placement="reward"
+        ),
+        {"beta": 0.05},
+    ),
+    (
+        Objective(loss_type="gspo", advantage="rloo", reference="snapshot", reference_sync_steps=2),
+        {"beta": 0.05},
+    ),
+    (
+        Objective(
+            loss_type="gmpo", advantage="reinforce", reward_norm="running", overlong_buffer=3
+        ),
         {"reduce_memory_peak": False},
     ),
 )
-"""Means over tokens, completions and batches; one and two forward passes; with and without reference passes."""
+"""Means over tokens, completions and batches; one and two forward passes; with and without
+reference passes.
+"""
 
 
 SAMPLES = 10
@@ -57,11 +72,15 @@ def divided() -> None:
     for objective, options in OBJECTIVES:
         rewarded = list[str]()
 
-        def reward(completion: str, answer: str, question: str, rewarded: list[str] = rewarded) -> float:
+        def reward(
+            completion: str, answer: str, question: str, rewarded: list[str] = rewarded
+        ) -> float:
             rewarded.append(completion)
             return variety(completion, answer, question)
 
-        compare_learning_steps(tiny_env(reward_fn=reward), {"objective": objective, **options}, rewarded)
+        compare_learning_steps(
+            tiny_env(reward_fn=reward), {"objective": objective, **options}, rewarded
+        )
     compare_learning_steps(GuessTwice(tokenizer=shared_tokenizer()), TALK)
     play_together()
     differ()
@@ -71,9 +90,18 @@ def divided() -> None:
     run_out_of_memory(beta=0.05)  # scored first
 
 
-def compare_learning_steps(env: Any, options: Mapping[str, Any], rewarded: list[str] | None = None) -> None:
+def compare_learning_steps(
+    env: Any, options: Mapping[str, Any], rewarded: list[str] | None = None
+) -> None:
     """Take one learning step on all ranks together, and one on this rank alone."""
-    given = {"lr": LR, "group_size": 2, "batch_size": 10, "update_epochs": 2, "micro_batch_tokens": 24, **options}
+    given = {
+        "lr": LR,
+        "group_size": 2,
+        "batch_size": 10,
+        "update_epochs": 2,
+        "micro_batch_tokens": 24,
+        **options,
+    }
     together = tiny_population(1, **given)
     alone = tiny_agent(**given)
     passes, own_passes = (passes_of(members) for members in (together.members, alone.members))
@@ -87,7 +115,15 @@ def compare_learning_steps(env: Any, options: Mapping[str, Any], rewarded: list[
     assert found.tokens == same.tokens
     batch = found.experience["default"]
     own_batch = same.experience["default"]
-    for name in ("actions", "present", "action_mask", "rewards", "group_ids", "member_ids", "truncated"):
+    for name in (
+        "actions",
+        "present",
+        "action_mask",
+        "rewards",
+        "group_ids",
+        "member_ids",
+        "truncated",
+    ):
         assert torch.equal(getattr(batch, name), getattr(own_batch, name)), name
     experience = {"default": repeating(batch)}
     passes.clear(), own_passes.clear()
@@ -129,7 +165,10 @@ def play_together() -> None:
     population = step_population(1, env)
     Counting.played = 0
     found = population.collect(env, step=0, samples_per_step=8, block=2)
-    assert processes().all_gather((Counting.played, len(found.experience["default"]))) == [(4, 8), (4, 8)]
+    assert processes().all_gather((Counting.played, len(found.experience["default"]))) == [
+        (4, 8),
+        (4, 8),
+    ]
 
 
 def differ() -> None:
@@ -152,7 +191,9 @@ def fail_between_sections() -> None:
             raise LookupError("the buffer is gone")
         processes().all_reduce(torch.ones(3))
 
-    with pytest.raises(LookupError if processes().rank == 1 else ProcessError, match="the buffer is gone"):
+    with pytest.raises(
+        LookupError if processes().rank == 1 else ProcessError, match="the buffer is gone"
+    ):
         processes().run_section(work)
     assert processes().all_reduce(torch.ones(3)).tolist() == [processes().size] * 3
 
@@ -174,7 +215,13 @@ def free_a_failed_pass() -> None:
 
 def run_out_of_memory(beta: float) -> None:
     """Let one rank run out of memory while it scores or learns from several rows."""
-    given = {"objective": Objective(), "lr": LR, "beta": beta, "group_size": 2, "micro_batch_tokens": 24}
+    given = {
+        "objective": Objective(),
+        "lr": LR,
+        "beta": beta,
+        "group_size": 2,
+        "micro_batch_tokens": 24,
+    }
     together = tiny_population(1, **given)
     alone = tiny_agent(**given)
     found = together.collect(tiny_env(), step=0, samples_per_step=8, block=4)

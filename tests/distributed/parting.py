@@ -18,7 +18,15 @@ from tests.distributed.whole_sampler import WholeSampler
 from tests.policy_banks import assert_states_agree
 from tests.tiny_models import tiny_model, tiny_tokenizer
 from tests.tiny_steps import start_run
-from tests.tiny_training import collect_alone, finish, shared_tokenizer, tiny_agent, tiny_env, tiny_population, tiny_run
+from tests.tiny_training import (
+    collect_alone,
+    finish,
+    shared_tokenizer,
+    tiny_agent,
+    tiny_env,
+    tiny_population,
+    tiny_run,
+)
 from tests.two_turns import GuessTwice
 
 LR = 1e-2
@@ -37,7 +45,10 @@ def compare_sharded(folder: str, *architectures: str) -> None:
         whole = tiny_model(architecture)
         assert sharded_over(base) == processes().size
         assert fingerprint(base) == fingerprint(whole)
-        kept = sum(getattr(weights, "_local_tensor", weights).numel() for weights in layers_of(base).parameters())
+        kept = sum(
+            getattr(weights, "_local_tensor", weights).numel()
+            for weights in layers_of(base).parameters()
+        )
         assert kept <= 0.6 * sum(weights.numel() for weights in layers_of(whole).parameters())
         compare_learning_steps(base, whole, architecture, micro_batch_tokens=48)
         compare_with_idle_ranks(base, whole, architecture)
@@ -45,14 +56,18 @@ def compare_sharded(folder: str, *architectures: str) -> None:
     check_refused_calls(base)
 
 
-def sharded_population(size: int, base: PreTrainedModel, architecture: str, **options: Any) -> Population:
+def sharded_population(
+    size: int, base: PreTrainedModel, architecture: str, **options: Any
+) -> Population:
     """Return members of a sharded base, whose completions another engine samples."""
     population = tiny_population(size, actor_network=base, **options)
     population.sample_with(WholeSampler(population, architecture))
     return population
 
 
-def compare_learning_steps(base: PreTrainedModel, whole: PreTrainedModel, architecture: str, **more: Any) -> None:
+def compare_learning_steps(
+    base: PreTrainedModel, whole: PreTrainedModel, architecture: str, **more: Any
+) -> None:
     """Take a learning step of three members on one base, and one with an agent of another base for each member."""
     options: dict[str, Any] = {"lr": LR, "beta": 0.05, "group_size": 2, "update_epochs": 2, **more}
     together = sharded_population(3, base, architecture, **options)
@@ -66,12 +81,18 @@ def compare_learning_steps(base: PreTrainedModel, whole: PreTrainedModel, archit
         alone = collect_alone(agent_of_whole, env, samples=samples, block=samples // 2)
         rows = found.experience["default"].select_members([agent.slot])
         assert torch.equal(rows.actions, alone.experience["default"].actions)
-        report = agent_of_whole.learn_together(agent_of_whole.members, [agent_of_whole.learner(0)], alone.experience)[0]
+        report = agent_of_whole.learn_together(
+            agent_of_whole.members, [agent_of_whole.learner(0)], alone.experience
+        )[0]
         assert report.optimizer_steps == reports[agent.slot].optimizer_steps
-        assert_states_agree(together.members.banks.state(agent.slot), agent_of_whole.members.banks.state(0), lr=LR)
+        assert_states_agree(
+            together.members.banks.state(agent.slot), agent_of_whole.members.banks.state(0), lr=LR
+        )
 
 
-def compare_with_idle_ranks(base: PreTrainedModel, whole: PreTrainedModel, architecture: str) -> None:
+def compare_with_idle_ranks(
+    base: PreTrainedModel, whole: PreTrainedModel, architecture: str
+) -> None:
     """Divide conversations of one group, and one question: a rank without work takes part in the passes of others."""
     options: dict[str, Any] = {"group_size": 2, **TALK}
     together = sharded_population(1, base, architecture, **options)
@@ -81,10 +102,15 @@ def compare_with_idle_ranks(base: PreTrainedModel, whole: PreTrainedModel, archi
     alone = collect_alone(agent_of_whole, env, samples=2, block=1)
     assert found.scores.completions == alone.scores.completions
     together.learn(found.experience, step=0)
-    agent_of_whole.learn_together(agent_of_whole.members, [agent_of_whole.learner(0)], alone.experience)
-    assert_states_agree(together.members.banks.state(0), agent_of_whole.members.banks.state(0), lr=LR)
+    agent_of_whole.learn_together(
+        agent_of_whole.members, [agent_of_whole.learner(0)], alone.experience
+    )
+    assert_states_agree(
+        together.members.banks.state(0), agent_of_whole.members.banks.state(0), lr=LR
+    )
     answers, same = (
-        evaluate(members, [0], env, "validation", questions=1) for members in (together.members, agent_of_whole.members)
+        evaluate(members, [0], env, "validation", questions=1)
+        for members in (together.members, agent_of_whole.members)
     )
     assert answers.tolist() == same.tolist()
 
@@ -129,6 +155,8 @@ def train_with_memory_error(folder: str) -> None:
         if processes().rank == 1 and torch.is_grad_enabled():
             raise torch.OutOfMemoryError("no memory left")
 
-    run = tiny_run(Path(folder) / "run", size=2, options={"actor_network": base}, make_sampler=WholeSampler)
+    run = tiny_run(
+        Path(folder) / "run", size=2, options={"actor_network": base}, make_sampler=WholeSampler
+    )
     layers_of(base)[-1].register_forward_pre_hook(run_out_of_memory)
     finish(run)

@@ -37,7 +37,9 @@ def networks(folder: Path) -> Trainer:
 
 
 PARTS = 6
-"""Shards requested: the greatest common divisor with the number of ranks, so two of two and three of three."""
+"""Shards requested: the greatest common divisor with the number of ranks, so two of two and three
+of three.
+"""
 
 
 def base_of(folder: Path) -> PreTrainedModel:
@@ -53,10 +55,14 @@ def sampler_of(folder: Path) -> Callable[[Population], Sampler] | None:
     return WholeSampler if "parts" in folder.parts else None
 
 
-def language(folder: Path, size: int, objective: Objective | None = None, **options: Any) -> Trainer:
+def language(
+    folder: Path, size: int, objective: Objective | None = None, **options: Any
+) -> Trainer:
     """Language models; `options` are those of members and of the schedule."""
     of_run = ("generations", "steps_per_generation", "strategy")
-    run = {"generations": 2, "test_questions": 4} | {name: options.pop(name) for name in of_run if name in options}
+    run = {"generations": 2, "test_questions": 4} | {
+        name: options.pop(name) for name in of_run if name in options
+    }
     options = {"beta": 0.02, "actor_network": base_of(folder), "source": "tiny", **options}
     if objective is not None:
         options["objective"] = objective
@@ -111,7 +117,10 @@ def divergent(folder: Path) -> Trainer:
     return step_run(
         folder,
         size=6,
-        options={"objective": Objective(loss_type="dapo", kl_estimator="full", reference="old"), "beta": 0.05},
+        options={
+            "objective": Objective(loss_type="dapo", kl_estimator="full", reference="old"),
+            "beta": 0.05,
+        },
         generations=2,
     )
 
@@ -132,24 +141,40 @@ def served(folder: str, url: str) -> None:
 
 def thinned(folder: Path) -> Trainer:
     """Language models that retire."""
-    return language(folder, 3, strategy=SuccessiveHalving(), beta=0.0, micro_batch_tokens=48, steps_per_generation=1)
+    return language(
+        folder,
+        3,
+        strategy=SuccessiveHalving(),
+        beta=0.0,
+        micro_batch_tokens=48,
+        steps_per_generation=1,
+    )
 
 
 def full(folder: Path) -> Trainer:
     """Language models that train all weights."""
-    options = {"lora_config": None, "full_finetuning": True, "hp_config": None, "lr": 1e-3, "micro_batch_tokens": 48}
+    options = {
+        "lora_config": None,
+        "full_finetuning": True,
+        "hp_config": None,
+        "lr": 1e-3,
+        "micro_batch_tokens": 48,
+    }
     return language(folder, 2, steps_per_generation=1, **options)
 
 
 SCENARIOS: dict[str, Callable[[Path], Trainer]] = {
-    scenario.__name__: scenario for scenario in (networks, words, pair, team, raced, divergent, thinned, full)
+    scenario.__name__: scenario
+    for scenario in (networks, words, pair, team, raced, divergent, thinned, full)
 }
 
 
 def go_on(folder: Path, generations: int) -> Trainer:
     """Resume a finished run with more generations."""
     if folder.name in ("words", "pair", "thinned"):
-        return resumed_run(folder, model=base_of(folder), make_sampler=sampler_of(folder), generations=generations)
+        return resumed_run(
+            folder, model=base_of(folder), make_sampler=sampler_of(folder), generations=generations
+        )
     return resumed_run(folder, generations=generations)
 
 
@@ -182,7 +207,10 @@ def failing(folder: str) -> None:
 
 
 def stopped(folder: str, step: int) -> None:
-    """Request a stop on one rank after a learning step; also try to test members on that rank alone."""
+    """Request a stop on one rank after a learning step.
+
+    Also try to test members on that rank alone.
+    """
     run = networks(Path(folder))
     for report in run.reports():
         if processes().rank == 1 and getattr(report, "step", None) == step:

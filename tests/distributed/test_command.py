@@ -58,7 +58,11 @@ def test_a_run_is_started_and_resumed_in_several_processes(tmp_path: Path) -> No
     ],
 )
 def test_a_signal_to_any_process_ends_all_with_one_status(
-    number: signal.Signals, to: tuple[int, ...], options: tuple[str, ...], status: int, tmp_path: Path
+    number: signal.Signals,
+    to: tuple[int, ...],
+    options: tuple[str, ...],
+    status: int,
+    tmp_path: Path,
 ) -> None:
     """A signal may arrive twice, as launchers forward signals that their processes have also received."""
     words = ("train", "--env", "CartPole-v1", *SMALL, "schedule.generations=100000", *options)
@@ -79,12 +83,18 @@ def test_a_signal_to_any_process_ends_all_with_one_status(
 
 
 @pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 1, marks=pytest.mark.slow)]
+    ("number", "status"),
+    [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 1, marks=pytest.mark.slow)],
 )
-def test_a_signal_to_one_process_ends_a_program_in_all(number: signal.Signals, status: int, tmp_path: Path) -> None:
+def test_a_signal_to_one_process_ends_a_program_in_all(
+    number: signal.Signals, status: int, tmp_path: Path
+) -> None:
     """The code after the loop does not run; the output names the run directory."""
     results = launch(2, tmp_path / "logs", looped, str(tmp_path / "run"), int(number)).ended(60)
-    message = f"Stopped after learning step 4. Continue with evogrpo.resume({str(tmp_path / 'run')!r}, ...)."
+    message = (
+        f"Stopped after learning step 4. Continue with evogrpo.resume({str(tmp_path / 'run')!r},"
+        " ...)."
+    )
     assert [each for each, _ in results] == [status, status], results
     assert all("after the loop" not in words for _, words in results)
     assert [message in words for _, words in results] == [True, number == signal.SIGINT], results

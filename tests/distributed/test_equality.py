@@ -16,8 +16,13 @@ from tests.tiny_training import finish, shared_model
 
 QUICK = ["networks", "raced", "team", "pair", "full"]
 SLOW = ["pair", "words", "divergent", "thinned", "parts/pair", "parts/thinned"]
-GROUPS = {"two": (2, *QUICK, "back/networks+3"), "three": (3, *SLOW, "back/pair+3", "parts/back/pair+3")}
-"""Numbers of ranks and scenarios: `back` resumes a run of one process, and `parts` have a sharded base."""
+GROUPS = {
+    "two": (2, *QUICK, "back/networks+3"),
+    "three": (3, *SLOW, "back/pair+3", "parts/back/pair+3"),
+}
+"""Numbers of ranks and scenarios: `back` resumes a run of one process, and `parts` have a sharded
+base.
+"""
 
 
 class Alone:
@@ -53,7 +58,9 @@ class Several:
                 source, _, resumed = name.partition("+")
                 if resumed:
                     shutil.copytree(self._alone / Path(source).name, folder / source)
-            for status, output in launch(count, folder / "logs", perform, str(folder), *names).ended():
+            for status, output in launch(
+                count, folder / "logs", perform, str(folder), *names
+            ).ended():
                 assert status == 0, output
         return folder
 
@@ -66,9 +73,14 @@ def several(alone: Alone, tmp_path_factory: pytest.TempPathFactory) -> Several:
 
 @pytest.mark.parametrize(
     ("group", "name"),
-    [*(("two", name) for name in QUICK), *(pytest.param("three", name, marks=pytest.mark.slow) for name in SLOW)],
+    [
+        *(("two", name) for name in QUICK),
+        *(pytest.param("three", name, marks=pytest.mark.slow) for name in SLOW),
+    ],
 )
-def test_several_ranks_give_the_results_of_one(group: str, name: str, alone: Alone, several: Several) -> None:
+def test_several_ranks_give_the_results_of_one(
+    group: str, name: str, alone: Alone, several: Several
+) -> None:
     """For changing networks, dynamic sampling, racing, retired members, few members and a sharded base."""
     assert_same(alone / Path(name).name, several / group / name)
 
@@ -78,7 +90,9 @@ def test_a_quantised_base_gives_the_results_of_one_process(tmp_path: Path) -> No
     """Base in 8 bits, three members."""
     store(shared_model(), tmp_path / "base")
     for count in (1, 2):
-        for status, output in launch(count, tmp_path / "logs", quantised, str(tmp_path / str(count))).ended():
+        for status, output in launch(
+            count, tmp_path / "logs", quantised, str(tmp_path / str(count))
+        ).ended():
             assert status == 0, output
     assert_same(tmp_path / "1", tmp_path / "2")
 
@@ -94,7 +108,10 @@ def test_learning_steps_of_all_objectives_can_be_divided(tmp_path: Path) -> None
     ("group", "stopped_run", "resumed_run"),
     [
         ("two", "networks", "back/networks"),
-        *(pytest.param("three", f"{kind}pair", f"{kind}back/pair", marks=pytest.mark.slow) for kind in ("", "parts/")),
+        *(
+            pytest.param("three", f"{kind}pair", f"{kind}back/pair", marks=pytest.mark.slow)
+            for kind in ("", "parts/")
+        ),
     ],
 )
 def test_a_run_can_be_resumed_on_another_number_of_ranks(
@@ -114,7 +131,9 @@ def test_a_run_can_be_resumed_on_another_number_of_ranks(
 
 def test_a_stop_on_one_rank_stops_all_at_the_same_step(alone: Alone, tmp_path: Path) -> None:
     """The resumed run equals one without a stop."""
-    for status, output in launch(2, tmp_path / "logs", stopped, str(tmp_path / "networks"), 2).ended(60):
+    for status, output in launch(
+        2, tmp_path / "logs", stopped, str(tmp_path / "networks"), 2
+    ).ended(60):
         assert status == 0, output
         assert "ended by 'enough' after step 2" in output
         assert "alone was tested" not in output

@@ -19,7 +19,9 @@ from tests.envs import joint_probes
 from tests.tiny_training import finish, resumed_run
 
 
-def both(function: Callable[..., object], folder: Path, *arguments: object) -> list[tuple[int | None, str]]:
+def both(
+    function: Callable[..., object], folder: Path, *arguments: object
+) -> list[tuple[int | None, str]]:
     return launch(2, folder.parent / "logs", function, str(folder), *arguments).ended(60)
 
 
@@ -68,7 +70,9 @@ def test_errors_and_stops_amid_work_of_one_rank_reach_all(tmp_path: Path) -> Non
 def test_a_member_does_not_act_alone_where_several_ranks_train(method: str) -> None:
     """The other ranks would wait, or differ."""
     env = PettingZooGroups(joint_probes.Favours, validation_size=6, test_size=4, score="sum")
-    population = MultiAgentGRPO.population(2, env.observation_spaces, env.action_spaces, group_size=4)
+    population = MultiAgentGRPO.population(
+        2, env.observation_spaces, env.action_spaces, group_size=4
+    )
     population.members.processes = Processes(rank=0, size=2)
     with pytest.raises(ValueError, match=f"{method} .* 2 ranks"):
         getattr(population[0], method)(env)

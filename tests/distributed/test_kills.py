@@ -1,7 +1,7 @@
 """Runs whose ranks are killed at random moments under `torchrun --max-restarts`.
 
-The series makes 25 kills. It starts torchrun 10 times and two processes 35 times, which takes 12 minutes on two busy
-cores.
+The series makes 25 kills. It starts torchrun 10 times and two processes 35 times, which takes 12
+minutes on two busy cores.
 """
 
 import json
@@ -28,7 +28,11 @@ pytestmark = pytest.mark.slow
 KILLS = 5
 """Kills of each run."""
 COMMAND = ("-m", "evogrpo", "train")
-LONGER = ("schedule.steps_per_generation=8", "schedule.samples_per_step=32", "agent.max_output_tokens=32")
+LONGER = (
+    "schedule.steps_per_generation=8",
+    "schedule.samples_per_step=32",
+    "agent.max_output_tokens=32",
+)
 """Length at which a run takes some seconds, so that kills fall into it."""
 COMMANDS: dict[str, Sequence[str]] = {
     "networks": (
@@ -50,7 +54,9 @@ COMMANDS: dict[str, Sequence[str]] = {
     "met": ("program.py", "processes(), Accelerator(cpu=True)"),
 }
 SETTINGS = {"opened": {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}}
-"""Environment of programs that initialise torch.distributed themselves; they would connect to killed processes."""
+"""Environment of programs that initialise torch.distributed themselves; they would connect to
+killed processes.
+"""
 PROGRAM = """
 import sys
 from pathlib import Path
@@ -86,7 +92,8 @@ class Pace(NamedTuple):
 class Elastic(NamedTuple):
     """Outcome of a run under `torchrun --max-restarts`.
 
-    `killed` holds, for each kill, the number of events in the journal and the rank; ended ranks are left out.
+    `killed` holds, for each kill, the number of events in the journal and the rank; ended ranks are
+    left out.
     """
 
     status: int
@@ -108,15 +115,27 @@ def elastic(
     Args:
         folder: Working directory; the run directory is `run` in it.
         words: Program and arguments.
-        kills: The moments, in events of the journal, in order; a process started again later than that is killed
-            within the time that it takes to start, wherever it is then.
+        kills: The moments, in events of the journal, in order; a process started again later than
+            that is killed within the time that it takes to start, wherever it is then.
         pace: Speed of the undisturbed run; needed with kills.
         settings: Additional environment variables.
     """
     rng = np.random.default_rng(0)
     killed = list[tuple[int, int]]()
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "EVOGRPO_TIMEOUT_MINUTES": "2", **(settings or {})}
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
+    environment = {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+        "EVOGRPO_TIMEOUT_MINUTES": "2",
+        **(settings or {}),
+    }
     began = time.time()
     with (folder / "said").open("w") as output:
         started = subprocess.Popen(
@@ -153,7 +172,11 @@ def events_in(folder: Path) -> int:
 
 def _pace(folder: Path, began: float) -> Pace:
     journal = folder / "run" / "journal.jsonl"
-    times = [json.loads(line)["time"] for line in journal.read_bytes().splitlines()] if journal.exists() else [began]
+    times = (
+        [json.loads(line)["time"] for line in journal.read_bytes().splitlines()]
+        if journal.exists()
+        else [began]
+    )
     return Pace(startup=times[0] - began, event=(times[-1] - times[0]) / max(1, len(times) - 1))
 
 
@@ -192,7 +215,10 @@ def _workers(launcher: "subprocess.Popen[bytes]", before: set[int]) -> list[int]
 
 def _children(process: int) -> list[int]:
     try:
-        return [int(word) for word in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+        return [
+            int(word)
+            for word in Path(f"/proc/{process}/task/{process}/children").read_text().split()
+        ]
     except OSError:
         return []
 
@@ -222,7 +248,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Pat
 
 
 def words(kind: str, project: Path) -> list[str]:
-    given = [str(project / word) if word.endswith((".yaml", ".py")) else word for word in COMMANDS[kind]]
+    given = [
+        str(project / word) if word.endswith((".yaml", ".py")) else word for word in COMMANDS[kind]
+    ]
     return given if "program.py" in COMMANDS[kind] else [*given, "--run-dir", "run"]
 
 
@@ -234,7 +262,11 @@ def test_a_run_with_killed_ranks_ends_like_an_undisturbed_one(
     original, pace = undisturbed[kind]
     moments = np.sort(np.random.default_rng(0).uniform(0, events_in(original) - 1, KILLS))
     seen = elastic(
-        tmp_path, words(kind, original.parent), kills=moments.tolist(), pace=pace, settings=SETTINGS.get(kind)
+        tmp_path,
+        words(kind, original.parent),
+        kills=moments.tolist(),
+        pace=pace,
+        settings=SETTINGS.get(kind),
     )
     print(kind, seen.killed)
     assert seen.status == 0, seen.said
@@ -247,5 +279,7 @@ def test_a_run_with_killed_ranks_ends_like_an_undisturbed_one(
     assert not ended.skipped
     assert ended.tensors.keys() == same.tensors.keys()
     assert all(ended.tensors[name].equal(tensor) for name, tensor in same.tensors.items())
-    (_, one), (_, other) = (read_checkpoint(folder / "best", kind="agent") for folder in (run, straight))
+    (_, one), (_, other) = (
+        read_checkpoint(folder / "best", kind="agent") for folder in (run, straight)
+    )
     assert without_run_id(one) == without_run_id(other)

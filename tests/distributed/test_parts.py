@@ -23,11 +23,15 @@ def test_a_sharded_base_gives_the_results_of_a_whole_one(tmp_path: Path) -> None
     """Three members; ranks without work of their own; and a stop of one rank between passes."""
     for architecture in ARCHITECTURES:
         store(tiny_model(architecture), tmp_path / architecture)
-    for status, output in launch(2, tmp_path / "logs", compare_sharded, str(tmp_path), *ARCHITECTURES).ended():
+    for status, output in launch(
+        2, tmp_path / "logs", compare_sharded, str(tmp_path), *ARCHITECTURES
+    ).ended():
         assert status == 0, output
 
 
-def test_a_rank_of_a_sharded_base_that_is_out_of_memory_ends_the_run_with_advice(tmp_path: Path) -> None:
+def test_a_rank_of_a_sharded_base_that_is_out_of_memory_ends_the_run_with_advice(
+    tmp_path: Path,
+) -> None:
     """The other rank cannot repeat the pass, and ends as well."""
     store(shared_model(), tmp_path / "base")
     leader, other = launch(2, tmp_path / "logs", train_with_memory_error, str(tmp_path)).ended(60)
@@ -56,7 +60,8 @@ def test_parameters_per_rank_are_the_shards_and_three_whole_layers(architecture:
 
 
 @pytest.mark.parametrize(
-    ("parts", "device", "words"), [(2, "mps", "base_parts above 1 requires"), (2, "cpu", "has no list of layers")]
+    ("parts", "device", "words"),
+    [(2, "mps", "base_parts above 1 requires"), (2, "cpu", "has no list of layers")],
 )
 def test_bases_that_cannot_be_sharded_are_refused(parts: int, device: str, words: str) -> None:
     """For their device, or because they have no list of layers."""

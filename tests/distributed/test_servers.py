@@ -14,13 +14,17 @@ from tests.vllm_server import VLLMServer
 
 
 @pytest.mark.parametrize("place", ["whole", pytest.param("parts", marks=pytest.mark.slow)])
-def test_ranks_divide_the_completions_and_rank_0_loads_the_adapters(place: str, tmp_path: Path) -> None:
+def test_ranks_divide_the_completions_and_rank_0_loads_the_adapters(
+    place: str, tmp_path: Path
+) -> None:
     """With a whole and with a sharded base."""
     folder = tmp_path / place
     store(shared_model(), tmp_path / "base")
     server = VLLMServer(tiny_model())
     try:
-        for status, output in launch(2, tmp_path / "logs", served, str(folder), server.url).ended(120):
+        for status, output in launch(2, tmp_path / "logs", served, str(folder), server.url).ended(
+            120
+        ):
             assert status == 0, output
     finally:
         server.stop()

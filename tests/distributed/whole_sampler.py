@@ -27,6 +27,10 @@ class WholeSampler:
             self._copy.load_state(slot, self._bank.state(slot))
 
     def sample(
-        self, rows: SamplingBatch, *, base: bool = False, on_finished: FinishedCallback | None = None
+        self,
+        rows: SamplingBatch,
+        *,
+        base: bool = False,
+        on_finished: FinishedCallback | None = None,
     ) -> Rollout:
         return self._copy.sample(rows, base=base, on_finished=on_finished)

@@ -1,8 +1,8 @@
 """What the pages show works: their Python is run, their YAML is read, and their commands are ones that exist.
 
-A page's Python is one program, run after a few lines that give it what its text takes for granted; a tiny model
-stands in for the demo's, and numbers of generations, steps and samples are made small. What cannot be run here says so
-in the page, in a comment above it: `<!-- not run: why -->`.
+A page's Python is one program, run after a few lines that give it what its text takes for granted;
+a tiny model stands in for the demo's, and numbers of generations, steps and samples are made small.
+What cannot be run here says so in the page, in a comment above it: `<!-- not run: why -->`.
 """
 
 import ast
@@ -25,10 +25,14 @@ from tests.tiny_models import tiny_model, tiny_tokenizer
 
 QUESTIONS = {"task": {"dataset": {"train": "sums.jsonl"}, "reward": "mine.py:f", "form": "agilerl"}}
 SHORT = "steps_per_generation=1, samples_per_step=8, validation_questions=4, test_questions=4"
-_BLOCK = re.compile(r"(?:^<!-- (not run: [^\n]+?) -->\n)?^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+_BLOCK = re.compile(
+    r"(?:^<!-- (not run: [^\n]+?) -->\n)?^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE
+)
 _SMALLER = {
     r'load_base\("smollm2-135m"\)': 'load_base("tiny")',
-    r'GymnasiumGroups\("CartPole-v1"\)': 'GymnasiumGroups("CartPole-v1", max_episode_steps=20, **QUICK)',
+    r'GymnasiumGroups\("CartPole-v1"\)': (
+        'GymnasiumGroups("CartPole-v1", max_episode_steps=20, **QUICK)'
+    ),
     r'env_kwargs=\{"N": 3, "max_cycles": 25\}': 'env_kwargs={"N": 3, "max_cycles": 5}, **QUICK',
     r"learn\(total_timesteps=[\d_]+": "learn(total_timesteps=500",
     r"total_timesteps=[\d_]+_000": f"total_timesteps=300, size=2, {SHORT}",
@@ -64,25 +68,34 @@ evolve(members(), env, generations=1, run_dir="runs/mine", {SHORT}).finish()
 """
 BEFORE = {
     "docs/own_task.md": RUN,
-    "docs/reference/tasks.md": f"""{RUN}
+    "docs/reference/tasks.md": (
+        f"""{RUN}
 train, tokenizer = [{{"prompt": each["question"]}} for each in questions], base.tokenizer
 rows = [
     {{"prompt": [{{"role": "user", "content": each["question"]}}], "answer": str(each["answer"])}} for each in questions
 ]
 from tests.envs.verifier_functions import batched as verify
 grade = float
-""",
+"""
+    ),
     "docs/howto/callbacks.md": LANGUAGE,
-    "docs/howto/resume.md": f"""{LANGUAGE}
+    "docs/howto/resume.md": (
+        f"""{LANGUAGE}
 evolve(members(), env, generations=1, run_dir="runs/products", {SHORT}).finish()
-""",
-    "docs/howto/own_model.md": f"""{LANGUAGE}
+"""
+    ),
+    "docs/howto/own_model.md": (
+        f"""{LANGUAGE}
 members(1)[0].save_checkpoint("sft-adapter")
-""",
-    "docs/howto/export.md": f"""{LANGUAGE}
+"""
+    ),
+    "docs/howto/export.md": (
+        f"""{LANGUAGE}
 members(1)[0].save_checkpoint("adapter")
-""",
-    "docs/howto/tools.md": """
+"""
+    ),
+    "docs/howto/tools.md": (
+        """
 from types import SimpleNamespace
 from tests.envs.conftest import build
 from tests.envs.test_environment_gym import CHAT, Other as Search
@@ -95,13 +108,16 @@ def calculator(expression: str) -> str:
     '''
 def short(completions, **columns):
     return [0.0] * len(completions)
-""",
-    "docs/environments.md": """
+"""
+    ),
+    "docs/environments.md": (
+        """
 import evogrpo
 import gymnasium
 run = evogrpo.train("CartPole-v1", total_timesteps=1_000)
 observation = run.trainer.env.observation_space.sample()
-""",
+"""
+    ),
     "docs/objective.md": "",
 }
 """What a page takes for granted, by page."""
@@ -117,7 +133,11 @@ def named(pages: list[Path]) -> list[str]:
     return [str(page.relative_to(ROOT)) for page in pages]
 
 
-WITH_PYTHON = [page for page in PAGES if any(kind == "python" and not reason for reason, kind, _ in blocks(page))]
+WITH_PYTHON = [
+    page
+    for page in PAGES
+    if any(kind == "python" and not reason for reason, kind, _ in blocks(page))
+]
 
 
 @pytest.fixture
@@ -141,7 +161,9 @@ def program(page: Path) -> str:
         text = re.sub(long, short, text)
     for number in ("4", "5"):  # resumed runs need more generations
         text = re.sub(rf"\bgenerations={number}\b", "generations=1", text)
-    return "QUICK = {'validation_size': 4, 'test_size': 4}\n" + re.sub(r"\bgenerations=8\b", "generations=2", text)
+    return "QUICK = {'validation_size': 4, 'test_size': 4}\n" + re.sub(
+        r"\bgenerations=8\b", "generations=2", text
+    )
 
 
 @pytest.mark.usefixtures("folder")
@@ -153,10 +175,14 @@ def test_python_of_a_page_runs(name):
     exec(compile(program(ROOT / name), name, "exec"), names)  # noqa: S102 (the page is the test's subject)
 
 
-@pytest.mark.parametrize("name", named([page for page in PAGES if any(kind == "yaml" for _, kind, _ in blocks(page))]))
+@pytest.mark.parametrize(
+    "name", named([page for page in PAGES if any(kind == "yaml" for _, kind, _ in blocks(page))])
+)
 def test_yaml_of_a_page_is_valid(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.py").write_text(program(ROOT / name), encoding="utf-8")  # the page may use another name
+    (tmp_path / "mine.py").write_text(
+        program(ROOT / name), encoding="utf-8"
+    )  # the page may use another name
     for reason, kind, block in blocks(ROOT / name):
         if kind == "yaml" and not reason and not block.startswith("# not a configuration"):
             values = load_yaml(block, name)
@@ -168,18 +194,30 @@ def test_yaml_of_a_page_is_valid(name, tmp_path, monkeypatch):
 
 def commands(page: Path) -> list[str]:
     """Return a page's commands of evogrpo in blocks, also behind launchers and conditions, and in sentences."""
-    blocks_shown = "\n".join(block for reason, kind, block in blocks(page) if kind in ("", "sh", "yaml") and not reason)
-    found = re.findall(r"(?:^|[;&] |then |else |srun |exec |-m )(evogrpo [a-z-][^;#|>\n]*)", blocks_shown, re.MULTILINE)
-    return found + re.findall(r"(?<!`)`(evogrpo [a-z-][^`\n]+)`(?!`)", _BLOCK.sub("", page.read_text(encoding="utf-8")))
+    blocks_shown = "\n".join(
+        block for reason, kind, block in blocks(page) if kind in ("", "sh", "yaml") and not reason
+    )
+    found = re.findall(
+        r"(?:^|[;&] |then |else |srun |exec |-m )(evogrpo [a-z-][^;#|>\n]*)",
+        blocks_shown,
+        re.MULTILINE,
+    )
+    return found + re.findall(
+        r"(?<!`)`(evogrpo [a-z-][^`\n]+)`(?!`)", _BLOCK.sub("", page.read_text(encoding="utf-8"))
+    )
 
 
 def check_settings(settings: list[str], packaged: str) -> None:
     """Raise for a KEY=VALUE that no configuration has."""
     with as_file(files("evogrpo.training.configuration") / packaged) as path:
-        load_config(path, [*(["task.env=CartPole-v1"] if packaged == "env.yaml" else []), *settings])
+        load_config(
+            path, [*(["task.env=CartPole-v1"] if packaged == "env.yaml" else []), *settings]
+        )
 
 
-@pytest.mark.parametrize("name", named([page for page in PAGES if commands(page) and page.name != "CHANGELOG.md"]))
+@pytest.mark.parametrize(
+    "name", named([page for page in PAGES if commands(page) and page.name != "CHANGELOG.md"])
+)
 def test_commands_of_a_page_exist(name):
     for line in commands(ROOT / name):
         words = [word for word in shlex.split(line)[1:] if word != "&"]
@@ -198,12 +236,25 @@ def test_commands_of_a_page_exist(name):
 @pytest.mark.parametrize("name", named(PAGES))
 def test_every_block_of_a_page_is_checked(name):
     text = (ROOT / name).read_text(encoding="utf-8")
-    assert not re.search(r"^[ \t]+```|^~~~", text, re.MULTILINE), "an indented block is not looked at"
+    assert not re.search(r"^[ \t]+```|^~~~", text, re.MULTILINE), (
+        "an indented block is not looked at"
+    )
     assert text.count("\n```") % 2 == 0
-    targets = set(re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    targets = set(
+        re.findall(
+            r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE
+        )
+    )
     assert set(re.findall(r"(?:^|`)make ([a-z-]+)", text, re.MULTILINE)) <= targets
     for reason, kind, block in blocks(ROOT / name):
-        assert kind in ("", "sh", "python", "yaml", "json", "toml"), f"nothing looks at blocks of {kind}"
+        assert kind in (
+            "",
+            "sh",
+            "python",
+            "yaml",
+            "json",
+            "toml",
+        ), f"nothing looks at blocks of {kind}"
         if kind == "json":
             assert all(json.loads(line) for line in block.splitlines())
         if kind == "toml":

@@ -22,7 +22,9 @@ def slug(heading: str) -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(
+        r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE
+    )
     return {slug(heading) for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE)}
 
 
@@ -56,7 +58,9 @@ def test_every_page_is_in_the_menu():
     named = {
         (ROOT if entry.startswith("/") else page.parent) / entry.strip("/")
         for page in lists
-        for block in re.findall(r"```\{toctree\}\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+        for block in re.findall(
+            r"```\{toctree\}\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL
+        )
         for line in block.splitlines()
         if line and not line.startswith(":")
         for entry in [re.sub(r"^.*<(.+)>$", r"\1", line)]

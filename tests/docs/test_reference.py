@@ -16,10 +16,14 @@ from tests.docs.test_links import PAGES, ROOT
 SECTIONS = configuration.sections()
 
 
-@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: f"{section.path}: {section.title}")
+@pytest.mark.parametrize(
+    "section", SECTIONS, ids=lambda section: f"{section.path}: {section.title}"
+)
 def test_every_key_has_a_description_and_a_type(section):
     for key in configuration.keys(section):
-        assert key.description, f"{key.path} has no description: give {section.record.__name__} an entry for it"
+        assert key.description, (
+            f"{key.path} has no description: give {section.record.__name__} an entry for it"
+        )
         assert key.kind
 
 
@@ -41,13 +45,19 @@ def test_every_recorded_number_is_defined(any_stored_run):
 
 def test_every_command_and_option_is_listed():
     page = commands.page()
-    (choice,) = [each for each in make_parser()._actions if hasattr(each, "choices") and isinstance(each.choices, dict)]
+    (choice,) = [
+        each
+        for each in make_parser()._actions
+        if hasattr(each, "choices") and isinstance(each.choices, dict)
+    ]
     assert len(choice.choices) > 10
     for name, parser in choice.choices.items():
         assert f"## evogrpo {name}\n" in page
         for action in parser._actions:
             assert action.help, f"evogrpo {name}: {action.dest} says nothing of itself"
-            assert action.dest in commands._EVERYWHERE or all(f"`{option}" in page for option in action.option_strings)
+            assert action.dest in commands._EVERYWHERE or all(
+                f"`{option}" in page for option in action.option_strings
+            )
 
 
 @pytest.mark.parametrize("package", names.PACKAGES)
@@ -56,7 +66,9 @@ def test_every_public_name_is_described_once(package):
     for name, home in names.described(package):
         assert f":: {home}.{name}\n" in f"{page}\n"
         value = getattr(import_module(home), name)
-        assert inspect.getdoc(value) if names._is_code(value) else names._text_below(name, home), name
+        assert inspect.getdoc(value) if names._is_code(value) else names._text_below(name, home), (
+            name
+        )
     for name in names.elsewhere(package):
         assert f":: {package}.{name}\n" not in f"{page}\n"
 
@@ -68,5 +80,7 @@ WRITTEN = {str(page.relative_to(ROOT)): page for page in PAGES}
 def test_angle_brackets_are_in_code(name):
     """Browsers hide `<tag>` outside of code."""
     listed = WRITTEN[name].read_text(encoding="utf-8") if name in WRITTEN else GENERATED[name]()
-    plain = re.sub(r"^```.*?^```|`[^`]*`|<!--.*?-->|<https?:[^>]*>", "", listed, flags=re.DOTALL | re.MULTILINE)
+    plain = re.sub(
+        r"^```.*?^```|`[^`]*`|<!--.*?-->|<https?:[^>]*>", "", listed, flags=re.DOTALL | re.MULTILINE
+    )
     assert re.findall(r"</?[A-Za-z][^>]*>", plain) == []

@@ -14,7 +14,9 @@ class Rule:
         self.rule = rule
 
     def act(self, observations, member_ids, *, uniforms, temperature, action_mask, base):
-        return SampledActions(actions=self.rule(observations), log_probs=np.zeros(len(member_ids), np.float32))
+        return SampledActions(
+            actions=self.rule(observations), log_probs=np.zeros(len(member_ids), np.float32)
+        )
 
 
 STILL = Rule(lambda seen: np.zeros(len(seen), np.int64))  # always the first action
@@ -23,7 +25,9 @@ STILL = Rule(lambda seen: np.zeros(len(seen), np.int64))  # always the first act
 def play_rows(env, actor, starts, start_of_row, member_ids, *, split="train", **options):
     """Open starts of a split and play one episode per row with one policy; see `StartBatch.play`."""
     mapping = single_agent(env.observation_space, env.action_space)
-    played = env.open(split, starts).play({DEFAULT_POLICY: actor}, mapping, start_of_row, member_ids, **options)
+    played = env.open(split, starts).play(
+        {DEFAULT_POLICY: actor}, mapping, start_of_row, member_ids, **options
+    )
     return played.episodes[DEFAULT_POLICY]
 
 
@@ -37,4 +41,6 @@ class _Suite(PlayedEnvironmentTestCase):
         raise NotImplementedError
 
 
-groups = _Suite().groups  # plays groups of pseudo-random episodes; equal results are equal bit for bit
+groups = (
+    _Suite().groups
+)  # plays groups of pseudo-random episodes; equal results are equal bit for bit

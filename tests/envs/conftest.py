@@ -8,8 +8,9 @@ from transformers import PreTrainedTokenizerFast
 
 SPECIAL = ["<pad>", "<eos>", "<unk>", "<s>", "<u>", "<a>"]
 CHAT = (
-    "{% for m in messages %}{{ {'system': '<s>', 'user': '<u>', 'assistant': '<a>'}[m.role] + m.content }}"
-    "{{ '<eos>' if m.role != 'assistant' else '' }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+    "{% for m in messages %}{{ {'system': '<s>', 'user': '<u>', 'assistant': '<a>'}[m.role] +"
+    " m.content }}{{ '<eos>' if m.role != 'assistant' else '' }}{% endfor %}{% if"
+    " add_generation_prompt %}<a>{% endif %}"
 )
 
 

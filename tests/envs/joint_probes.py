@@ -10,7 +10,9 @@ from pettingzoo.test.example_envs import generated_agents_parallel_v0
 
 
 class Alike(ParallelEnv):
-    """Each agent sees a one-hot target among three and chooses one of three, `steps` times; all earn the hits of all.
+    """Each agent sees a one-hot target among three and chooses one of three, `steps` times.
+
+    All earn the hits of all.
 
     Subclasses change `earned`, the rewards for the `hits` of all agents, or the observations.
     """
@@ -40,7 +42,9 @@ class Alike(ParallelEnv):
 
     def observe(self):
         self.targets = {agent: int(self.np_random.integers(3)) for agent in self.agents}
-        return {agent: np.eye(3, dtype=np.float32)[target] for agent, target in self.targets.items()}
+        return {
+            agent: np.eye(3, dtype=np.float32)[target] for agent, target in self.targets.items()
+        }
 
     def earned(self, hits):
         return dict.fromkeys(hits, float(sum(hits.values())))
@@ -48,13 +52,21 @@ class Alike(ParallelEnv):
     def step(self, actions):
         assert set(actions) == set(self.agents)
         acted = self.agents
-        rewards = self.earned({agent: int(actions[agent] == self.targets[agent]) for agent in acted})
+        rewards = self.earned(
+            {agent: int(actions[agent] == self.targets[agent]) for agent in acted}
+        )
         self.time += 1
         over = self.time == self.steps
         seen = self.observe()
         if over:
             self.agents = []
-        return seen, rewards, dict.fromkeys(acted, over), dict.fromkeys(acted, False), {agent: {} for agent in acted}
+        return (
+            seen,
+            rewards,
+            dict.fromkeys(acted, over),
+            dict.fromkeys(acted, False),
+            {agent: {} for agent in acted},
+        )
 
 
 class Favours(Alike):
@@ -121,9 +133,9 @@ class Calls(Alike):
 class Lives(ParallelEnv):
     """Agents are born and end at known steps and earn 1 + action at each of their steps, the last included.
 
-    old_0 lives through all five steps and is then truncated. short_0 terminates at its second step, or at its third if
-    it chose 1 first. late_0 is born after the second step, on odd seeds only, and terminates at the fifth. At
-    every step at which only old_0 acts, old_0 is paid ten times.
+    old_0 lives through all five steps and is then truncated. short_0 terminates at its second step,
+    or at its third if it chose 1 first. late_0 is born after the second step, on odd seeds only,
+    and terminates at the fifth. At every step at which only old_0 acts, old_0 is paid ten times.
     """
 
     metadata: ClassVar = {"name": "lives_v0", "render_modes": []}
@@ -170,12 +182,17 @@ class Lives(ParallelEnv):
             self.agents.append("late_0")
             rewards["late_0"], terminations["late_0"], truncations["late_0"] = 0.0, False, False
         seen = self.observe()
-        self.agents = [agent for agent in self.agents if not (terminations[agent] or truncations[agent])]
+        self.agents = [
+            agent for agent in self.agents if not (terminations[agent] or truncations[agent])
+        ]
         return seen, rewards, terminations, truncations, {agent: {} for agent in seen}
 
 
 class Masked(Alike):
-    """Two of three actions are legal, as a mask in the infos or beside the observation; an illegal one costs 99."""
+    """Two of three actions are legal, as a mask in the infos or beside the observation.
+
+    An illegal one costs 99.
+    """
 
     def __init__(self, beside=False, steps=3):
         super().__init__(steps=steps)
@@ -184,7 +201,10 @@ class Masked(Alike):
             self.seen = Dict({"observation": self.seen, "action_mask": Box(0, 1, (3,), np.int8)})
 
     def masks(self):
-        return {agent: {"action_mask": (np.arange(3) != self.targets[agent]).astype(np.int8)} for agent in self.agents}
+        return {
+            agent: {"action_mask": (np.arange(3) != self.targets[agent]).astype(np.int8)}
+            for agent in self.agents
+        }
 
     def observe(self):
         seen = super().observe()
@@ -205,12 +225,18 @@ class Masked(Alike):
 
 
 class Generated(generated_agents_parallel_v0.parallel_env):
-    """PettingZoo's environment in which agents of random types are born and end at random; spaces are equal."""
+    """PettingZoo's environment in which agents of random types are born and end at random.
+
+    Spaces are equal.
+    """
 
     def add_type(self):
         name = super().add_type()
         # The original draws new sizes at every reset; networks need fixed sizes.
-        self._obs_spaces[name], self._act_spaces[name] = Box(0, 1, (4,), seed=self.rng_seed), Discrete(3)
+        self._obs_spaces[name], self._act_spaces[name] = (
+            Box(0, 1, (4,), seed=self.rng_seed),
+            Discrete(3),
+        )
         return name
 
     def step(self, actions):

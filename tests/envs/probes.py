@@ -1,6 +1,7 @@
 """Small environments with known best policies; each isolates one ability of an agent.
 
-All are Gymnasium environments, so they can be trained on as well. `best` is the mean return of the best policy.
+All are Gymnasium environments, so they can be trained on as well. `best` is the mean return of the
+best policy.
 """
 
 import os
@@ -30,9 +31,12 @@ class ConstantReward(gymnasium.Env):
 
 
 class Match(gymnasium.Env):
-    """One step: a random target is observed; the reward is the closeness of the action to it, at most `best`.
+    """One step: a random target is observed.
 
-    Subclasses define how to `draw` a target, to `observe` it, and the `closeness` of an action to it.
+    The reward is the closeness of the action to it, at most `best`.
+
+    Subclasses define how to `draw` a target, to `observe` it, and the `closeness` of an action to
+    it.
     """
 
     best = 1.0
@@ -185,7 +189,9 @@ class DelayedCredit(gymnasium.Env):
 
 
 class Masked(gymnasium.Env):
-    """Three steps with four actions, some of them illegal; the reward is 1 for the highest legal action.
+    """Three steps with four actions, some of them illegal.
+
+    The reward is 1 for the highest legal action.
 
     At the end no action is legal, and the mask says so.
     """
@@ -210,7 +216,13 @@ class Masked(gymnasium.Env):
         reward = float(action == np.flatnonzero(self.mask)[-1])
         self.steps += 1
         if self.steps == 3:
-            return np.zeros(4, np.float32), reward, True, False, {"action_mask": np.zeros(4, np.int8)}
+            return (
+                np.zeros(4, np.float32),
+                reward,
+                True,
+                False,
+                {"action_mask": np.zeros(4, np.int8)},
+            )
         seen, infos = self.draw()
         return seen, reward, False, False, infos
 
@@ -296,9 +308,9 @@ class Odd(gymnasium.Env):
     Args:
         space: Observation space.
         sees: Observation, or the value of all its entries.
-        options: `reward` and `actions` (space); `ends`, a function of "the episode is over" that gives `terminated`;
-            `infos` of which reset draws one; `broken`, a list of "step", "close" or "die"; `reset` and `step`,
-            functions of what these methods return otherwise.
+        options: `reward` and `actions` (space); `ends`, a function of "the episode is over" that
+            gives `terminated`; `infos` of which reset draws one; `broken`, a list of "step",
+            "close" or "die"; `reset` and `step`, functions of what these methods return otherwise.
     """
 
     def __init__(self, space=None, sees=0.0, **options):
@@ -310,7 +322,11 @@ class Odd(gymnasium.Env):
         self.options = {"reward": 1.0, "ends": bool, "infos": ({},), "broken": ()} | options
 
     def observe(self):
-        return np.full(self.observation_space.shape, self.sees) if np.ndim(self.sees) == 0 else self.sees
+        return (
+            np.full(self.observation_space.shape, self.sees)
+            if np.ndim(self.sees) == 0
+            else self.sees
+        )
 
     def reset(self, *, seed=None, options=None):
         assert options is None  # as in a single environment, also where resets are masked
@@ -354,7 +370,9 @@ class MaskMethod(Masked):
 class MaskInObservation(Masked):
     """`Masked` in the form of RLlib."""
 
-    observation_space = Dict(observations=Masked.observation_space, action_mask=Box(0.0, 1.0, (4,), np.float32))
+    observation_space = Dict(
+        observations=Masked.observation_space, action_mask=Box(0.0, 1.0, (4,), np.float32)
+    )
 
     def draw(self):
         seen, infos = super().draw()
@@ -368,7 +386,9 @@ class MaskInObservation(Masked):
 
 
 class Forks(Odd):
-    """Forks in its second step; the child process goes on as `ending` says: it returns, exits or raises; "" = no fork.
+    """Forks in its second step.
+
+    The child process goes on as `ending` says: it returns, exits or raises; "" = no fork.
 
     The reward of a step is its number.
     """

@@ -54,7 +54,10 @@ def test_agents_learn_and_predict_with_masks_of_every_form(form, tmp_path):
     best.save_checkpoint(tmp_path / "agent")
     loaded = GRPO.load(tmp_path / "agent")
     assert loaded.observation_space == env.observation_space
-    assert loaded.predict(seen, None, None, True, masks)[0] == best.predict(seen, None, None, True, masks)[0]
+    assert (
+        loaded.predict(seen, None, None, True, masks)[0]
+        == best.predict(seen, None, None, True, masks)[0]
+    )
 
 
 def test_log_probs_are_those_of_the_renormalised_categorical():
@@ -65,14 +68,18 @@ def test_log_probs_are_those_of_the_renormalised_categorical():
     legal = torch.from_numpy(played.action_masks[:, 0])
     expected = logits.masked_fill(~legal, -torch.inf).log_softmax(1)
     actions = torch.from_numpy(played.actions[:, :1]).long()
-    assert torch.allclose(expected.gather(1, actions)[:, 0], torch.from_numpy(played.log_probs[:, 0]), atol=1e-6)
+    assert torch.allclose(
+        expected.gather(1, actions)[:, 0], torch.from_numpy(played.log_probs[:, 0]), atol=1e-6
+    )
 
 
 def play_each_with(agent, env):
     """Play the first training starts with an agent's own policy, sampled."""
     rows = range(6)
     noise = ActionNoise(0, "sample", streams=[()], rows=[6], width_of=lambda agent: 1)
-    played = env.open("train", rows).play(agent.members.policies, agent.members.mapping, rows, [0] * 6, uniforms=noise)
+    played = env.open("train", rows).play(
+        agent.members.policies, agent.members.mapping, rows, [0] * 6, uniforms=noise
+    )
     return played.episodes[DEFAULT_POLICY]
 
 
@@ -82,7 +89,9 @@ def test_a_batch_with_masks_equals_its_rows_alone():
     observations = [probes.MaskInObservation().reset(seed=seed)[0] for seed in range(8)]
     batch = {key: np.stack([each[key] for each in observations]) for key in observations[0]}
     together, _ = agent.predict(batch, deterministic=True)
-    assert together.tolist() == [int(agent.predict(each, deterministic=True)[0]) for each in observations]
+    assert together.tolist() == [
+        int(agent.predict(each, deterministic=True)[0]) for each in observations
+    ]
     masks = np.stack([each["action_mask"] for each in observations])
     assert all(masks[row, action] for row, action in enumerate(together))
 

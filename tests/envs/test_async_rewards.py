@@ -13,7 +13,11 @@ from evogrpo.envs.text.verifier_pool import make_reward_runner
 
 
 def earned(*functions, texts=("a", "bb"), form="trl", timeout=None, on_error="raise", times=1):
-    rewards = make_rewards(None, list(functions), None) if form == "trl" else make_rewards(*functions, None, None)
+    rewards = (
+        make_rewards(None, list(functions), None)
+        if form == "trl"
+        else make_rewards(*functions, None, None)
+    )
     runner = make_reward_runner(rewards, timeout, None)
     rows = [{"prompt": "p", "question": "q", "answer": "a"}] * len(texts)
     given = RewardInputs(rows=rows, texts=texts, token_ids=[[1]] * len(texts))
@@ -46,7 +50,13 @@ def test_async_functions_and_their_calls_run_concurrently():
         await meet(7)
         return [2.0] * len(completions)
 
-    assert earned(single, form="agilerl", texts=tuple("01234"), timeout=10.0).rewards.tolist() == [0, 1, 2, 3, 4]
+    assert earned(single, form="agilerl", texts=tuple("01234"), timeout=10.0).rewards.tolist() == [
+        0,
+        1,
+        2,
+        3,
+        4,
+    ]
     assert earned(first, second, timeout=10.0).rewards.tolist() == [3.0, 3.0]
 
 
@@ -66,7 +76,14 @@ def test_the_event_loop_is_reused_also_inside_a_running_one():
 
 
 @pytest.mark.parametrize(
-    "error", [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError(), GeneratorExit(), StopIteration()]
+    "error",
+    [
+        SystemExit(3),
+        KeyboardInterrupt(),
+        asyncio.CancelledError(),
+        GeneratorExit(),
+        StopIteration(),
+    ],
 )
 def test_all_exceptions_become_reward_errors(error):
     async def rude(completions, **_):
@@ -87,7 +104,9 @@ def test_slow_functions_are_cancelled_and_excluded():
             raise
         return 1.0
 
-    with pytest.raises(RewardError, match=r"'slow' took longer than 0.2 s and was stopped for the completion 'bb'"):
+    with pytest.raises(
+        RewardError, match=r"'slow' took longer than 0.2 s and was stopped for the completion 'bb'"
+    ):
         earned(slow, form="agilerl", timeout=0.2)
     with pytest.warns(UserWarning, match="1 of 2 completions excluded"):
         result = earned(slow, form="agilerl", timeout=0.2, on_error="exclude")

@@ -10,11 +10,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evogrpo.envs.text.huggingface_gym import HuggingFaceGym
-from evogrpo.envs.text.tasks import TASKS, accuracy, final_number, sequence_questions, two_digit_questions
+from evogrpo.envs.text.tasks import (
+    TASKS,
+    accuracy,
+    final_number,
+    sequence_questions,
+    two_digit_questions,
+)
 from evogrpo.records import single_turn_conversations
 
 LETTERS = f"{string.printable}\N{MINUS SIGN}\u0663é漢"
-ASKED = re.compile(r"State the final answer to the following arithmetic problem: (\d\d) ([+-]) (\d\d) =")
+ASKED = re.compile(
+    r"State the final answer to the following arithmetic problem: (\d\d) ([+-]) (\d\d) ="
+)
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +31,11 @@ def sums():
 
 
 def test_answers_are_correct_and_questions_distinct(sums):
-    assert {split: len(rows) for split, rows in sums.items()} == {"train": 7870, "validation": 64, "test": 256}
+    assert {split: len(rows) for split, rows in sums.items()} == {
+        "train": 7870,
+        "validation": 64,
+        "test": 256,
+    }
     seen = set()
     for row in (row for rows in sums.values() for row in rows):
         a, sign, b = ASKED.fullmatch(row["question"]).groups()
@@ -35,10 +47,16 @@ def test_answers_are_correct_and_questions_distinct(sums):
 
 def test_sequences_are_arithmetic_and_distinct():
     tables = sequence_questions(0, 64, 256)
-    assert {split: len(rows) for split, rows in tables.items()} == {"train": 769, "validation": 64, "test": 256}
+    assert {split: len(rows) for split, rows in tables.items()} == {
+        "train": 769,
+        "validation": 64,
+        "test": 256,
+    }
     seen = set()
     for row in (row for rows in tables.values() for row in rows):
-        terms = re.fullmatch(r"State the next number of this sequence: (\d+, \d+, \d+, \d+)", row["question"])[1]
+        terms = re.fullmatch(
+            r"State the next number of this sequence: (\d+, \d+, \d+, \d+)", row["question"]
+        )[1]
         numbers = [*map(int, terms.split(", ")), int(row["answer"])]
         (step,) = {after - before for before, after in pairwise(numbers)}
         assert 2 <= step <= 12
@@ -56,7 +74,15 @@ def test_invalid_sizes_are_refused(validation, test):
 
 
 NUMBERS = {
-    -22: ["23 - 45 = -22", "23 - 45 = - 22", "- 22", "-22.0", "**Answer:** \N{MINUS SIGN}22", r"\boxed{-22}", "(-22)"],
+    -22: [
+        "23 - 45 = -22",
+        "23 - 45 = - 22",
+        "- 22",
+        "-22.0",
+        "**Answer:** \N{MINUS SIGN}22",
+        r"\boxed{-22}",
+        "(-22)",
+    ],
     22: ["45-22", "45 - 22", "x = (45)-22", "First:\n- 45\n- 22"],
     1068: ["1,068", "12,1,068"],
     1234567.5: ["1,234,567.5"],
@@ -66,13 +92,19 @@ NUMBERS = {
 }
 
 
-@pytest.mark.parametrize(("text", "number"), [(text, number) for number, texts in NUMBERS.items() for text in texts])
+@pytest.mark.parametrize(
+    ("text", "number"), [(text, number) for number, texts in NUMBERS.items() for text in texts]
+)
 def test_final_number_parses_text(text, number):
     assert final_number(text) == number
 
 
 @settings(max_examples=30)
-@given(st.text(LETTERS), st.lists(st.integers(-89, 198), min_size=1), st.sampled_from([" ", ", ", "\n", " = "]))
+@given(
+    st.text(LETTERS),
+    st.lists(st.integers(-89, 198), min_size=1),
+    st.sampled_from([" ", ", ", "\n", " = "]),
+)
 def test_accuracy_is_one_if_the_last_number_is_the_answer(before, numbers, separator):
     text = f"{before} = {separator.join(map(str, numbers))}"
     assert accuracy(text, str(numbers[-1]), "") == 1.0
@@ -87,7 +119,9 @@ def test_tasks_are_registered_and_build(tokenizer, encode):
     row = sequence_questions(4, 8, 16)["test"][2]
     episodes = env.open("test", [2])
     assert episodes.prompts == (encode(f"<u>{row['question']}<eos><a>"),)
-    scores = episodes.score(single_turn_conversations([0, 0], [encode(row["answer"] + "<eos>"), encode("1000")]))
+    scores = episodes.score(
+        single_turn_conversations([0, 0], [encode(row["answer"] + "<eos>"), encode("1000")])
+    )
     assert scores.rewards.tolist() == [1.0, 0.0]
 
 
@@ -101,7 +135,9 @@ def test_a_missing_package_raises_import_error(monkeypatch, tokenizer):
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "distribution", not_found)
-    with pytest.raises(ImportError, match=r"'chain_sum' requires reasoning_gym.*pip install .*\[reasoning\]"):
+    with pytest.raises(
+        ImportError, match=r"'chain_sum' requires reasoning_gym.*pip install .*\[reasoning\]"
+    ):
         HuggingFaceGym.from_reasoning_gym("chain_sum", tokenizer=tokenizer)
 
 
@@ -110,7 +146,9 @@ def make(tokenizer):
     pytest.importorskip("reasoning_gym")
 
     def make(name="chain_sum", **options):
-        return HuggingFaceGym.from_reasoning_gym(name, tokenizer=tokenizer, **{"sizes": SIZES, "seed": 1, **options})
+        return HuggingFaceGym.from_reasoning_gym(
+            name, tokenizer=tokenizer, **{"sizes": SIZES, "seed": 1, **options}
+        )
 
     return make
 

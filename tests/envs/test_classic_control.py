@@ -28,7 +28,12 @@ def add(batch, seeds):
 def advance(batch, actions):
     """Step all episodes; return observations, rewards, terminated and truncated."""
     step = batch.step({"default": actions})
-    return batch.inputs(None)["default"].observations[0], step.rewards, step.terminated, step.truncated
+    return (
+        batch.inputs(None)["default"].observations[0],
+        step.rewards,
+        step.terminated,
+        step.truncated,
+    )
 
 
 def bits(values):
@@ -42,8 +47,12 @@ def actions_for(name, space, seen, rng):
     even = np.arange(n) % 2 == 0
     if isinstance(space, gymnasium.spaces.Box):  # also at and beyond the bounds
         bound = space.high[0]
-        edges = np.float32([bound, -bound, np.nextafter(bound, np.float32(9)), -9e9, 9e9, 0.0, -0.0, 1e-42])
-        actions = np.where(rng.random(n) < 0.2, rng.choice(edges, n), rng.uniform(-1.3 * bound, 1.3 * bound, n))
+        edges = np.float32(
+            [bound, -bound, np.nextafter(bound, np.float32(9)), -9e9, 9e9, 0.0, -0.0, 1e-42]
+        )
+        actions = np.where(
+            rng.random(n) < 0.2, rng.choice(edges, n), rng.uniform(-1.3 * bound, 1.3 * bound, n)
+        )
         if name.startswith("MountainCar"):
             pumping = np.where(seen[:, 1] >= 0, 1, -1) * rng.choice([0.7, 1.0, 1.2], n)
             actions = np.where(even, pumping, actions)
@@ -58,7 +67,10 @@ def actions_for(name, space, seen, rng):
 
 
 def compare(name, steps, limit=None, seed=0, size=12, **kwargs):
-    """Step both and refill ended episodes; return counts of terminations and truncations, and all observations."""
+    """Step both and refill ended episodes.
+
+    Return counts of terminations and truncations, and all observations.
+    """
     rng = np.random.default_rng(seed)
     envs = [make(name, limit, **kwargs) for _ in range(size)]
     batch = native(name, limit, **kwargs)
@@ -74,7 +86,9 @@ def compare(name, steps, limit=None, seed=0, size=12, **kwargs):
         seen, rewards, terminated, truncated = advance(batch, actions)
         outcome = [env.step(action) for env, action in zip(envs, actions, strict=True)]
         expected = np.stack([step[0] for step in outcome])
-        assert np.array_equal(bits(rewards), bits(np.array([step[1] for step in outcome], dtype=np.float64)))
+        assert np.array_equal(
+            bits(rewards), bits(np.array([step[1] for step in outcome], dtype=np.float64))
+        )
         assert terminated.tolist() == [step[2] for step in outcome]
         assert truncated.tolist() == [step[3] for step in outcome]
         assert np.array_equal(bits(seen), bits(expected))
@@ -128,6 +142,8 @@ def test_only_equal_environments_are_native():
     assert native_class(spec, {"sutton_barto_reward": True}) is not None
     assert native_class(spec, {"render_mode": "rgb_array"}) is None
     assert native_class(gymnasium.spec("CliffWalking-v1"), {}) is None
-    wrapped = gymnasium.wrappers.TransformReward(make("CartPole-v1"), lambda reward: 2 * reward).spec
+    wrapped = gymnasium.wrappers.TransformReward(
+        make("CartPole-v1"), lambda reward: 2 * reward
+    ).spec
     assert wrapped.additional_wrappers
     assert native_class(wrapped, {}) is None

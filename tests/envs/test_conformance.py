@@ -55,12 +55,17 @@ class TestTRLForm(ArithmeticPrompts):
     def make_env(self, seed=0):
         rows = [{"prompt": question, "answer": answer} for question, answer in SUMS]
         functions = [length, steps]
-        return HuggingFaceGym(rows, None, build(None), reward_funcs=functions, reward_weights=[0.5, 2.0], seed=seed)
+        return HuggingFaceGym(
+            rows, None, build(None), reward_funcs=functions, reward_weights=[0.5, 2.0], seed=seed
+        )
 
 
 class TestMultiTurnGym(ArithmeticPrompts):
     def make_env(self, seed=0):
-        rows = [{"prompt": [{"role": "user", "content": question}], "answer": answer} for question, answer in SUMS]
+        rows = [
+            {"prompt": [{"role": "user", "content": question}], "answer": answer}
+            for question, answer in SUMS
+        ]
         rewards = {"reward_funcs": [total_length, steps], "reward_weights": [1, 2]}
         return MultiTurnGym(rows, None, TOKENIZER, reply=reply, max_turns=3, **rewards, seed=seed)
 
@@ -94,10 +99,16 @@ def played(make, env, **options):
 
 
 TestNative = played(GymnasiumGroups, "Pendulum-v1", num_envs=5, max_episode_steps=30)
-TestSerial = played(GymnasiumGroups, "CartPole-v1", vectorization="serial", num_envs=5, max_episode_steps=40)
-TestProcesses = played(GymnasiumGroups, "CartPole-v1", vectorization="processes", num_envs=2, max_episode_steps=15)
+TestSerial = played(
+    GymnasiumGroups, "CartPole-v1", vectorization="serial", num_envs=5, max_episode_steps=40
+)
+TestProcesses = played(
+    GymnasiumGroups, "CartPole-v1", vectorization="processes", num_envs=2, max_episode_steps=15
+)
 TestMasked = played(GymnasiumGroups, probes.Masked)
 TestMaskedPair = played(GymnasiumGroups, MaskedPair)
-TestNoise = played(GymnasiumGroups, probes.NoisyWalk, reseed_noise=True, recreate_env=True, num_envs=7)
+TestNoise = played(
+    GymnasiumGroups, probes.NoisyWalk, reseed_noise=True, recreate_env=True, num_envs=7
+)
 TestBirthsAndEnds = played(PettingZooGroups, joint_probes.Lives, num_envs=5)
 TestJointMasks = played(PettingZooGroups, joint_probes.Masked)

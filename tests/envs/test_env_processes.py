@@ -82,7 +82,9 @@ def alive(pid):
 def test_processes_end_with_a_killed_program(script, tmp_path):
     """Also if they ignore SIGTERM and are within a step."""
     pids = tmp_path / "pids"
-    program = subprocess.Popen([*script, str(pids)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    program = subprocess.Popen(
+        [*script, str(pids)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     deadline = time.monotonic() + 60
     while not (pids.exists() and pids.read_text()):
         assert time.monotonic() < deadline
@@ -141,7 +143,9 @@ def test_a_reply_to_another_request_ends_the_process():
 
 def test_environments_that_cannot_be_sent_are_refused():
     lock = threading.Lock()
-    env = GymnasiumGroups(lambda: Odd(reward=1.0 if lock else 0.0), vectorization="processes", num_envs=1)
+    env = GymnasiumGroups(
+        lambda: Odd(reward=1.0 if lock else 0.0), vectorization="processes", num_envs=1
+    )
     with pytest.raises(ValueError, match="vectorization"):
         play_each(env, rows=1)
 
@@ -152,7 +156,9 @@ def test_an_environment_that_exits_is_reported():
 
     exits = []
     env = GymnasiumGroups(
-        lambda: Odd(step=leave if exits else (lambda *result: result)), vectorization="processes", num_envs=1
+        lambda: Odd(step=leave if exits else (lambda *result: result)),
+        vectorization="processes",
+        num_envs=1,
     )
     exits.append(True)
     with pytest.raises(RuntimeError, match="SystemExit"):
@@ -161,7 +167,12 @@ def test_an_environment_that_exits_is_reported():
 
 @pytest.mark.parametrize(
     ("vectorization", "shown_as"),
-    [("serial", np.asarray), ("serial", torch.from_numpy), ("serial", memoryview), ("processes", np.asarray)],
+    [
+        ("serial", np.asarray),
+        ("serial", torch.from_numpy),
+        ("serial", memoryview),
+        ("processes", np.asarray),
+    ],
 )
 def test_environments_that_share_their_arrays_change_no_record(vectorization, shown_as):
     """All environments write each observation into the same array."""

@@ -22,17 +22,21 @@ from evogrpo.training.configuration.reading import load_config
 from tests.envs.conftest import build
 
 CHAT = (  # every turn has an end marker; tool calls are JSON in tags
-    "{% if tools %}<s>{% for tool in tools %}{{ tool.function.name }}{{ tool.function.parameters.properties | list }} "
-    "{% endfor %}<eos>\n{% endif %}{% for m in messages %}{% if m.role == 'tool' %}<u>={{ m.content }}<eos>\n{% else %}"
-    "{{ {'system': '<s>', 'user': '<u>', 'assistant': '<a>'}[m.role] + m.content }}{% for c in m.tool_calls or [] %}"
-    '<tool_call>{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}</tool_call>'
-    "{% endfor %}<eos>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+    "{% if tools %}<s>{% for tool in tools %}{{ tool.function.name }}{{"
+    " tool.function.parameters.properties | list }} {% endfor %}<eos>\n{% endif %}{% for m in"
+    " messages %}{% if m.role == 'tool' %}<u>={{ m.content }}<eos>\n{% else %}{{ {'system': '<s>',"
+    " 'user': '<u>', 'assistant': '<a>'}[m.role] + m.content }}{% for c in m.tool_calls or []"
+    ' %}<tool_call>{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments |'
+    " tojson }}}</tool_call>{% endfor %}<eos>\n{% endif %}{% endfor %}{% if add_generation_prompt"
+    " %}<a>{% endif %}"
 )
 FORGETFUL = CHAT.replace(
-    "{% endfor %}<eos>\n{% endif %}{% endfor %}", "{% endfor %}{{ '!' if loop.last }}<eos>\n{% endif %}{% endfor %}"
+    "{% endfor %}<eos>\n{% endif %}{% endfor %}",
+    "{% endfor %}{{ '!' if loop.last }}<eos>\n{% endif %}{% endfor %}",
 )
 NO_TOOLS = (
-    "{% for m in messages %}{{ m.role[0] + m.content }}<eos>{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+    "{% for m in messages %}{{ m.role[0] + m.content }}<eos>{% endfor %}{% if add_generation_prompt"
+    " %}<a>{% endif %}"
 )
 ASK = [{"role": "user", "content": "count"}]
 ROWS = [{"prompt": ASK, "first": n} for n in range(30)]
@@ -73,11 +77,18 @@ class Counter:
 
 
 def call(name, **arguments):
-    return f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'.replace("'", '"')
+    return f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'.replace(
+        "'", '"'
+    )
 
 
 def gym(template=CHAT, rows=ROWS, tokenizer=None, **options):
-    defaults = {"environment_factory": Counter, "max_turns": 4, "validation_size": 4, "test_size": 4}
+    defaults = {
+        "environment_factory": Counter,
+        "max_turns": 4,
+        "validation_size": 4,
+        "test_size": 4,
+    }
     return EnvironmentGym(rows, None, tokenizer or build(template), **(defaults | options))
 
 
@@ -91,17 +102,29 @@ def converse(batch, *completions, row=0, start=0, truncated=False):
     replies = []
     for turn in range(len(encoded_completions)):
         (reply,) = batch.respond(
-            [Conversation(row=row, start=start, completions=encoded_completions[: turn + 1], replies=tuple(replies))]
+            [
+                Conversation(
+                    row=row,
+                    start=start,
+                    completions=encoded_completions[: turn + 1],
+                    replies=tuple(replies),
+                )
+            ]
         )
         if reply is None:
             break
         replies.append(reply)
     used = encoded_completions[: len(replies) + 1]
-    return Conversation(row=row, start=start, completions=used, replies=tuple(replies), truncated=truncated)
+    return Conversation(
+        row=row, start=start, completions=used, replies=tuple(replies), truncated=truncated
+    )
 
 
 def reply_texts(batch, conversation):
-    return [batch.tokenizer.decode(reply, skip_special_tokens=True).strip() for reply in conversation.replies]
+    return [
+        batch.tokenizer.decode(reply, skip_special_tokens=True).strip()
+        for reply in conversation.replies
+    ]
 
 
 def first_of(batch, position=0):
@@ -123,10 +146,16 @@ def first_of(batch, position=0):
         (call("add", amount=1, extra=2), "no argument extra"),
         ('<tool_call>{"name": "add", "args": {"amount": 1}}</tool_call>', "malformed tool call"),
         ('<tool_call>{"name": "show", "amount": 1}</tool_call>', "malformed tool call"),
-        ('<tool_call>{"name": "show", "arguments": {}, "parameters": {"a": 1}}</tool_call>', "malformed tool call"),
+        (
+            '<tool_call>{"name": "show", "arguments": {}, "parameters": {"a": 1}}</tool_call>',
+            "malformed tool call",
+        ),
         ('<tool_call>{"name": "show", "arguments": "{}"}</tool_call>', "must be an object"),
         (call("add", amount=float("nan")).replace("nan", "NaN"), "malformed tool call"),
-        ('<tool_call>{"name": "add", "arguments": {"amount": -1e999}}</tool_call>', "malformed tool call"),
+        (
+            '<tool_call>{"name": "add", "arguments": {"amount": -1e999}}</tool_call>',
+            "malformed tool call",
+        ),
     ],
 )
 def test_the_model_reads_errors_of_its_calls(completion, error):
@@ -140,7 +169,11 @@ def test_the_model_reads_errors_of_its_calls(completion, error):
 
 def test_calls_may_name_their_arguments_parameters():
     batch = gym().open("train", [0])
-    completion = call("add", amount=2).replace("arguments", "parameters").replace("{", '{"type": "function", ', 1)
+    completion = (
+        call("add", amount=2)
+        .replace("arguments", "parameters")
+        .replace("{", '{"type": "function", ', 1)
+    )
     conversation = converse(batch, f"{completion}<eos>", "done<eos>")
     assert batch.score([conversation]).rewards.tolist() == [first_of(batch) + 2]
 
@@ -155,9 +188,13 @@ def test_calls_may_name_their_arguments_parameters():
     ],
 )
 def test_calls_in_the_thinking_part_are_not_made(opening, completion):
-    template = CHAT.replace("{% if add_generation_prompt %}<a>", "{% if add_generation_prompt %}<a>" + opening)
+    template = CHAT.replace(
+        "{% if add_generation_prompt %}<a>", "{% if add_generation_prompt %}<a>" + opening
+    )
     batch = gym(template).open("train", [0])
-    assert batch.respond([Conversation(row=0, start=0, completions=(encoded(batch, completion),))]) == [None]
+    assert batch.respond(
+        [Conversation(row=0, start=0, completions=(encoded(batch, completion),))]
+    ) == [None]
 
 
 @pytest.mark.parametrize("name", ["show", "", "s", r"\n", "<eos>"])
@@ -170,7 +207,9 @@ def test_results_follow_the_end_of_the_turn(name, marker):
         return [1.0] * len(completions)
 
     closing = "\n{% endif %}{% endfor %}"
-    template = CHAT.replace(f"<eos>{closing}", f"{marker}{closing}")  # the end of the assistant's turns
+    template = CHAT.replace(
+        f"<eos>{closing}", f"{marker}{closing}"
+    )  # the end of the assistant's turns
     batch = gym(template, reward_funcs=reward).open("train", [0])
     conversation = converse(batch, call(name) + marker, f"done{marker}")
     (reply,) = conversation.replies
@@ -210,7 +249,9 @@ def test_rewards_of_turns_are_at_their_last_tokens():
             return [*map(float, self.seen), 0.5]
 
     batch = gym(environment_factory=Turns).open("train", [0])
-    conversation = converse(batch, call("add", amount=2) + "<eos>", call("add", amount=3) + "<eos>", "done<eos>")
+    conversation = converse(
+        batch, call("add", amount=2) + "<eos>", call("add", amount=3) + "<eos>", "done<eos>"
+    )
     scores = batch.score([conversation])
     ends = np.cumsum([len(part) for part in conversation.turns])[::2] - 1
     expected = np.full(len(conversation.tokens), np.nan)
@@ -219,7 +260,9 @@ def test_rewards_of_turns_are_at_their_last_tokens():
     assert scores.rewards.tolist() == [5.5]
 
 
-@pytest.mark.parametrize(("value", "reward"), [(True, 1.0), (np.False_, 0.0), ([True], 1.0), (np.array([True]), 1.0)])
+@pytest.mark.parametrize(
+    ("value", "reward"), [(True, 1.0), (np.False_, 0.0), ([True], 1.0), (np.array([True]), 1.0)]
+)
 def test_rewards_may_be_booleans(value, reward):
     class Right(Counter):
         def get_reward(self):
@@ -269,7 +312,9 @@ def test_functions_are_tools_of_prompt_datasets():
     env = gym(rows=rows, environment_factory=None, tools=[double, later], reward_funcs=last)
     env.preflight()
     batch = env.open("train", [0])
-    conversation = converse(batch, call("double", number=4) + call("later", text="so") + "<eos>", "8<eos>")
+    conversation = converse(
+        batch, call("double", number=4) + call("later", text="so") + "<eos>", "8<eos>"
+    )
     assert [each.strip(" \n") for each in reply_texts(batch, conversation)] == ["=8\n=so!"]
     assert batch.score([conversation]).rewards.tolist() == [1.0]
 
@@ -291,7 +336,9 @@ def test_a_column_names_the_environment():
     def constant(completions, **columns):
         return [1.0] * len(completions)
 
-    env = gym(rows=rows, environment_factory={"count": Counter, "other": Other}, reward_funcs=constant)
+    env = gym(
+        rows=rows, environment_factory={"count": Counter, "other": Other}, reward_funcs=constant
+    )
     batch = env.open("train", range(env.size("train")))
     names = [row["environment"] for row in batch.rows]
     count = names.index("count")
@@ -299,7 +346,9 @@ def test_a_column_names_the_environment():
     assert "add" in env.tokenizer.decode(batch.prompts[count])
     assert "look" in env.tokenizer.decode(batch.prompts[other])
     counted = converse(batch, call("add", amount=1) + "<eos>", "x<eos>", row=0, start=count)
-    looked = converse(batch, call("add", amount=1) + call("look") + "<eos>", "x<eos>", row=1, start=other)
+    looked = converse(
+        batch, call("add", amount=1) + call("look") + "<eos>", "x<eos>", row=1, start=other
+    )
     assert "Tool add not found" in reply_texts(batch, looked)[0]
     assert "dark" in reply_texts(batch, looked)[0]
     scores = batch.score([counted, looked])
@@ -320,7 +369,11 @@ def test_environments_share_a_reward_if_their_classes_have_the_same_name():
     batch = gym(rows=rows, environment_factory={"a": make, "b": make}).open("train", range(4))
     assert {row["environment"] for row in batch.rows} == {"a", "b"}
     scores = batch.score([converse(batch, "x<eos>", row=row, start=row) for row in range(4)])
-    assert scores.rewards.tolist() == scores.components["Local"].tolist() == [first_of(batch, row) for row in range(4)]
+    assert (
+        scores.rewards.tolist()
+        == scores.components["Local"].tolist()
+        == [first_of(batch, row) for row in range(4)]
+    )
 
 
 class Fragile(Counter):
@@ -396,9 +449,15 @@ def test_a_lost_server_excludes_its_conversation_and_is_reconnected_once(monkeyp
     batch = env.open("train", [0])
     began = converse(batch, call("ask") + "<eos>")
     assert reply_texts(batch, began) == ["=answer"]
-    # 1. Lost in a conversation: it ends, and the model does not read the error. The next one gets a new environment.
+    # 1. Lost in a conversation: it ends, and the model does not read the error. The next one gets a
+    #    new environment.
     monkeypatch.setattr(Remote, "lost", (1,))
-    lost = Conversation(row=0, start=0, completions=(*began.completions, began.completions[0]), replies=began.replies)
+    lost = Conversation(
+        row=0,
+        start=0,
+        completions=(*began.completions, began.completions[0]),
+        replies=began.replies,
+    )
     assert batch.respond([lost]) == [None]
     with pytest.warns(UserWarning, match="1 of 2 .*lost"):
         rewards = batch.score([lost, converse(batch, "x<eos>", row=1)]).rewards
@@ -429,7 +488,9 @@ def test_lost_environments_are_replaced_at_the_start_and_closed_after_an_error(m
     with pytest.raises(RewardError, match="lost"):
         batch.respond(
             [
-                Conversation(row=each.row, start=0, completions=each.completions * 2, replies=each.replies)
+                Conversation(
+                    row=each.row, start=0, completions=each.completions * 2, replies=each.replies
+                )
                 for each in began
             ]
         )
@@ -488,7 +549,9 @@ def test_a_reset_that_hangs_does_not_block_later_ones(monkeypatch):
                 release.wait(60)
             return super().reset(seed)
 
-    env = gym(rows=40, environment_factory=Hanging, environment_timeout=0.5, on_reward_error="exclude")
+    env = gym(
+        rows=40, environment_factory=Hanging, environment_timeout=0.5, on_reward_error="exclude"
+    )
     for hangs in (True, False):
         monkeypatch.setattr(Hanging, "hangs", hangs)
         batch = env.open("train", [0])
@@ -528,8 +591,14 @@ def add(amount: int) -> int:
         ({"environment_factory": Other}, "reward_funcs"),
         ({"template": FORGETFUL}, "chat_template must leave earlier turns"),
         ({"template": NO_TOOLS}, "does not render tool"),
-        ({"template": CHAT.replace("<tool_call>", "[").replace("</tool_call>", "]")}, "response_template"),
-        ({"template": CHAT.replace('{"name": "', "<function=").replace('", "arguments": ', ">")}, "response_template"),
+        (
+            {"template": CHAT.replace("<tool_call>", "[").replace("</tool_call>", "]")},
+            "response_template",
+        ),
+        (
+            {"template": CHAT.replace('{"name": "', "<function=").replace('", "arguments": ', ">")},
+            "response_template",
+        ),
         ({"template": CHAT.replace("{% if tools %}", "{% if none %}")}, "does not render tools"),
         ({"rows": [{"prompt": "text", "first": 1}] * 9}, "list of messages"),
         ({"rows": [{"prompt": ASK}] * 9}, "Row 0 .*reset .*first"),
@@ -538,7 +607,10 @@ def add(amount: int) -> int:
         ({"environment_timeout": 0}, "environment_timeout"),
         ({"reward_weights": [1.0]}, "reward_weights requires reward_funcs"),
         ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs must not contain tools"),
-        ({"rows": [{**row, "chat_template_kwargs": {"tools": []}} for row in ROWS]}, "must not contain tools"),
+        (
+            {"rows": [{**row, "chat_template_kwargs": {"tools": []}} for row in ROWS]},
+            "must not contain tools",
+        ),
     ],
 )
 def test_invalid_arguments_are_refused(options, message):
@@ -581,7 +653,11 @@ def test_fingerprint_covers_environment_and_turns():
             """Return the counter."""
             return -self.total
 
-    prints = [gym().fingerprint(), gym(environment_factory=Different).fingerprint(), gym(max_turns=3).fingerprint()]
+    prints = [
+        gym().fingerprint(),
+        gym(environment_factory=Different).fingerprint(),
+        gym(max_turns=3).fingerprint(),
+    ]
     assert gym().fingerprint() == prints[0]
     assert len({str(sorted(each.items())) for each in prints}) == 3
 
@@ -591,7 +667,12 @@ class TestConformance(PromptEnvironmentTestCase):
         return gym(seed=seed)
 
     def complete(self, env, rng):
-        texts = [call("add", amount=int(rng.integers(12))), call("show"), "done", "<tool_call>x</tool_call>"]
+        texts = [
+            call("add", amount=int(rng.integers(12))),
+            call("show"),
+            "done",
+            "<tool_call>x</tool_call>",
+        ]
         return encoded(env, f"{rng.integers(10)}{texts[rng.integers(4)]}<eos>")
 
 
@@ -615,13 +696,25 @@ class Forced:
             [torch.ones_like(ids) for ids in completions], batch_first=True
         ).bool()
         truncated = torch.tensor([int(ids[-1]) != 1 for ids in completions])
-        return Rollout(actions=actions, present=present, log_probs=torch.zeros(actions.shape), truncated=truncated)
+        return Rollout(
+            actions=actions,
+            present=present,
+            log_probs=torch.zeros(actions.shape),
+            truncated=truncated,
+        )
 
 
 def tiny_language_model(vocabulary):
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+    }
     tokens = {"pad_token_id": 0, "eos_token_id": 1, "max_position_embeddings": 1024}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, num_key_value_heads=1, **sizes, **tokens))
+    return LlamaForCausalLM(
+        LlamaConfig(vocab_size=vocabulary, num_key_value_heads=1, **sizes, **tokens)
+    )
 
 
 SCRIPT = [  # completions of a group of four in each turn; only those with calls continue
@@ -651,7 +744,12 @@ def test_calls_masks_and_rewards_equal_those_of_trl(own_template, tmp_path, monk
     env = gym(tokenizer=tokenizer, max_turns=3, environment_factory=Shown)
     model = tiny_language_model(len(tokenizer))
     population = GRPO.population(
-        1, actor_network=model, pad_token_id=0, max_output_tokens=100, max_episode_tokens=600, group_size=4
+        1,
+        actor_network=model,
+        pad_token_id=0,
+        max_output_tokens=100,
+        max_episode_tokens=600,
+        group_size=4,
     )
     population.sample_with(Forced(turns))
     collected = population.collect(env, step=0, samples_per_step=4, block=1)
@@ -689,17 +787,25 @@ def test_calls_masks_and_rewards_equal_those_of_trl(own_template, tmp_path, monk
     (prompt,) = env.open("train", env.deal(0, 1, 1)).prompts
     for number in range(4):
         present = trl_outputs["completion_mask"][number].bool()
-        assert trl_outputs["prompt_ids"][number][trl_outputs["prompt_mask"][number].bool()].tolist() == list(prompt)
+        assert trl_outputs["prompt_ids"][number][
+            trl_outputs["prompt_mask"][number].bool()
+        ].tolist() == list(prompt)
         assert (
             trl_outputs["completion_ids"][number][present].tolist()
             == batch.actions[number][batch.present[number]].tolist()
         )
         mask = trl_outputs["tool_mask"][number].bool()[present]
         assert torch.equal(mask, batch.action_mask[number][batch.present[number]])
-    assert list(trainer._logs["rewards"]["Shown"]) == collected.scores.rewards.tolist() == batch.rewards.tolist()
+    assert (
+        list(trainer._logs["rewards"]["Shown"])
+        == collected.scores.rewards.tolist()
+        == batch.rewards.tolist()
+    )
     assert len(set(batch.rewards.tolist())) > 1
     metrics = {name: trainer._metrics["train"][name] for name in collected.scores.metrics}
-    assert metrics == {name: [pytest.approx(value)] for name, value in collected.scores.metrics.items()}
+    assert metrics == {
+        name: [pytest.approx(value)] for name, value in collected.scores.metrics.items()
+    }
     assert not batch.action_mask.equal(batch.present)
 
 
@@ -729,8 +835,14 @@ def test_a_configuration_names_the_class(tmp_path):
     (tmp_path / "echo.py").write_text(ENVIRONMENT_FILE)
     rows = [{"word": f"{number}"} for number in range(20)]
     (tmp_path / "words.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    task = {"dataset": {"train": "words.jsonl"}, "environment_factory": "echo.py:Echo", "max_turns": 2}
-    (tmp_path / "c.yaml").write_text(json.dumps({"task": {**task, "validation_size": 3, "test_size": 3}}))
+    task = {
+        "dataset": {"train": "words.jsonl"},
+        "environment_factory": "echo.py:Echo",
+        "max_turns": 2,
+    }
+    (tmp_path / "c.yaml").write_text(
+        json.dumps({"task": {**task, "validation_size": 3, "test_size": 3}})
+    )
     config = load_config(tmp_path / "c.yaml")
     env = config.task.environment(build(CHAT), seed=0, max_prompt_length=None)
     batch = env.open("train", [0])

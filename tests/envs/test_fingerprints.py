@@ -73,7 +73,9 @@ def test_code_hash_covers_referenced_code_but_not_comments_or_caches(tmp_path, o
     changed = loaded(tmp_path, REWARDS.replace(old, new))
     after = [code_hash(changed.reward), code_hash(changed.later)]
     assert [one == other for one, other in zip(before, after, strict=True)] == [same, same]
-    assert code_hash(loaded(tmp_path, REWARDS.replace("scale=1.0", "scale=2.0")).reward) != before[0]
+    assert (
+        code_hash(loaded(tmp_path, REWARDS.replace("scale=1.0", "scale=2.0")).reward) != before[0]
+    )
 
 
 DECORATED = """
@@ -116,7 +118,9 @@ def test_code_hash_covers_code_behind_decorators(tmp_path, decorator, result):
     hashes = []
     for factor in "112":
         module = loaded(tmp_path, text.replace("FACTOR", factor))
-        functions = [] if decorator in ("@staticmethod", "@classmethod") else [module.function]  # these are for methods
+        functions = (
+            [] if decorator in ("@staticmethod", "@classmethod") else [module.function]
+        )  # these are for methods
         hashes.append([code_hash(each) for each in (module.Grader, *functions) if callable(each)])
     assert hashes[0] == hashes[1]
     assert not set(hashes[0]) & set(hashes[2])
@@ -267,8 +271,14 @@ def test_values_that_change_in_a_run_or_between_processes_do_not_count(tmp_path)
     for each in rewards:
         each("text", "answer", question="q")
     assert [code_hash(each) for each in rewards] == before
-    environment = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-    other = subprocess.run([sys.executable, "-O", "-c", HASHES], env=environment, capture_output=True, check=True)
+    environment = {
+        **os.environ,
+        "PYTHONHASHSEED": "7",
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]),
+    }
+    other = subprocess.run(
+        [sys.executable, "-O", "-c", HASHES], env=environment, capture_output=True, check=True
+    )
     assert other.stdout.decode().split() == before
 
 
@@ -300,7 +310,9 @@ def test_cells_of_a_notebook_are_source():
     for number, threshold in enumerate(("0.5", "0.5", "0.6")):
         shell = {"__name__": "__main__", "get_ipython": None, "In": []}
         cells = [f"import time\nTHRESHOLD = {threshold}\nSTARTED = time.time()\nCALLS = 0"]
-        cells.append("def reward(c, a, q):\n    global CALLS\n    CALLS += 1\n    return THRESHOLD + STARTED")
+        cells.append(
+            "def reward(c, a, q):\n    global CALLS\n    CALLS += 1\n    return THRESHOLD + STARTED"
+        )
         for place, cell in enumerate(cells):
             name = f"<cell {number}.{place}>"
             linecache.cache[name] = (len(cell), None, cell.splitlines(keepends=True), name)
@@ -316,8 +328,14 @@ def test_code_hash_covers_user_modules(tmp_path):
     hashes = []
     for number in (1, 2):
         loaded(tmp_path, f"def grade(text):\n    return {number}\n", "my_helpers")
-        module = loaded(tmp_path, "import my_helpers\ndef reward(c, a, q):\n    return my_helpers.grade(c)\n")
-        direct = loaded(tmp_path, "from my_helpers import grade\ndef reward(c, a, q):\n    return grade(c)\n", "other")
+        module = loaded(
+            tmp_path, "import my_helpers\ndef reward(c, a, q):\n    return my_helpers.grade(c)\n"
+        )
+        direct = loaded(
+            tmp_path,
+            "from my_helpers import grade\ndef reward(c, a, q):\n    return grade(c)\n",
+            "other",
+        )
         hashes.append((code_hash(module.reward), code_hash(direct.reward)))
     assert hashes[0][0] != hashes[1][0]
     assert hashes[0][1] != hashes[1][1]
@@ -360,7 +378,10 @@ def other(completion, answer, question):
     [
         ({"reward_fn": other}, {"reward one", "reward other"}),
         ({"train_dataset": [*ROWS, {"question": "12?", "answer": "12"}]}, {"prompts"}),
-        ({"train_dataset": [{**row, "answer": "1"} for row in ROWS]}, {"train questions", "validation questions"}),
+        (
+            {"train_dataset": [{**row, "answer": "1"} for row in ROWS]},
+            {"train questions", "validation questions"},
+        ),
         ({"train_dataset": [{**row, "level": 1} for row in ROWS]}, {"train questions"}),
         ({"test_dataset": [{"question": "x", "answer": "y"}]}, {"test questions"}),
         ({"validation_size": 3}, {"validation questions", "train questions"}),
@@ -383,7 +404,12 @@ def zero(completions, **_):
 @pytest.mark.parametrize("options", [{"reply": lambda row, messages: "Go on."}, {"max_turns": 3}])
 def test_fingerprints_of_conversations(tokenizer, options):
     rows = [{"prompt": [{"role": "user", "content": f"{n}?"}]} for n in range(9)]
-    base = {"tokenizer": tokenizer, "reward_funcs": zero, "reply": lambda row, messages: None, "max_turns": 2}
+    base = {
+        "tokenizer": tokenizer,
+        "reward_funcs": zero,
+        "reply": lambda row, messages: None,
+        "max_turns": 2,
+    }
     assert changed(MultiTurnGym, options, train_dataset=rows, **base) == {*options}
 
 
@@ -404,6 +430,8 @@ def test_fingerprints_of_conversations(tokenizer, options):
     ],
 )
 def test_fingerprints_of_played_environments(make, options, names):
-    found = changed(make, options, env="CartPole-v1" if make is GymnasiumGroups else joint_probes.Lives)
+    found = changed(
+        make, options, env="CartPole-v1" if make is GymnasiumGroups else joint_probes.Lives
+    )
     assert names <= found
     assert bool(names) == bool(found)

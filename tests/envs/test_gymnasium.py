@@ -16,20 +16,27 @@ MEMBERS = (0, 1)
 
 
 def noise(rows, *, streams=((),), width=1):
-    return ActionNoise(0, "sample", streams=list(streams), rows=list(rows), width_of=lambda agent: width)
+    return ActionNoise(
+        0, "sample", streams=list(streams), rows=list(rows), width_of=lambda agent: width
+    )
 
 
 @pytest.mark.parametrize(
-    ("probe", "reseed_noise"), [(probes.MatchDict, False), (probes.Masked, False), (probes.NoisyWalk, True)]
+    ("probe", "reseed_noise"),
+    [(probes.MatchDict, False), (probes.Masked, False), (probes.NoisyWalk, True)],
 )
 def test_processes_play_the_same_episodes(probe, reseed_noise):
     expected = groups(GymnasiumGroups(probe, reseed_noise=reseed_noise), MEMBERS)
-    with GymnasiumGroups(probe, vectorization="processes", num_envs=3, reseed_noise=reseed_noise) as env:
+    with GymnasiumGroups(
+        probe, vectorization="processes", num_envs=3, reseed_noise=reseed_noise
+    ) as env:
         for _ in range(2):  # the second time in the same processes
             assert groups(env, MEMBERS) == expected
 
 
-@pytest.mark.parametrize("make", [probes.MatchTuple, probes.Masked, probes.NoisyWalk, "CartPole-v1"])
+@pytest.mark.parametrize(
+    "make", [probes.MatchTuple, probes.Masked, probes.NoisyWalk, "CartPole-v1"]
+)
 def test_results_do_not_depend_on_num_envs(make):
     few, many = (groups(GymnasiumGroups(make, num_envs=num_envs), MEMBERS) for num_envs in (7, 100))
     assert few == many
@@ -37,7 +44,15 @@ def test_results_do_not_depend_on_num_envs(make):
 
 def test_episodes_equal_gymnasiums_for_the_same_seed():
     groups = GymnasiumGroups("CartPole-v1", seed=4)
-    played = play_rows(groups, PseudoRandomActor(groups.action_space), [7], [0], [0], split="test", uniforms=noise([1]))
+    played = play_rows(
+        groups,
+        PseudoRandomActor(groups.action_space),
+        [7],
+        [0],
+        [0],
+        split="test",
+        uniforms=noise([1]),
+    )
     env = gymnasium.make("CartPole-v1")
     seen, _ = env.reset(seed=groups.reset_seed("test", 7))
     for t in range(int(played.lengths[0])):
@@ -55,10 +70,18 @@ def test_truncation_and_termination_are_distinguished(vectorization):
         played = play_rows(env, actor, [0], [0], [0])
         return int(played.lengths[0]), bool(played.terminated[0]), bool(played.truncated[0])
 
-    assert ends(Rule(lambda seen: (seen @ (0.005, 0.02, 1, 0.4) > 0).astype(np.int64)), 60) == (60, False, True)
+    assert ends(Rule(lambda seen: (seen @ (0.005, 0.02, 1, 0.4) > 0).astype(np.int64)), 60) == (
+        60,
+        False,
+        True,
+    )
     steps, *fallen = ends(STILL, 60)
     assert fallen == [True, False]
-    assert ends(STILL, steps) == (steps, True, False)  # termination at the time limit is not truncation
+    assert ends(STILL, steps) == (
+        steps,
+        True,
+        False,
+    )  # termination at the time limit is not truncation
     assert ends(STILL, steps - 1) == (steps - 1, False, True)
 
 
@@ -72,13 +95,17 @@ def test_factories_get_env_kwargs():
 
 def test_starts_are_disjoint_and_stay_when_splits_grow():
     small = GymnasiumGroups("CartPole-v1", train_size=500, validation_size=50, test_size=60, seed=3)
-    large = GymnasiumGroups("CartPole-v1", train_size=5000, validation_size=70, test_size=80, seed=3)
+    large = GymnasiumGroups(
+        "CartPole-v1", train_size=5000, validation_size=70, test_size=80, seed=3
+    )
     seeds = {split: large.open(split, range(large.size(split))).seeds for split in SPLITS}
     assert [small.size(split) for split in SPLITS] == [500, 50, 60]
     assert len({seed for split in SPLITS for seed in seeds[split]}) == 5150
     assert all(0 <= seed < 2**31 for split in SPLITS for seed in seeds[split])
     for split in SPLITS:
-        assert small.open(split, range(small.size(split))).seeds == seeds[split][: small.size(split)]
+        assert (
+            small.open(split, range(small.size(split))).seeds == seeds[split][: small.size(split)]
+        )
     # Training starts of another run are disjoint from held-out starts as well.
     other = GymnasiumGroups("CartPole-v1", seed=4).open("train", range(5000)).seeds
     assert max(*other, *seeds["train"]) < min(seeds["validation"] + seeds["test"])
@@ -97,17 +124,32 @@ def test_noise_is_common_unless_reseed_noise_is_set():
     assert len(set(reseeded)) == 3
     assert (reseeded_start == start).all()  # the start stays common
     assert walks(True, num_envs=1)[0] == reseeded
-    # The n-th episode of each member from one start has the same noise, so that members are compared fairly.
-    assert walks(True, members=(0, 1, 0, 1))[0] == [reseeded[0], reseeded[0], reseeded[1], reseeded[1]]
+    # The n-th episode of each member from one start has the same noise, so that members are
+    # compared fairly.
+    assert walks(True, members=(0, 1, 0, 1))[0] == [
+        reseeded[0],
+        reseeded[0],
+        reseeded[1],
+        reseeded[1],
+    ]
 
 
 def test_action_noise_does_not_depend_on_order_or_other_rows_and_agents():
     """Row r of a stream uses entry [r, t] of generators of 64, 128, ... steps."""
-    chunks = [generator(0, "sample", 3, 1, n).random((4, 64 << n, 2), dtype=np.float32) for n in range(3)]
+    chunks = [
+        generator(0, "sample", 3, 1, n).random((4, 64 << n, 2), dtype=np.float32) for n in range(3)
+    ]
     expected = np.concatenate(chunks, axis=1)
     draws = noise([2, 4], streams=[(3, 0), (3, 1)], width=2)
-    for rows, t in (([5, 3, 4], [299, 0, 150]), ([4], [1]), ([3, 3], [64, 63]), ([5, 3, 4], [299, 0, 150])):
-        assert np.array_equal(draws((), np.array(rows), np.array(t)), expected[np.array(rows) - 2, t])
+    for rows, t in (
+        ([5, 3, 4], [299, 0, 150]),
+        ([4], [1]),
+        ([3, 3], [64, 63]),
+        ([5, 3, 4], [299, 0, 150]),
+    ):
+        assert np.array_equal(
+            draws((), np.array(rows), np.array(t)), expected[np.array(rows) - 2, t]
+        )
     rows = np.array([3, 4, 3])
     t = np.array([0, 70, 1])
     both = draws(["a", "b"] * 3, rows.repeat(2), t.repeat(2))

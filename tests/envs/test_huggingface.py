@@ -14,7 +14,9 @@ from evogrpo.envs.text.datasets import tables_by_split
 from evogrpo.records import single_turn_conversations
 from tests.envs.conftest import build
 
-QA = [{"question": f"{a}+{b}?", "answer": str(a + b), "level": a} for a in range(6) for b in range(5)]
+QA = [
+    {"question": f"{a}+{b}?", "answer": str(a + b), "level": a} for a in range(6) for b in range(5)
+]
 HELD_OUT = [{"question": f"{a}*{a}?", "answer": str(a * a), "level": a} for a in range(4)]
 TEMPLATE = [{"role": "system", "content": "Add."}, {"role": "user", "content": "Q: {question}"}]
 
@@ -48,7 +50,9 @@ class Frame:
         return self._rows
 
 
-ROWS = [{"question": f"{n}?", "answer": n, "hint": None if n % 2 else [n, n + 1]} for n in range(20)]
+ROWS = [
+    {"question": f"{n}?", "answer": n, "hint": None if n % 2 else [n, n + 1]} for n in range(20)
+]
 FORMS = {
     "datasets": datasets.Dataset.from_list,
     "pandas": pd.DataFrame,
@@ -56,7 +60,9 @@ FORMS = {
     "polars": Frame,
     "pyarrow": pa.Table.from_pylist,
     "datasets with tensors": lambda rows: datasets.Dataset.from_list(rows).with_format("torch"),
-    "datasets with a transform": lambda rows: datasets.Dataset.from_list(rows).with_transform(lambda batch: batch),
+    "datasets with a transform": (
+        lambda rows: datasets.Dataset.from_list(rows).with_transform(lambda batch: batch)
+    ),
     "splits": lambda rows: {"train": rows},
     "DatasetDict": lambda rows: datasets.DatasetDict({"train": datasets.Dataset.from_list(rows)}),
 }
@@ -64,7 +70,10 @@ FORMS = {
 
 def questions_of(env):
     opened = {split: env.open(split, range(env.size(split))) for split in SPLITS}
-    return {split: list(zip(each.questions, each.prompts, each.rows, strict=True)) for split, each in opened.items()}
+    return {
+        split: list(zip(each.questions, each.prompts, each.rows, strict=True))
+        for split, each in opened.items()
+    }
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -74,7 +83,9 @@ def test_all_table_types_give_the_same_environment(tokenizer, form):
         return float(answer)
 
     sizes = {"validation_size": 2, "test_size": 3, "reward_fn": typed}
-    env, plain = (HuggingFaceGym(rows, None, tokenizer, **sizes) for rows in (FORMS[form](ROWS), ROWS))
+    env, plain = (
+        HuggingFaceGym(rows, None, tokenizer, **sizes) for rows in (FORMS[form](ROWS), ROWS)
+    )
     assert questions_of(env) == questions_of(plain)
     assert env.fingerprint() == plain.fingerprint()
     env.preflight()
@@ -105,7 +116,9 @@ def test_values_of_frames_become_plain(tokenizer):
 
     arrays = [{"prompt": np.array(user(f"{n}")), "level": np.int64(n)} for n in range(9)]
     lists = [{"prompt": user(f"{n}"), "level": n} for n in range(9)]
-    env, plain = (HuggingFaceGym(table, None, tokenizer, reward_funcs=level) for table in (arrays, lists))
+    env, plain = (
+        HuggingFaceGym(table, None, tokenizer, reward_funcs=level) for table in (arrays, lists)
+    )
     assert env.fingerprint() == plain.fingerprint()
     assert env.open("train", [0]).questions[0].isdigit()
     env.preflight()
@@ -119,7 +132,10 @@ def test_agilerl_form_renders_and_rewards(tokenizer, plain_tokenizer, encode):
     assert env.size("train") + env.size("validation") == 30
     episodes = env.open("test", [3, 1])
     assert episodes.questions == ("3*3?", "1*1?")  # without the template
-    assert episodes.prompts == (encode("<s>Add.<eos><u>Q: 3*3?<eos><a>"), encode("<s>Add.<eos><u>Q: 1*1?<eos><a>"))
+    assert episodes.prompts == (
+        encode("<s>Add.<eos><u>Q: 3*3?<eos><a>"),
+        encode("<s>Add.<eos><u>Q: 1*1?<eos><a>"),
+    )
     texts = [encode(text) for text in ("1<eos>", "9<eos>", "0<eos>", "9")]
     scores = episodes.score(single_turn_conversations([1, 0, 1, 0], texts))
     assert scores.rewards.tolist() == scores.components["exact"].tolist() == [1.0, 1.0, 0.0, 1.0]
@@ -129,10 +145,19 @@ def test_agilerl_form_renders_and_rewards(tokenizer, plain_tokenizer, encode):
 
 
 def test_the_question_of_a_conversation_is_its_last_user_message(tokenizer):
-    turns = [("system", "Be brief."), ("user", "early"), ("assistant", "yes"), ("user", "late"), ("assistant", "So")]
+    turns = [
+        ("system", "Be brief."),
+        ("user", "early"),
+        ("assistant", "yes"),
+        ("user", "late"),
+        ("assistant", "So"),
+    ]
     messages = [{"role": role, "content": content} for role, content in turns]
     env = HuggingFaceGym(
-        [{"prompt": user(text)} for text in "abc"], [{"prompt": messages}], tokenizer, reward_funcs=zero
+        [{"prompt": user(text)} for text in "abc"],
+        [{"prompt": messages}],
+        tokenizer,
+        reward_funcs=zero,
     )
     assert env.open("test", [0]).questions == ("late",)
 
@@ -150,7 +175,9 @@ def test_the_question_of_a_conversation_is_its_last_user_message(tokenizer):
     ],
 )
 def test_questions_may_be_any_json_value(tokenizer, make):
-    table, test = ([{"question": make(n), "answer": n} for n in numbers] for numbers in (range(12), (100, 101)))
+    table, test = (
+        [{"question": make(n), "answer": n} for n in numbers] for numbers in (range(12), (100, 101))
+    )
     seen = []
 
     def reward(completion, answer, question):
@@ -165,12 +192,13 @@ def test_questions_may_be_any_json_value(tokenizer, make):
 
 
 TOOLS = (
-    "{% for m in messages %}<u>{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}<eos>"
-    "{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+    "{% for m in messages %}<u>{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls | tojson }}{%"
+    " endif %}<eos>{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
 )
 THINKING = (
-    "{% for m in messages %}<u>{{ m.content }}<eos>{% endfor %}{% if add_generation_prompt %}<a>"
-    "{% if not enable_thinking | default(true) %}</think>{% endif %}{{ style | default('') }}{% endif %}"
+    "{% for m in messages %}<u>{{ m.content }}<eos>{% endfor %}{% if add_generation_prompt %}<a>{%"
+    " if not enable_thinking | default(true) %}</think>{% endif %}{{ style | default('') }}{%"
+    " endif %}"
 )
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 
@@ -182,7 +210,9 @@ def calling(number, **more):
 @pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}])
 def test_tool_calls_reach_the_template(content):
     tokenizer = build(TOOLS)
-    rows = [{"prompt": [*calling(n, **content), {"role": "tool", "content": "2"}]} for n in range(9)]
+    rows = [
+        {"prompt": [*calling(n, **content), {"role": "tool", "content": "2"}]} for n in range(9)
+    ]
     opened = HuggingFaceGym(rows, None, tokenizer, reward_funcs=zero).open("train", [0])
     text = tokenizer.decode(opened.prompts[0])
     assert json.loads(text[text.index("[{") : text.index("}]") + 2]) == [CALL]
@@ -193,7 +223,10 @@ def test_template_options_of_a_row_override_those_of_the_environment():
     tokenizer = build(THINKING)
     table = [{"question": f"{n}", "answer": n, "chat_template_kwargs": None} for n in range(12)]
     row_options = {"enable_thinking": True, "style": "!"}
-    test = [{**table[0], "question": "a"}, {**table[0], "question": "b", "chat_template_kwargs": row_options}]
+    test = [
+        {**table[0], "question": "a"},
+        {**table[0], "question": "b", "chat_template_kwargs": row_options},
+    ]
 
     def prompts(**options):
         env = agilerl(tokenizer, table, test, **options)
@@ -218,7 +251,10 @@ def test_template_options_of_a_row_override_those_of_the_environment():
         ({"conversation_template": user("{prompt}")}, "conversation_template 'prompt'"),
         ({"chat_template_kwargs": []}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"enable_thinking": "false"}}, "enable_thinking"),
-        *(({"chat_template_kwargs": {name: 1}}, f"chat_template_kwargs .*{name}") for name in ("tokenize", "messages")),
+        *(
+            ({"chat_template_kwargs": {name: 1}}, f"chat_template_kwargs .*{name}")
+            for name in ("tokenize", "messages")
+        ),
         ({"train": None}, "train_dataset"),
         ({"test": [{"question": "a"}]}, "test_dataset .*columns"),
         ({"validation_dataset": [{"prompt": "a"}]}, "validation_dataset .*columns"),
@@ -240,8 +276,14 @@ def test_invalid_arguments_are_refused(tokenizer, options, message):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        *(({"question": missing}, "Row 30 .* of train_dataset has no question") for missing in (None, np.nan, "  \n")),
-        *(({"answer": missing}, "Row 30 .* of train_dataset has no answer") for missing in (None, np.nan)),
+        *(
+            ({"question": missing}, "Row 30 .* of train_dataset has no question")
+            for missing in (None, np.nan, "  \n")
+        ),
+        *(
+            ({"answer": missing}, "Row 30 .* of train_dataset has no answer")
+            for missing in (None, np.nan)
+        ),
         ({"question": b"1+1"}, "Row 30 .*question.* bytes"),
         ({"answer": b"2"}, "Row 30 .*answer.* bytes"),
         ({"question": "\ud83d"}, "Row 30 "),
@@ -252,7 +294,9 @@ def test_invalid_rows_are_refused(tokenizer, row, message):
         agilerl(tokenizer, [*QA, {"question": "1?", "answer": "1", "level": 0, **row}])
 
 
-@pytest.mark.parametrize("write", [json.dumps, str, lambda messages: json.dumps(messages, indent=1)])
+@pytest.mark.parametrize(
+    "write", [json.dumps, str, lambda messages: json.dumps(messages, indent=1)]
+)
 def test_messages_written_as_text_are_refused(tokenizer, write):
     rows = [{"prompt": write(user(f"{n}?"))} for n in range(12)]
     with pytest.raises(ValueError, match=r"Row 0 .*prompt"):

@@ -42,7 +42,9 @@ def test_a_score_defines_the_fitness():
     for value, message in ((np.nan, "finite"), (None, "a single number"), ("1", "a single number")):
         with pytest.raises(ValueError, match=f"score must be {message}"):
             PettingZooGroups(Contest, score=lambda returns, value=value: value).scores(played)
-    assert PettingZooGroups(Contest, score=lambda returns: np.ones(1)).scores(played).sum() == len(played.returns)
+    assert PettingZooGroups(Contest, score=lambda returns: np.ones(1)).scores(played).sum() == len(
+        played.returns
+    )
     # Agents that were unknown beforehand count with their group.
     assert PettingZooGroups(Favours, score="red").score({"red_7": 4.0, "blue_1": 1.0}) == 4.0
 
@@ -50,7 +52,8 @@ def test_a_score_defines_the_fitness():
 @pytest.mark.parametrize("score", ["green", ["red", "red_9"], [], 3, None])
 def test_invalid_scores_raise(score):
     with pytest.raises(
-        ValueError, match=r"score must be one of 'sum', .*Agents: red_0, red_1, blue_0\. Prefixes: red, blue"
+        ValueError,
+        match=r"score must be one of 'sum', .*Agents: red_0, red_1, blue_0\. Prefixes: red, blue",
     ):
         PettingZooGroups(Favours, score=score)
 

@@ -11,17 +11,17 @@ from evogrpo.records import Conversation
 from tests.envs.conftest import CHAT, build
 
 CLOSED = (  # every turn has an end marker, as in ChatML
-    "{% for m in messages %}{{ {'system': '<s>', 'user': '<u>', 'assistant': '<a>'}[m.role] + m.content }}<eos>\n"
-    "{% endfor %}{% if add_generation_prompt %}<a>{{ mood | default('') }}{% endif %}"
+    "{% for m in messages %}{{ {'system': '<s>', 'user': '<u>', 'assistant': '<a>'}[m.role] +"
+    " m.content }}<eos>\n{% endfor %}{% if add_generation_prompt %}<a>{{ mood | default('') }}{%"
+    " endif %}"
 )
 FORGETFUL = (  # omits assistant messages before the last question
-    "{% for m in messages %}{% if m.role == 'user' or loop.last %}{{ m.role[0] + m.content }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<a>{% endif %}"
+    "{% for m in messages %}{% if m.role == 'user' or loop.last %}{{ m.role[0] + m.content }}{%"
+    " endif %}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
 )
 THINKING = (  # removes the thoughts of earlier turns, as Qwen3 does
-    "{% for m in messages %}{{ m.role[0] }}"
-    "{{ m.content if loop.last or m.role == 'user' else m.content.split('</think>')[-1] }}{% endfor %}"
-    "{% if add_generation_prompt %}<a>{% endif %}"
+    "{% for m in messages %}{{ m.role[0] }}{{ m.content if loop.last or m.role == 'user' else"
+    " m.content.split('</think>')[-1] }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
 )
 ROWS = [{"prompt": [{"role": "user", "content": f"guess {n}"}], "digit": n % 10} for n in range(30)]
 
@@ -33,11 +33,20 @@ def hint(row, messages):
 
 
 def right(completions, digit, **columns):
-    return [float(turn[-1]["content"] == str(right)) for turn, right in zip(completions, digit, strict=True)]
+    return [
+        float(turn[-1]["content"] == str(right))
+        for turn, right in zip(completions, digit, strict=True)
+    ]
 
 
 def gym(template=CLOSED, rows=ROWS, **options):
-    defaults = {"reply": hint, "max_turns": 3, "reward_funcs": right, "validation_size": 4, "test_size": 4}
+    defaults = {
+        "reply": hint,
+        "max_turns": 3,
+        "reward_funcs": right,
+        "validation_size": 4,
+        "test_size": 4,
+    }
     return MultiTurnGym(rows, None, build(template), **(defaults | options))
 
 
@@ -51,7 +60,9 @@ def converse(env, *completions, start=0):
     replies = []
     tokens = tuple(encoded(env, text) for text in completions)
     for turn in range(len(tokens)):
-        (reply,) = batch.respond([Conversation(row=0, start=0, completions=tokens[: turn + 1], replies=tuple(replies))])
+        (reply,) = batch.respond(
+            [Conversation(row=0, start=0, completions=tokens[: turn + 1], replies=tuple(replies))]
+        )
         if reply is not None:
             replies.append(reply)
     return batch, Conversation(row=0, start=0, completions=tokens, replies=tuple(replies))
@@ -65,12 +76,18 @@ SAID = [
 ]
 
 
-@pytest.mark.parametrize(("marker", "ending"), [("<eos>", "<eos>"), ("<eos>", ""), ("<s>", "<s>"), ("<s>", "")])
+@pytest.mark.parametrize(
+    ("marker", "ending"), [("<eos>", "<eos>"), ("<eos>", ""), ("<s>", "<s>"), ("<s>", "")]
+)
 def test_tokens_match_the_chat_template(marker, ending):
-    env = gym(CLOSED.replace("<eos>", marker))  # some models end their turns with another token than EOS
+    env = gym(
+        CLOSED.replace("<eos>", marker)
+    )  # some models end their turns with another token than EOS
     batch, conversation = converse(env, f"x{ending}", f"yy{ending}")
     messages = [*batch.rows[0]["prompt"], *SAID]
-    rendered = env.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    rendered = env.tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True
+    )
     assert (*batch.prompts[0], *conversation.tokens) == encoded(env, rendered)
 
 
@@ -79,7 +96,9 @@ def test_a_turn_that_ended_with_another_end_token_is_not_closed_again(space):
     env = gym(CLOSED.replace("}}<eos>", f"}}}}{space}<s>"))
     batch, conversation = converse(env, "x<eos>")
     text = env.tokenizer.decode([*batch.prompts[0], *conversation.tokens])
-    closed = f"<u>{batch.questions[0]}{space}<s>\n<a>x<eos>\n<u>no: x is not it\nafter 2{space}<s>\n<a>"
+    closed = (
+        f"<u>{batch.questions[0]}{space}<s>\n<a>x<eos>\n<u>no: x is not it\nafter 2{space}<s>\n<a>"
+    )
     assert text == closed
 
 
@@ -102,7 +121,8 @@ def test_templates_that_remove_earlier_thoughts_are_warned_of():
 
 def test_template_options_apply_to_every_turn():
     rows = [
-        {**row, "chat_template_kwargs": {"mood": "?", "other": None} if n % 2 else None} for n, row in enumerate(ROWS)
+        {**row, "chat_template_kwargs": {"mood": "?", "other": None} if n % 2 else None}
+        for n, row in enumerate(ROWS)
     ]
     env = gym(rows=rows, chat_template_kwargs={"mood": "!"})
     for start in range(8):
@@ -152,7 +172,9 @@ def test_replies_with_equal_tokens_keep_their_texts():
     replies = batch.respond(asked)
     assert len(set(replies)) == 1
     replied = [replace(each, replies=(reply,)) for each, reply in zip(asked, replies, strict=True)]
-    assert batch.score(replied).completions == tuple(f"x\n>>> {accented(row, [])}\n" for row in batch.rows)
+    assert batch.score(replied).completions == tuple(
+        f"x\n>>> {accented(row, [])}\n" for row in batch.rows
+    )
 
 
 def test_rewards_at_a_reply_belong_to_the_last_sampled_token():
@@ -163,7 +185,16 @@ def test_rewards_at_a_reply_belong_to_the_last_sampled_token():
     (steps,) = batch.score([conversation]).step_rewards
     first, second = (len(part) for part in conversation.replies)
     blank = [np.nan]
-    expected = [1.0, 1.0, 1.0, 1.0 + first, *blank * first, 1.0, 1.0 + second + 0.0, *blank * second]
+    expected = [
+        1.0,
+        1.0,
+        1.0,
+        1.0 + first,
+        *blank * first,
+        1.0,
+        1.0 + second + 0.0,
+        *blank * second,
+    ]
     np.testing.assert_array_equal(steps, expected)
 
 
@@ -190,7 +221,12 @@ def test_invalid_arguments_are_refused(options, message):
 
 @pytest.mark.parametrize(
     "reply",
-    [lambda row, messages: "\ud800", lambda row, messages: 7, lambda row, messages: row["missing"], lambda *_: ["a"]],
+    [
+        lambda row, messages: "\ud800",
+        lambda row, messages: 7,
+        lambda row, messages: row["missing"],
+        lambda *_: ["a"],
+    ],
 )
 def test_preflight_refuses_failing_replies(reply):
     with pytest.raises(ValueError, match="reply"):
@@ -201,4 +237,6 @@ def test_invalid_replies_are_refused():
     with pytest.raises(ValueError, match=r"reply .* 7"):
         converse(gym(reply=lambda row, messages: 7), "x")
     with pytest.raises(ValueError, match="replies"):
-        gym().open("train", [0]).score([Conversation(row=0, start=0, completions=((9,), (9,)), replies=((9,),))])
+        gym().open("train", [0]).score(
+            [Conversation(row=0, start=0, completions=((9,), (9,)), replies=((9,),))]
+        )

@@ -19,7 +19,9 @@ def test_merging_equals_gymnasiums_running_statistics():
         batch = rng.normal([0, 5, 1e3], [1, 0.1, 10], (size, 3))
         oracle.update(batch)
         one = ObservationStatistics(
-            count=np.array([float(size)]), mean=batch.mean(0)[None], m2=((batch - batch.mean(0)) ** 2).sum(0)[None]
+            count=np.array([float(size)]),
+            mean=batch.mean(0)[None],
+            m2=((batch - batch.mean(0)) ** 2).sum(0)[None],
         )
         running = running.merged(one).merged(ObservationStatistics.empty(1, BOX))
         assert running.count[0] == oracle.count
@@ -28,9 +30,14 @@ def test_merging_equals_gymnasiums_running_statistics():
 
 
 def test_only_float_leaves_change_for_members_with_statistics():
-    """Far values are clipped, constant ones stay finite; images and categories cannot be normalised."""
+    """Far values are clipped, constant ones stay finite.
+
+    Images and categories cannot be normalised.
+    """
     statistics = ObservationStatistics(
-        count=np.array([4.0, 1.0]), mean=np.array([[1.0, 2.0], [1.0, 2.0]]), m2=np.array([[4.0, 0.0], [4.0, 0.0]])
+        count=np.array([4.0, 1.0]),
+        mean=np.array([[1.0, 2.0], [1.0, 2.0]]),
+        m2=np.array([[4.0, 0.0], [4.0, 0.0]]),
     )
     value = np.array([[1000.0, 2.0], [-1000.0, 2.5], [3.0, 2.0], [1000.0, 2.0]], np.float32)
     which = np.array([0, 1, 2, 3])

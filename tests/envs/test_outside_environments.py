@@ -19,7 +19,9 @@ SERVER = Path(__file__).with_name("openenv_server.py")
 
 def from_page(name):
     """Return the namespace of the block in docs/howto/tools.md that defines a class."""
-    (block,) = [text for _, kind, text in blocks(ROOT / "docs/howto/tools.md") if f"class {name}:" in text]
+    (block,) = [
+        text for _, kind, text in blocks(ROOT / "docs/howto/tools.md") if f"class {name}:" in text
+    ]
     names = {}
     exec(block, names)  # noqa: S102 (the page is the test's subject)
     return names
@@ -50,7 +52,12 @@ def test_an_openenv_server_on_loopback_is_played():
     server = start_server(port)
     try:
         rows = [{"seed": seed} for seed in range(30)]
-        env = gym(rows=rows, environment_factory=names["RemoteGuess"], max_turns=21, on_reward_error="exclude")
+        env = gym(
+            rows=rows,
+            environment_factory=names["RemoteGuess"],
+            max_turns=21,
+            on_reward_error="exclude",
+        )
         batch = env.open("train", [0, 1])
         # 1. Play: several sessions at once, each with its own number.
         tries = [call("guess", value=number) + "<eos>" for number in range(1, 21)]
@@ -58,9 +65,12 @@ def test_an_openenv_server_on_loopback_is_played():
         found = [reply_texts(batch, each).index("=right") for each in played]
         for row, wrong_tries in enumerate(found):
             replies = reply_texts(batch, converse(batch, *tries, row=2 + row, start=row))
-            assert replies == ["=too low"] * wrong_tries + ["=right"] + ["=too high"] * (19 - wrong_tries)
+            assert replies == ["=too low"] * wrong_tries + ["=right"] + ["=too high"] * (
+                19 - wrong_tries
+            )
         reached = [
-            converse(batch, *tries[: wrong_tries + 1], row=4 + row, start=row) for row, wrong_tries in enumerate(found)
+            converse(batch, *tries[: wrong_tries + 1], row=4 + row, start=row)
+            for row, wrong_tries in enumerate(found)
         ]
         assert batch.score([*played, *reached]).rewards.tolist() == [0, 0, 1, 1]
         # 2. Lose the server in a conversation: it is excluded.
@@ -84,7 +94,11 @@ def test_an_openenv_server_on_loopback_is_played():
 
 def test_a_textarena_game_is_played():
     pytest.importorskip("textarena")
-    options = {"environment_factory": from_page("Game")["Game"], "max_turns": 12, "environment_workers": 0}
+    options = {
+        "environment_factory": from_page("Game")["Game"],
+        "max_turns": 12,
+        "environment_workers": 0,
+    }
     env = gym(rows=30, **options)
     batch = env.open("train", [0])
     assert "between 1 and 20" in env.tokenizer.decode(batch.prompts[0])
@@ -98,7 +112,9 @@ def test_a_textarena_game_is_played():
         reply = reply_texts(batch, conversation)[-1]
         if "over" in reply:
             break
-        low, high = ((low + high) // 2 + 1, high) if "higher" in reply else (low, (low + high) // 2 - 1)
+        low, high = (
+            ((low + high) // 2 + 1, high) if "higher" in reply else (low, (low + high) // 2 - 1)
+        )
     assert len(guesses) <= 5
     started = converse(batch, "x<eos>", row=9)
     assert batch.score([conversation, started]).rewards.tolist() == [1, 0]

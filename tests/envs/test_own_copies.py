@@ -44,7 +44,9 @@ def test_rewards_do_not_depend_on_changes_by_other_calls(tokenizer, encode, form
         single = functions.changes_one_async
     given = {"reward_funcs": [batched, batched]} if form == "trl" else {"reward_fn": single}
     table = rows()
-    env = HuggingFaceGym(table, None, tokenizer, reward_workers=1 if "workers" in way else 0, **given)
+    env = HuggingFaceGym(
+        table, None, tokenizer, reward_workers=1 if "workers" in way else 0, **given
+    )
     conversations = single_turn_conversations([0, 0, 1, 1], [encode("abc")] * 4, [0, 0, 0, 1])
     expected = [2 * (2 + 2 + 4 + 2 + 2 + 1)] * 4 if form == "trl" else [2 + 3] * 4
     for _ in range(2):
@@ -75,7 +77,9 @@ def test_replies_may_change_row_and_messages(encode):
         validation_size=4,
     )
     batch = env.open("train", [0])
-    first = [Conversation(row=row, start=0, completions=(tuple(encode("abc")),)) for row in range(2)]
+    first = [
+        Conversation(row=row, start=0, completions=(tuple(encode("abc")),)) for row in range(2)
+    ]
     batch.respond(first)
     batch.respond(first)
     assert seen == [(1, 2, 1)] * 4
@@ -100,7 +104,13 @@ class Greedy:
 def test_environments_may_change_the_arguments_of_reset(encode):
     table = rows()
     env = EnvironmentGym(
-        table, None, build(TOOL_CHAT), environment_factory=Greedy, max_turns=2, test_size=4, validation_size=4
+        table,
+        None,
+        build(TOOL_CHAT),
+        environment_factory=Greedy,
+        max_turns=2,
+        test_size=4,
+        validation_size=4,
     )
     batch = env.open("train", [0])
     conversations = single_turn_conversations([0] * 3, [encode("x<eos>")] * 3)
@@ -120,7 +130,10 @@ def test_functions_may_return_the_same_list_from_every_call(tokenizer, encode):
     env = HuggingFaceGym(rows(), None, tokenizer, reward_funcs=reward)
     batch = env.open("train", [0, 1])
     expected = [float(row["tests"]["cases"][0]) for row in batch.rows]
-    assert batch.score(single_turn_conversations([0, 1], [encode("a")] * 2)).rewards.tolist() == expected
+    assert (
+        batch.score(single_turn_conversations([0, 1], [encode("a")] * 2)).rewards.tolist()
+        == expected
+    )
 
 
 def test_columns_that_cannot_be_copied_are_refused_if_a_function_takes_them(tokenizer):

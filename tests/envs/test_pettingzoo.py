@@ -1,4 +1,7 @@
-"""PettingZooGroups: joint episodes do not depend on other rows; each agent's part of an episode is one row."""
+"""PettingZooGroups: joint episodes do not depend on other rows.
+
+Each agent's part of an episode is one row.
+"""
 
 import numpy as np
 import pytest
@@ -23,11 +26,19 @@ def play(env, policies="shared", *, starts=3, group_size=4, members=(0, 1)):
     actors = {name: PseudoRandomActor(spec.action_space) for name, spec in mapping.specs.items()}
     rows = starts * group_size
     noise = ActionNoise(
-        0, "sample", streams=[(m,) for m in members], rows=[rows] * len(members), width_of=lambda agent: 1
+        0,
+        "sample",
+        streams=[(m,) for m in members],
+        rows=[rows] * len(members),
+        width_of=lambda agent: 1,
     )
     start_of_row = [start for _ in members for start in range(starts) for _ in range(group_size)]
     return env.open("train", range(starts)).play(
-        actors, mapping, start_of_row, [member for member in members for _ in range(rows)], uniforms=noise
+        actors,
+        mapping,
+        start_of_row,
+        [member for member in members for _ in range(rows)],
+        uniforms=noise,
     )
 
 
@@ -54,14 +65,20 @@ def test_episodes_equal_pettingzoos_for_the_same_seed(policies):
         for t in range(int(played.lengths[row])):
             acting = {agent: table[row, agent] for agent in env.agents}
             assert all(
-                np.array_equal(episodes.observations[n, t], seen[agent]) for agent, (episodes, n) in acting.items()
+                np.array_equal(episodes.observations[n, t], seen[agent])
+                for agent, (episodes, n) in acting.items()
             )
-            actions = {agent: int(episodes.actions[n, t]) for agent, (episodes, n) in acting.items()}
+            actions = {
+                agent: int(episodes.actions[n, t]) for agent, (episodes, n) in acting.items()
+            }
             seen, rewards, terminations, truncations, _ = env.step(actions)
             totals = {agent: total + rewards.get(agent, 0.0) for agent, total in totals.items()}
             for agent, (episodes, n) in acting.items():
                 ends = terminations[agent], truncations[agent]
-                assert episodes.present[n, t : t + 2].tolist() == [True, not any(ends)][: episodes.present.shape[1] - t]
+                assert (
+                    episodes.present[n, t : t + 2].tolist()
+                    == [True, not any(ends)][: episodes.present.shape[1] - t]
+                )
                 assert not any(ends) or (episodes.terminated[n], episodes.truncated[n]) == ends
                 assert any(ends) or episodes.own_rewards[n, t] == rewards[agent]
         assert not env.agents
@@ -73,7 +90,9 @@ def test_rewards_belong_to_the_last_action_before_them():
     parity = [env.reset_seed("train", start) % 2 for start in range(20)]
     starts = [parity.index(1), parity.index(0)]  # late_0 is not born on even seeds
     # All choose 0: short_0 ends with its second step.
-    played = env.open("train", starts).play({"shared": STILL}, mapping_of(env), [0, 1, 0, 1], [0] * 4)
+    played = env.open("train", starts).play(
+        {"shared": STILL}, mapping_of(env), [0, 1, 0, 1], [0] * 4
+    )
     episodes = played.episodes["shared"]
     found = {
         key: (
@@ -84,10 +103,16 @@ def test_rewards_belong_to_the_last_action_before_them():
         )
         for number, key in enumerate(zip(episodes.rows.tolist(), episodes.agents, strict=True))
     }
-    # Rewards of others after an agent's end count for its last action; those before its birth count for none.
+    # Rewards of others after an agent's end count for its last action; those before its birth count
+    # for none.
     ten = [1.0, 1.0, 10.0, 10.0, 10.0]  # old_0 alone is paid ten times
     assert {key: value for key, value in found.items() if key[0] < 2} == {
-        (0, "late_0"): ([2, 3, 4], True, [0, 0, 1, 1, 1], [0, 0, 2, 2, 2]),  # in the environment's own order
+        (0, "late_0"): (
+            [2, 3, 4],
+            True,
+            [0, 0, 1, 1, 1],
+            [0, 0, 2, 2, 2],
+        ),  # in the environment's own order
         (0, "old_0"): ([0, 1, 2, 3, 4], False, [1] * 5, [2] * 5),
         (0, "short_0"): ([0, 1], True, [1, 1, 0, 0, 0], [2, 8, 0, 0, 0]),
         (1, "old_0"): ([0, 1, 2, 3, 4], False, ten, [2, 2, 10, 10, 10]),
@@ -122,7 +147,9 @@ class Choice(joint_probes.Alike):
 
 
 def test_every_agent_of_a_group_has_a_row_in_each_of_its_episodes():
-    episodes = play(PettingZooGroups(Choice), starts=1, group_size=8, members=(0,)).episodes["shared"]
+    episodes = play(PettingZooGroups(Choice), starts=1, group_size=8, members=(0,)).episodes[
+        "shared"
+    ]
     assert episodes.agents == ("red_0", "green_0") * 8
     assert episodes.group_ids.tolist() == [0, 1] * 8
     lived = episodes.present[1::2].any(1)
@@ -191,8 +218,15 @@ def test_a_time_limit_truncates_all_live_agents():
 
 def test_policies_are_assigned_by_agent_name():
     env = PettingZooGroups(joint_probes.Favours)
-    names = {policies: list(mapping_of(env, policies).specs) for policies in ("shared", "prefix", "independent")}
-    assert names == {"shared": ["shared"], "prefix": ["red", "blue"], "independent": ["red_0", "red_1", "blue_0"]}
+    names = {
+        policies: list(mapping_of(env, policies).specs)
+        for policies in ("shared", "prefix", "independent")
+    }
+    assert names == {
+        "shared": ["shared"],
+        "prefix": ["red", "blue"],
+        "independent": ["red_0", "red_1", "blue_0"],
+    }
     assert play(env, "prefix").episodes["red"].agents[:3] == ("red_0", "red_1", "red_0")
     lone = {"solo": Discrete(2), "first_second_7": Discrete(2)}
     assert list(map_policies(lone, lone, "prefix").specs) == ["solo", "first_second"]
@@ -234,7 +268,10 @@ def test_agents_with_different_spaces_cannot_share_a_policy(sizes, policies, fit
 def test_invalid_policy_mappings_raise():
     bounded = {"a_0": Box(0, 1, (3,)), "a_1": Box(0, 2, (3,))}
     choices = dict.fromkeys(bounded, Discrete(2))
-    assert map_policies(bounded, choices).specs["shared"].agents == ("a_0", "a_1")  # bounds are ignored
+    assert map_policies(bounded, choices).specs["shared"].agents == (
+        "a_0",
+        "a_1",
+    )  # bounds are ignored
     with pytest.raises(ValueError, match="Agents a_0 and a_1 must have equal spaces"):
         map_policies(bounded, {"a_0": Discrete(2), "a_1": Discrete(3)})
     with pytest.raises(ValueError, match="policies must be one of"):

@@ -30,7 +30,9 @@ class Remembers(probes.NoisyWalk):
         self.episodes = self.episodes + 1
         self.t = 0
         seen, _ = super().reset(seed=seed)
-        return seen, {"action_mask": np.array([1, self.part != "mask" or self.episodes == 1], np.int8)}
+        return seen, {
+            "action_mask": np.array([1, self.part != "mask" or self.episodes == 1], np.int8)
+        }
 
     def observe(self):
         return np.zeros(3) + (self.part == "observation" and self.episodes > 1 and self.t == 3)
@@ -40,12 +42,21 @@ class Remembers(probes.NoisyWalk):
         seen = self.observe()
         later = self.episodes > 1
         ends = self.t == (5 if self.part == "end" and later else 7)
-        return seen, float(self.part == "reward" and later), ends, self.part == "cut" and later and self.t == 2, {}
+        return (
+            seen,
+            float(self.part == "reward" and later),
+            ends,
+            self.part == "cut" and later and self.t == 2,
+            {},
+        )
 
 
 CARRIES_OVER = {
     "normalised rewards": (lambda: NormalizeReward(probes.NoisyWalk()), "reward after "),
-    "normalised observations": (lambda: NormalizeObservation(lake(is_slippery=False)), "observation "),
+    "normalised observations": (
+        lambda: NormalizeObservation(lake(is_slippery=False)),
+        "observation ",
+    ),
     "a reward": (lambda: Remembers("reward"), "reward after 1 step "),
     "a truncation": (lambda: Remembers("cut"), "truncated after 2 steps "),
     "an observation": (lambda: Remembers("observation"), "observation after 3 steps "),
@@ -63,8 +74,12 @@ def test_state_carried_over_is_named_and_environments_are_recreated(part):
     assert warned[0].filename == __file__
     assert env.recreate_env
     assert env.fingerprint()["recreate_env"] == "True"
-    assert env.reseed_noise == (part == "normalised rewards")  # noise is detected beside carried state
-    assert len(set(play_rows(env, STILL, [0], [0] * 3, range(3)).rewards)) == 1  # members meet the same episodes
+    assert env.reseed_noise == (
+        part == "normalised rewards"
+    )  # noise is detected beside carried state
+    assert (
+        len(set(play_rows(env, STILL, [0], [0] * 3, range(3)).rewards)) == 1
+    )  # members meet the same episodes
 
 
 def test_explicit_recreate_env_is_kept():
@@ -77,7 +92,9 @@ def test_explicit_recreate_env_is_kept():
         assert not GymnasiumGroups(probes.DelayedCredit, recreate_env=False).recreate_env
 
 
-@pytest.mark.parametrize(("source", "recreate_env"), [("numpy", None), ("python", None), ("python", True)])
+@pytest.mark.parametrize(
+    ("source", "recreate_env"), [("numpy", None), ("python", None), ("python", True)]
+)
 def test_use_of_global_generators_is_detected_and_their_state_restored(source, recreate_env):
     before = random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
     for _ in range(2):
@@ -109,21 +126,31 @@ CALM = [lambda: lake(is_slippery=False), probes.MatchDict, "CartPole-v1"]
 
 
 @pytest.mark.parametrize(
-    ("make", "random_after_reset"), [*((make, True) for make in RANDOM), *((make, False) for make in CALM)]
+    ("make", "random_after_reset"),
+    [*((make, True) for make in RANDOM), *((make, False) for make in CALM)],
 )
 def test_reseed_noise_is_detected(make, random_after_reset):
     env = GymnasiumGroups(make)
     assert env.reseed_noise is random_after_reset
     assert env.fingerprint()["reseed_noise"] == str(random_after_reset)
     assert not env.recreate_env
-    assert GymnasiumGroups(make, vectorization="processes", seed=3).reseed_noise is random_after_reset
-    assert GymnasiumGroups(make, reseed_noise=not random_after_reset).reseed_noise is not random_after_reset
+    assert (
+        GymnasiumGroups(make, vectorization="processes", seed=3).reseed_noise is random_after_reset
+    )
+    assert (
+        GymnasiumGroups(make, reseed_noise=not random_after_reset).reseed_noise
+        is not random_after_reset
+    )
 
 
-@pytest.mark.parametrize(("make", "most"), [(probes.Endless, 212), (probes.Slow, 60), (probes.RunningMean, 2 * 212)])
+@pytest.mark.parametrize(
+    ("make", "most"), [(probes.Endless, 212), (probes.Slow, 60), (probes.RunningMean, 2 * 212)]
+)
 def test_the_check_plays_few_steps(make, most, monkeypatch):
     steps = []
-    monkeypatch.setattr(make, "step", lambda env, action, step=make.step: steps.append(1) or step(env, action))
+    monkeypatch.setattr(
+        make, "step", lambda env, action, step=make.step: steps.append(1) or step(env, action)
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         GymnasiumGroups(make)

@@ -79,7 +79,10 @@ class Partial(ConstantReward):
         (joint_probes.Lives, "got Lives.*PettingZooGroups"),
         (Spaceless, r"Spaceless\.observation_space must be .* got NoneType"),
         (Partial, r"keys \['a', 'b'\], got \['a'\]"),
-        (functools.cache(lambda: gymnasium.make("CartPole-v1")), "env must create a new environment"),
+        (
+            functools.cache(lambda: gymnasium.make("CartPole-v1")),
+            "env must create a new environment",
+        ),
     ],
 )
 def test_other_objects_are_refused(env, message):
@@ -148,9 +151,18 @@ ANY_SPACE = "Box, Discrete, MultiDiscrete, MultiBinary, or a Dict.* got "
         ({"actions": spaces.MultiDiscrete([])}, "not empty"),
         ({"actions": spaces.Box(0, 9, (2,), np.int64)}, "floating-point Box"),
         ({"reset": lambda o, i: (np.full(2, np.nan, np.float32), i)}, "observation must be finite"),
-        ({"reset": lambda o, i: (o, {"action_mask": np.array([0.0, -np.inf])})}, r"action_mask.* got \[0.0, -inf\]"),
-        ({"reset": lambda o, i: (o, {"action_masks": np.ones(2)})}, "Rename the entry to 'action_mask'"),
-        ({"space": spaces.Dict(a=spaces.Discrete(2), action_masks=spaces.MultiBinary(2))}, "Rename the entry"),
+        (
+            {"reset": lambda o, i: (o, {"action_mask": np.array([0.0, -np.inf])})},
+            r"action_mask.* got \[0.0, -inf\]",
+        ),
+        (
+            {"reset": lambda o, i: (o, {"action_masks": np.ones(2)})},
+            "Rename the entry to 'action_mask'",
+        ),
+        (
+            {"space": spaces.Dict(a=spaces.Discrete(2), action_masks=spaces.MultiBinary(2))},
+            "Rename the entry",
+        ),
         ({"reward": 10**400}, "reward must"),
         ({"reward": 1j}, "reward must"),
         ({"reward": np.zeros(2)}, "reward must"),
@@ -180,7 +192,10 @@ LARGE = spaces.Box(-np.inf, np.inf, (2,), np.float64)
     [
         ({"reward": float("nan")}, "reward must be finite.*nan after 0 steps from reset"),
         ({"reward": -1e300}, "reward must be finite.*1e\\+38 .*-1e\\+300"),
-        ({"sees": float("nan")}, r"observation must be finite.*\[nan, nan\] after 0 steps from reset"),
+        (
+            {"sees": float("nan")},
+            r"observation must be finite.*\[nan, nan\] after 0 steps from reset",
+        ),
         ({"space": LARGE, "sees": [0.0, 1e39]}, r"observation must be finite .*\[0.0, 1e\+39\]"),
     ],
 )
@@ -199,14 +214,20 @@ def test_non_finite_values_are_reported_with_their_seed(options, message):
 @pytest.mark.parametrize(
     ("space", "sees", "message"),
     [
-        (spaces.Box(-9, 9, (2, 3), np.float32), np.zeros((3, 2)), r"shape \(2, 3\) .* got \(3, 2\)"),
+        (
+            spaces.Box(-9, 9, (2, 3), np.float32),
+            np.zeros((3, 2)),
+            r"shape \(2, 3\) .* got \(3, 2\)",
+        ),
         (spaces.Box(0, 255, (2,), np.uint8), 300, "uint8.*int64.*300"),
         (spaces.Discrete(5), np.float64(1.9), "float64.*1.9"),
     ],
 )
 def test_observations_outside_their_space_are_refused(vectorization, space, sees, message):
     observations = [np.zeros(space.shape, space.dtype)]
-    with GymnasiumGroups(lambda: Odd(space, observations[0]), vectorization=vectorization, num_envs=2) as env:
+    with GymnasiumGroups(
+        lambda: Odd(space, observations[0]), vectorization=vectorization, num_envs=2
+    ) as env:
         observations[0] = sees  # changed after construction, which checks a few steps
         with pytest.raises(ValueError, match=message):
             play_each(env)
@@ -224,7 +245,13 @@ def test_observations_outside_their_space_are_refused(vectorization, space, sees
 )
 def test_invalid_actions_are_refused(actions, message):
     with pytest.raises(ValueError, match=message):
-        play_rows(GymnasiumGroups("CartPole-v1"), Rule(lambda seen: np.array(actions)), [0, 1], [0, 1], [0, 0])
+        play_rows(
+            GymnasiumGroups("CartPole-v1"),
+            Rule(lambda seen: np.array(actions)),
+            [0, 1],
+            [0, 1],
+            [0, 0],
+        )
 
 
 class Needs(gymnasium.Wrapper):
@@ -242,16 +269,31 @@ class Needs(gymnasium.Wrapper):
         ({"reseed_noise": "no"}, "reseed_noise must be True or False"),
         ({"vectorization": "sync"}, '"auto", "native", "serial" or "processes", got \'sync\''),
         ({"env": Odd, "vectorization": "native"}, "vectorization"),
-        ({"env": lambda: TimeLimit(Odd(), 20), "max_episode_steps": 100}, "at most the environment's 20, got 100"),
-        ({"wrappers": ["FlattenObservation"]}, "'FlattenObservation' must be a subclass of gymnasium.Wrapper"),
-        ({"wrappers": [VectorWrapper]}, "wrapper NormalizeReward must be a subclass of gymnasium.Wrapper"),
+        (
+            {"env": lambda: TimeLimit(Odd(), 20), "max_episode_steps": 100},
+            "at most the environment's 20, got 100",
+        ),
+        (
+            {"wrappers": ["FlattenObservation"]},
+            "'FlattenObservation' must be a subclass of gymnasium.Wrapper",
+        ),
+        (
+            {"wrappers": [VectorWrapper]},
+            "wrapper NormalizeReward must be a subclass of gymnasium.Wrapper",
+        ),
         ({"wrappers": [TransformReward]}, "wrapper TransformReward.*func"),
         ({"wrappers": [TimeAwareObservation, Needs]}, "wrapper Needs.*factor"),
         ({"wrappers": Needs}, "wrappers must be a list"),
         ({"wrappers": "Needs"}, "wrappers must be a list"),
-        ({"wrappers": [functools.partial(RescaleAction, min_action=-1.0, max_action=1.0)]}, "RescaleAction failed"),
+        (
+            {"wrappers": [functools.partial(RescaleAction, min_action=-1.0, max_action=1.0)]},
+            "RescaleAction failed",
+        ),
         ({"wrappers": [lambda env: 3]}, "got int"),
-        ({"wrappers": [TimeAwareObservation], "vectorization": "native"}, "vectorization.* in wrappers"),
+        (
+            {"wrappers": [TimeAwareObservation], "vectorization": "native"},
+            "vectorization.* in wrappers",
+        ),
     ],
 )
 def test_invalid_options_are_refused(options, message):

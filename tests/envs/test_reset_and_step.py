@@ -24,14 +24,19 @@ def env(tokenizer):
 
 
 def questions_of(env, prompts):
-    return [env.tokenizer.decode(prompt["input_ids"][0], skip_special_tokens=True) for prompt in prompts]
+    return [
+        env.tokenizer.decode(prompt["input_ids"][0], skip_special_tokens=True) for prompt in prompts
+    ]
 
 
 def respond(env, prompts, *texts):
     """Return groups of padded completions with these texts; "=" is replaced by the right answer."""
     groups = []
     for prompt, question in zip(prompts, questions_of(env, prompts), strict=True):
-        rows = [env.tokenizer((ANSWERS.get(question, "") if t == "=" else t) + "<eos>")["input_ids"] for t in texts]
+        rows = [
+            env.tokenizer((ANSWERS.get(question, "") if t == "=" else t) + "<eos>")["input_ids"]
+            for t in texts
+        ]
         width = max(map(len, rows))
         pad = env.tokenizer.pad_token_id
         padded = torch.tensor([row + [pad] * (width - len(row)) for row in rows])
@@ -42,7 +47,10 @@ def respond(env, prompts, *texts):
 def test_step_returns_rewards_and_the_next_batch(env):
     prompts, served = env.reset()
     assert [tuple(prompt["input_ids"].shape) for prompt in prompts] == [(1, 7)] * 3
-    assert all(torch.equal(prompt["attention_mask"], torch.ones_like(prompt["input_ids"])) for prompt in prompts)
+    assert all(
+        torch.equal(prompt["attention_mask"], torch.ones_like(prompt["input_ids"]))
+        for prompt in prompts
+    )
     assert served == {"split": "train", "starts": env.deal(0, 3, 3)}
     groups = respond(env, prompts, "=", "long wrong", "=")
     groups[1] = groups[1].flip(0)[1:].repeat(2, 1)[:3]  # wrong, right, wrong

@@ -24,13 +24,19 @@ QA = [{"question": f"{n}?", "answer": str(n)} for n in range(12)]
 PROMPTS = [{"prompt": f"{n}?", "level": n} for n in range(12)]
 
 
-def score_trl(function, *more, weights=None, on_error="raise", texts=("one", "two"), rows=TEXT_ROWS):
-    inputs = RewardInputs(rows=rows, texts=texts, token_ids=[[ord(c) for c in text] for text in texts])
+def score_trl(
+    function, *more, weights=None, on_error="raise", texts=("one", "two"), rows=TEXT_ROWS
+):
+    inputs = RewardInputs(
+        rows=rows, texts=texts, token_ids=[[ord(c) for c in text] for text in texts]
+    )
     return compute_rewards(make_rewards(None, [function, *more], weights), inputs, on_error)
 
 
 def score_agilerl(function, on_error="raise"):
-    inputs = RewardInputs(rows=[{"question": "q", "answer": "a", "level": 3}], texts=["c"], token_ids=[[1]])
+    inputs = RewardInputs(
+        rows=[{"question": "q", "answer": "a", "level": 3}], texts=["c"], token_ids=[[1]]
+    )
     return compute_rewards(make_rewards(function, None, None), inputs, on_error)
 
 
@@ -74,9 +80,15 @@ NAMED = {"completion": "c", "answer": "a", "question": "q"}
         ("*given", {"given": ("c", "a", "q")}),
         ("**given", {"given": NAMED}),
         # Names of other libraries.
-        ("solution_str, ground_truth, extra_info=None", {"solution_str": "c", "ground_truth": "a", "extra_info": None}),
+        (
+            "solution_str, ground_truth, extra_info=None",
+            {"solution_str": "c", "ground_truth": "a", "extra_info": None},
+        ),
         ("prompt, completion, answer", {"prompt": "q", "completion": "c", "answer": "a"}),
-        ("query, response, label, output=False", {"query": "q", "response": "c", "label": "a", "output": False}),
+        (
+            "query, response, label, output=False",
+            {"query": "q", "response": "c", "label": "a", "output": False},
+        ),
         # Columns.
         ("level, completion, unit=None", {"level": 3, "completion": "c", "unit": None}),
     ],
@@ -91,7 +103,11 @@ def test_parameters_are_passed_by_name_or_position(parameters, passed):
     ("form", "parameters", "message"),
     [
         ("agilerl", "", r"got \(\)"),
-        ("agilerl", "completion, answer, question, level", r"\(completion, answer, question, level\)"),
+        (
+            "agilerl",
+            "completion, answer, question, level",
+            r"\(completion, answer, question, level\)",
+        ),
         ("agilerl", "question, /, completion, answer", "question, /, completion, answer"),
         ("agilerl", "answer, text, question", "answer, text, question"),
         ("agilerl", "prompts, completions, **columns", "reward_funcs"),
@@ -127,7 +143,9 @@ def test_the_dataset_without_a_column_is_named(plain_tokenizer):
 
 def test_columns_may_have_any_text_as_name(plain_tokenizer):
     def make(column):
-        return HuggingFaceGym([{**row, column: 1} for row in PROMPTS], None, plain_tokenizer, reward_funcs=constant)
+        return HuggingFaceGym(
+            [{**row, column: 1} for row in PROMPTS], None, plain_tokenizer, reward_funcs=constant
+        )
 
     def constant(completions, **columns):
         return [1.0] * len(completions)
@@ -161,7 +179,10 @@ def test_trl_functions_get_texts_or_messages_with_columns_and_ids():
     score_trl(reward, rows=[{"prompt": prompt, **replaced} for prompt in prompts])
     ids = [[111, 110, 101], [116, 119, 111]]
     messages = [[{"role": "assistant", "content": text}] for text in ("one", "two")]
-    assert seen == [(["p", "q"], ["one", "two"], ids, {"level": [1, 2]}), (prompts, messages, ids, {})]
+    assert seen == [
+        (["p", "q"], ["one", "two"], ids, {"level": [1, 2]}),
+        (prompts, messages, ids, {}),
+    ]
 
 
 def test_trainer_arguments_are_passed_by_name(plain_tokenizer):
@@ -179,13 +200,19 @@ def test_trainer_arguments_are_passed_by_name(plain_tokenizer):
         return [0.0 for _ in given["completions"]]
 
     env = HuggingFaceGym(
-        PROMPTS, None, plain_tokenizer, reward_funcs=[trainer_user, takes_all, lambda completions: [0.0] * 3]
+        PROMPTS,
+        None,
+        plain_tokenizer,
+        reward_funcs=[trainer_user, takes_all, lambda completions: [0.0] * 3],
     )
     env.set_progress(7, 20)
     ids = plain_tokenizer(["ab", "c", "def"])["input_ids"]
     scores = env.open("train", [0, 1]).score(single_turn_conversations([1, 1, 1], ids))
     offered = {"trainer_state", "log_extra", "log_metric"}
-    assert seen == [(TrainerState, 7, 20), {"prompts", "completions", "completion_ids", "level", *offered}]
+    assert seen == [
+        (TrainerState, 7, 20),
+        {"prompts", "completions", "completion_ids", "level", *offered},
+    ]
     assert scores.columns == {"length": (2, 1, 3)}
     assert scores.metrics == {"longest": 1.5}
 
@@ -201,7 +228,9 @@ def test_names_of_built_in_metrics_cannot_be_logged(plain_tokenizer):
             env.preflight()
 
 
-def test_values_logged_by_repeated_calls_are_kept_and_lists_of_another_length_are_refused(plain_tokenizer):
+def test_values_logged_by_repeated_calls_are_kept_and_lists_of_another_length_are_refused(
+    plain_tokenizer,
+):
     def reward(completions, level, log_extra, log_metric):
         values = [float(text) for text in completions]
         log_extra("text", completions)
@@ -209,7 +238,9 @@ def test_values_logged_by_repeated_calls_are_kept_and_lists_of_another_length_ar
         return values
 
     ids = plain_tokenizer(["1", "x", "3"])["input_ids"]
-    env = HuggingFaceGym(PROMPTS, None, plain_tokenizer, reward_funcs=reward, on_reward_error="exclude")
+    env = HuggingFaceGym(
+        PROMPTS, None, plain_tokenizer, reward_funcs=reward, on_reward_error="exclude"
+    )
     with pytest.warns(UserWarning, match="1 of 3"):
         scores = env.open("train", [0, 1]).score(single_turn_conversations([0, 1, 1], ids))
     assert scores.columns == {"text": ("1", None, "3")}
@@ -232,11 +263,14 @@ def test_weights_multiply_and_none_is_skipped():
     assert list(result.components) == ["reward", "reward_2"]
     np.testing.assert_array_equal(result.components["reward"], [1.0, np.nan])
     # The sum is NaN only if no function applies.
-    np.testing.assert_array_equal(score_trl(returning([None, None]), returning([None, 0.0])).rewards, [np.nan, 0.0])
+    np.testing.assert_array_equal(
+        score_trl(returning([None, None]), returning([None, 0.0])).rewards, [np.nan, 0.0]
+    )
 
 
 @pytest.mark.parametrize(
-    "value", [[True, 0], (1, 0.0), np.array([1, 0]), [torch.tensor(1), np.float32(0)], [np.True_, 0]]
+    "value",
+    [[True, 0], (1, 0.0), np.array([1, 0]), [torch.tensor(1), np.float32(0)], [np.True_, 0]],
 )
 def test_all_number_types_are_accepted(value):
     assert score_trl(returning(value)).rewards.tolist() == [1.0, 0.0]
@@ -244,7 +278,18 @@ def test_all_number_types_are_accepted(value):
 
 @pytest.mark.parametrize(
     "value",
-    [[1.0], [1.0, 2.0, 3.0], 1.0, None, "ab", [math.nan, 1.0], [math.inf, 1.0], [1e39, 1.0], ["1.0", 1.0], [1j, 1.0]],
+    [
+        [1.0],
+        [1.0, 2.0, 3.0],
+        1.0,
+        None,
+        "ab",
+        [math.nan, 1.0],
+        [math.inf, 1.0],
+        [1e39, 1.0],
+        ["1.0", 1.0],
+        [1j, 1.0],
+    ],
 )
 def test_invalid_rewards_are_refused(value):
     with pytest.raises(RewardError, match="'reward' must return"):
@@ -262,7 +307,9 @@ def test_sums_beyond_float32_are_refused():
 
 
 def test_exceptions_name_the_function_and_are_chained():
-    with pytest.raises(RewardError, match=r"'fragile' raised ZeroDivisionError: .*for the completion ''") as caught:
+    with pytest.raises(
+        RewardError, match=r"'fragile' raised ZeroDivisionError: .*for the completion ''"
+    ) as caught:
         score_trl(fragile, texts=("ab", ""))
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
@@ -280,12 +327,16 @@ def test_failures_only_with_several_completions_exclude_none():
 
 
 def test_exclude_affects_only_failing_completions():
-    with pytest.warns(UserWarning, match=r"1 of 2 completions excluded; the first: .*ZeroDivisionError"):
+    with pytest.warns(
+        UserWarning, match=r"1 of 2 completions excluded; the first: .*ZeroDivisionError"
+    ):
         result = score_trl(fragile, ones, texts=("", "ab"), on_error="exclude")
     np.testing.assert_array_equal(result.rewards, [np.nan, 1.5])
     assert result.components["ones"].tolist() == [1.0, 1.0]
     with pytest.warns(UserWarning, match="1 of 2 completions excluded"):
-        assert np.isnan(score_trl(returning([math.nan, 1.0]), on_error="exclude").rewards).tolist() == [True, False]
+        assert np.isnan(
+            score_trl(returning([math.nan, 1.0]), on_error="exclude").rewards
+        ).tolist() == [True, False]
     with pytest.raises(RewardError, match="2 rewards"):  # a wrong length concerns all completions
         score_trl(returning([1.0]), on_error="exclude")
 
@@ -293,7 +344,10 @@ def test_exclude_affects_only_failing_completions():
 ODD = [
     (lambda: 10**400, "finite numbers of at most 1e+38, got 1000"),
     (lambda: Fraction(10**400, 3), "finite numbers"),
-    *((error, f"raised {error.__name__}") for error in (GeneratorExit, BaseException, StopIteration)),
+    *(
+        (error, f"raised {error.__name__}")
+        for error in (GeneratorExit, BaseException, StopIteration)
+    ),
 ]
 
 
@@ -358,7 +412,11 @@ def test_names_are_unique():
     third = returning(0)
     first.__name__ = "f"
     third.__name__ = "f_3"
-    assert [reward.name for reward in make_rewards(None, [first, third, first], None)] == ["f", "f_3", "f_4"]
+    assert [reward.name for reward in make_rewards(None, [first, third, first], None)] == [
+        "f",
+        "f_3",
+        "f_4",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -418,10 +476,17 @@ def test_preflight_refuses_functions_without_return(tokenizer):
         preflight(tokenizer, reward)
 
 
-@pytest.mark.parametrize(("name", "value"), [("slot", 1.0), ("mine", math.nan), ("mine", 1e200), ("mine", "high")])
-def test_preflight_refuses_invalid_metrics_and_lists_of_another_length(plain_tokenizer, name, value):
+@pytest.mark.parametrize(
+    ("name", "value"), [("slot", 1.0), ("mine", math.nan), ("mine", 1e200), ("mine", "high")]
+)
+def test_preflight_refuses_invalid_metrics_and_lists_of_another_length(
+    plain_tokenizer, name, value
+):
     for reward, message in (
-        (lambda completions, log_metric: [log_metric(name, value) for _ in completions], "log_metric"),
+        (
+            lambda completions, log_metric: [log_metric(name, value) for _ in completions],
+            "log_metric",
+        ),
         (returning([0.5]), "2 rewards"),
     ):
         with pytest.raises(RewardError, match=message):

@@ -23,11 +23,15 @@ from tests.envs.actors import STILL, Rule, play_each
 from tests.envs.probes import ConstantReward, EpisodeLengths, Odd, Plus, Times, endless
 
 ROWS = 12
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:gymnasium")  # stderr of worker processes that die
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::UserWarning:gymnasium"
+)  # stderr of worker processes that die
 EVERYWHERE = pytest.mark.parametrize("vectorization", ["serial", "processes"])
 BEST = {
     probes.MatchDiscrete: lambda seen: seen.argmax(1),
-    probes.MatchMultiDiscrete: lambda seen: np.stack([seen[:, :3].argmax(1), seen[:, 3:].argmax(1)], 1),
+    probes.MatchMultiDiscrete: lambda seen: np.stack(
+        [seen[:, :3].argmax(1), seen[:, 3:].argmax(1)], 1
+    ),
     probes.MatchMultiBinary: lambda seen: seen,
     probes.MatchImage: lambda seen: (seen[:, 0, 15, 0] > 100).astype(int),
     probes.MatchDict: lambda seen: 2 * seen["which"] + (seen["number"][:, 0] > 0),
@@ -75,14 +79,22 @@ def test_environments_that_modify_their_action_change_no_record():
             action[:] = 1
             return super().step(action)
 
-    played = play(Writes, lambda seen: np.zeros((len(seen), 3), np.int8), env_kwargs={"actions": spaces.MultiBinary(3)})
+    played = play(
+        Writes,
+        lambda seen: np.zeros((len(seen), 3), np.int8),
+        env_kwargs={"actions": spaces.MultiBinary(3)},
+    )
     assert not played.actions.any()
 
 
 @EVERYWHERE
-@pytest.mark.parametrize(("reward", "ends"), [(True, np.bool_), (np.array([[1]]), lambda over: np.array([over]))])
+@pytest.mark.parametrize(
+    ("reward", "ends"), [(True, np.bool_), (np.array([[1]]), lambda over: np.array([over]))]
+)
 def test_arrays_of_one_number_are_accepted_as_numbers(vectorization, reward, ends):
-    with GymnasiumGroups(lambda: Odd(reward=reward, ends=ends), vectorization=vectorization, num_envs=2) as env:
+    with GymnasiumGroups(
+        lambda: Odd(reward=reward, ends=ends), vectorization=vectorization, num_envs=2
+    ) as env:
         played = play_each(env)
     assert played.rewards.tolist() == [3.0] * 4
     assert played.own_rewards.shape == (4, 3)
@@ -122,7 +134,11 @@ def test_action_masks_reach_policy_and_record(num_envs):
     "infos",
     [
         ({"path": np.zeros(2)}, {"path": np.zeros(3)}, {"path": None}, {"path": {"y": "no"}}),
-        ({"action_mask": np.array([1, 0])}, {"action_mask": None}, {}),  # without a mask all actions are legal
+        (
+            {"action_mask": np.array([1, 0])},
+            {"action_mask": None},
+            {},
+        ),  # without a mask all actions are legal
     ],
 )
 def test_only_the_mask_is_read_from_infos(vectorization, infos):
@@ -154,12 +170,16 @@ def test_masks_of_several_components_are_concatenated():
 # ---- ids, new environments per episode, failures
 
 
-@pytest.mark.parametrize("name", ["CartPole", "CartPole-v1", "evogrpo_test_module:Mine-v0", "evogrpo_test_module:Mine"])
+@pytest.mark.parametrize(
+    "name", ["CartPole", "CartPole-v1", "evogrpo_test_module:Mine-v0", "evogrpo_test_module:Mine"]
+)
 @pytest.mark.parametrize("vectorization", ["auto", "serial"])
 def test_ids_resolve_as_in_gymnasium(monkeypatch, name, vectorization):
     module = types.ModuleType("evogrpo_test_module")
     monkeypatch.setitem(sys.modules, "evogrpo_test_module", module)
-    spec = gymnasium.envs.registration.EnvSpec("Mine-v0", entry_point=Odd, reward_threshold=3.0, max_episode_steps=9)
+    spec = gymnasium.envs.registration.EnvSpec(
+        "Mine-v0", entry_point=Odd, reward_threshold=3.0, max_episode_steps=9
+    )
     monkeypatch.setitem(gymnasium.registry, "Mine-v0", spec)
     user_defined = "Mine" in name
     env = GymnasiumGroups(name, vectorization=vectorization)
@@ -171,16 +191,23 @@ def test_ids_resolve_as_in_gymnasium(monkeypatch, name, vectorization):
 
 @EVERYWHERE
 def test_recreated_environments_carry_no_state_over(vectorization):
-    with GymnasiumGroups(EpisodeLengths, recreate_env=True, vectorization=vectorization, num_envs=3) as env:
+    with GymnasiumGroups(
+        EpisodeLengths, recreate_env=True, vectorization=vectorization, num_envs=3
+    ) as env:
         assert play_each(env, rows=6).lengths.tolist() == [1] * 6
     with pytest.warns(UserWarning, match="recreate_env=False"):
-        reset = GymnasiumGroups(EpisodeLengths, recreate_env=False, vectorization=vectorization, num_envs=1)
+        reset = GymnasiumGroups(
+            EpisodeLengths, recreate_env=False, vectorization=vectorization, num_envs=1
+        )
     with reset:
         assert play_each(reset, rows=6).lengths.tolist() == [1, 2, 3, 4, 5, 6]
 
 
 class Counted(Odd):
-    """Counts the environments that are created and closed; `failing` is the number of the close that raises."""
+    """Counts the environments that are created and closed.
+
+    `failing` is the number of the close that raises.
+    """
 
     made, closed, failing = [], [], None
 
@@ -259,7 +286,10 @@ class Unreadable:
 
 @pytest.mark.parametrize(
     ("make", "message"),
-    [(Unreadable(), "invalid literal"), (lambda: Odd(reset=lambda *_: (threading.Lock(), {})), "cannot pickle")],
+    [
+        (Unreadable(), "invalid literal"),
+        (lambda: Odd(reset=lambda *_: (threading.Lock(), {})), "cannot pickle"),
+    ],
 )
 def test_errors_of_pickling_in_processes_are_reported(make, message):
     process = EnvProcess(process_setup(make, recreate_env=False))
@@ -302,12 +332,16 @@ def test_endless_episodes_are_truncated_with_one_warning(vectorization, monkeypa
             assert not play_each(GymnasiumGroups(Odd), rows=1).truncated.any()
 
 
-@pytest.mark.parametrize(("name", "declared"), [("max_steps", 7), ("max_cycles", np.int64(7)), ("max_steps", 200)])
+@pytest.mark.parametrize(
+    ("name", "declared"), [("max_steps", 7), ("max_cycles", np.int64(7)), ("max_steps", 200)]
+)
 def test_a_declared_limit_is_respected(name, declared, monkeypatch):
     monkeypatch.setattr("evogrpo.envs.control.gymnasium_groups.DEFAULT_MAX_EPISODE_STEPS", 60)
     env = GymnasiumGroups(endless, env_kwargs={name: declared})
     assert (env.max_episode_steps, env.uses_default_limit) == (declared, False)
-    assert play_each(env, rows=1).lengths.tolist() == [max(60, declared)]  # its declared limit is not kept
+    assert play_each(env, rows=1).lengths.tolist() == [
+        max(60, declared)
+    ]  # its declared limit is not kept
 
 
 def test_an_environments_own_limit_holds():
@@ -325,10 +359,15 @@ def test_an_environments_own_limit_holds():
 @EVERYWHERE
 @pytest.mark.parametrize(
     ("wrappers", "earned"),
-    [((Plus, Times), 4.0), ([functools.partial(Times, factor=5.0), lambda env: Plus(Plus(env))], 7.0)],
+    [
+        ((Plus, Times), 4.0),
+        ([functools.partial(Times, factor=5.0), lambda env: Plus(Plus(env))], 7.0),
+    ],
 )
 def test_wrappers_are_applied_in_order_on_every_backend(wrappers, earned, vectorization):
-    with GymnasiumGroups(ConstantReward, wrappers=wrappers, vectorization=vectorization, num_envs=2) as env:
+    with GymnasiumGroups(
+        ConstantReward, wrappers=wrappers, vectorization=vectorization, num_envs=2
+    ) as env:
         assert play_each(env, rows=3, actor=STILL).rewards.tolist() == [earned] * 3
 
 
@@ -338,4 +377,6 @@ def test_spaces_are_those_of_the_outermost_wrapper():
     assert not env.native
     assert env.max_episode_steps == 500
     assert GymnasiumGroups("CartPole-v1", wrappers=[]).native
-    assert GymnasiumGroups(probes.MatchDict, wrappers=[FlattenObservation]).observation_space.shape == (3,)
+    assert GymnasiumGroups(
+        probes.MatchDict, wrappers=[FlattenObservation]
+    ).observation_space.shape == (3,)

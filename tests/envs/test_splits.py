@@ -38,7 +38,9 @@ def read(table):
 def split(tables, max_prompt_length=None, sizes=NONE, seed=0):
     """Return the questions of each split, and the counts of rows that are left out."""
     read_tables = {name: read(table) for name, table in tables.items()}
-    parts, filtered = make_splits(read_tables, max_prompt_length=max_prompt_length, sizes=sizes, seed=seed)
+    parts, filtered = make_splits(
+        read_tables, max_prompt_length=max_prompt_length, sizes=sizes, seed=seed
+    )
     for part in parts.values():
         assert ["".join(map(chr, ids)) for ids in part.prompts] == questions(part)
     return {name: questions(part) for name, part in parts.items()}, filtered
@@ -86,7 +88,9 @@ def test_left_out_rows_are_counted_by_reason():
 def test_a_question_with_two_answers_is_kept_in_one_split():
     answers = [{"question": str(number % 20), "answer": str(number)} for number in range(40)]
     with pytest.warns(UserWarning, match="1 duplicates"):
-        parts, filtered = split({"train": [*answers, answers[0]]}, sizes={"validation": 3, "test": 3})
+        parts, filtered = split(
+            {"train": [*answers, answers[0]]}, sizes={"validation": 3, "test": 3}
+        )
     assert sum(map(len, parts.values())) + filtered["train"].held_out == len(answers)
     for name, part in parts.items():
         others = {question for other in parts if other != name for question in parts[other]}
@@ -98,11 +102,16 @@ def test_a_question_with_two_answers_is_kept_in_one_split():
 
 def test_the_draw_depends_only_on_questions_and_seed():
     tables = {"train": rows(*range(50))}
-    drawn = [split(tables, seed=seed, sizes={"validation": 5, "test": 7})[0]["test"] for seed in (0, 0, 1)]
+    drawn = [
+        split(tables, seed=seed, sizes={"validation": 5, "test": 7})[0]["test"]
+        for seed in (0, 0, 1)
+    ]
     assert drawn[0] == drawn[1] != drawn[2]
     assert len(drawn[0]) == 7
     table = read(tables["train"])
-    longer = replace(table, prompts=[array("i", [7, *ids]) for ids in table.prompts])  # another template
+    longer = replace(
+        table, prompts=[array("i", [7, *ids]) for ids in table.prompts]
+    )  # another template
     parts, _ = make_splits({"train": longer}, max_prompt_length=None, sizes=NONE, seed=0)
     assert {name: questions(part) for name, part in parts.items()} == split(tables)[0]
 
@@ -152,8 +161,15 @@ def test_default_sizes_are_bounded():
 @pytest.mark.parametrize(
     ("tables", "size", "message"),
     [
-        *(({"train": rows(*range(10)), "test": rows("x")}, n, rf"size .* 9\], got {n}") for n in (0, 10, 11, -1)),
-        ({"train": rows("a", "b"), "test": rows("b", "a")}, None, r"train_dataset was left out.* 2 held out"),
+        *(
+            ({"train": rows(*range(10)), "test": rows("x")}, n, rf"size .* 9\], got {n}")
+            for n in (0, 10, 11, -1)
+        ),
+        (
+            {"train": rows("a", "b"), "test": rows("b", "a")},
+            None,
+            r"train_dataset was left out.* 2 held out",
+        ),
         ({"train": rows("a")}, None, "test_dataset"),
         ({"train": rows("a", "b", "a")}, None, "validation_dataset"),
     ],

@@ -62,9 +62,12 @@ def test_positions_count_from_the_start_of_the_completion(plain_tokenizer):
     by_token = StepRewards([1.0, 2.0], [0, 4])
     by_character = StepRewards([1.0, 2.0, 4.0], [1, 3, 1], "character")
     none = StepRewards([], [])
-    scores = scored(plain_tokenizer, returning(by_token, by_character, none), texts=["abcd<eos>"] * 3)
+    scores = scored(
+        plain_tokenizer, returning(by_token, by_character, none), texts=["abcd<eos>"] * 3
+    )
     np.testing.assert_array_equal(
-        scores.step_rewards, [[1, NAN, NAN, NAN, 2], [NAN, 5, NAN, 2, NAN], [NAN, NAN, NAN, NAN, NAN]]
+        scores.step_rewards,
+        [[1, NAN, NAN, NAN, 2], [NAN, 5, NAN, 2, NAN], [NAN, NAN, NAN, NAN, NAN]],
     )
     assert scores.rewards.tolist() == scores.components["steps"].tolist() == [3.0, 7.0, 0.0]
 
@@ -94,11 +97,17 @@ def test_positions_beyond_the_completion_are_refused(plain_tokenizer, rewards, m
 def byte_level():
     """A byte tokenizer with a few merges, in which other characters than ASCII have several tokens."""
     raw = ByteLevelBPETokenizer()
-    raw.train_from_iterator(["the sum is seven the sum is four"] * 8, vocab_size=280, min_frequency=2)
-    return PreTrainedTokenizerFast(tokenizer_object=RawTokenizer.from_str(raw.to_str()), eos_token="<|e|>")
+    raw.train_from_iterator(
+        ["the sum is seven the sum is four"] * 8, vocab_size=280, min_frequency=2
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=RawTokenizer.from_str(raw.to_str()), eos_token="<|e|>"
+    )
 
 
-@pytest.mark.parametrize("text", ["the sum is seven", "the séven 😀 is four 😀", "\n\n", "x" * 40, "日本語"])
+@pytest.mark.parametrize(
+    "text", ["the sum is seven", "the séven 😀 is four 😀", "\n\n", "x" * 40, "日本語"]
+)
 def test_characters_belong_to_the_token_that_completes_them(byte_level, text):
     """Slow oracle: the shortest token prefix with the complete character."""
     decode = byte_level.decode
@@ -106,13 +115,17 @@ def test_characters_belong_to_the_token_that_completes_them(byte_level, text):
     rewards = StepRewards([1.0] * len(text), range(len(text)), "character")
     for character, token in enumerate(token_positions(rewards, ids, text, decode)):
         prefixes = (
-            count for count in range(1, len(ids) + 1) if decode(ids[:count])[: character + 1] == text[: character + 1]
+            count
+            for count in range(1, len(ids) + 1)
+            if decode(ids[:count])[: character + 1] == text[: character + 1]
         )
         assert token == next(prefixes) - 1
 
 
 def test_spaces_between_words_belong_to_the_next_token():
-    raw = RawTokenizer(models.WordLevel({"▁one": 0, "▁two": 1, "▁three": 2, "<unk>": 3}, unk_token="<unk>"))
+    raw = RawTokenizer(
+        models.WordLevel({"▁one": 0, "▁two": 1, "▁three": 2, "<unk>": 3}, unk_token="<unk>")
+    )
     raw.pre_tokenizer = pre_tokenizers.Metaspace()
     raw.decoder = decoders.Metaspace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="<unk>")

@@ -36,7 +36,9 @@ def make_env(tokenizer, tmp_path_factory):
         rows = [{question: f"q{number}", column: str(log)} for number in range(12)]
         given = {"reward_funcs": list(rewards)} if trl else {"reward_fn": rewards[0]}
         made.append(
-            HuggingFaceGym(rows, None, tokenizer, validation_size=3, reward_workers=workers, **given, **options)
+            HuggingFaceGym(
+                rows, None, tokenizer, validation_size=3, reward_workers=workers, **given, **options
+            )
         )
         return made[-1], log
 
@@ -52,7 +54,11 @@ def open_batch(make_env, encode):
     def open_questions(*rewards, form="trl", workers=None, split="train", texts=TEXTS, **options):
         env, log = make_env(rewards, form, workers, **options)
         log.write_text("")
-        return env.open(split, [0, 1, 2]), single_turn_conversations(STARTS, [encode(text) for text in texts]), log
+        return (
+            env.open(split, [0, 1, 2]),
+            single_turn_conversations(STARTS, [encode(text) for text in texts]),
+            log,
+        )
 
     return open_questions
 
@@ -107,7 +113,9 @@ def test_failures_are_raised_by_score(open_batch, case, failing):
             start(batch, conversations)
         with pytest.warns(UserWarning, match="1 of 7 completions excluded"):
             scores = batch.score(conversations)
-        expected = [np.nan if number == failing else float(len(text)) for number, text in enumerate(texts)]
+        expected = [
+            np.nan if number == failing else float(len(text)) for number, text in enumerate(texts)
+        ]
         np.testing.assert_array_equal(scores.rewards, expected)
     assert messages[0] == messages[1]
 
@@ -125,7 +133,10 @@ def test_logged_values_are_merged(open_batch):
     batch, conversations, _ = open_batch(logs, plain)
     start(batch, conversations, (2, 0, 1))
     scores = batch.score(conversations)
-    assert scores.columns == {"size": tuple(map(len, TEXTS)), "first": tuple(text[0] for text in TEXTS)}
+    assert scores.columns == {
+        "size": tuple(map(len, TEXTS)),
+        "first": tuple(text[0] for text in TEXTS),
+    }
     assert scores.metrics == {"mean size": pytest.approx(np.mean([len(text) for text in TEXTS]))}
     assert scores.rewards.tolist() == [1.0] * 7
 

@@ -8,7 +8,13 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from evogrpo.chat_templates import render_chat
-from evogrpo.envs.text.templates import check_template, dated_template, fill_template, render, tokenize
+from evogrpo.envs.text.templates import (
+    check_template,
+    dated_template,
+    fill_template,
+    render,
+    tokenize,
+)
 from tests.envs.conftest import CHAT, build
 
 ASK = [{"role": "system", "content": "Think."}, {"role": "user", "content": "{question}"}]
@@ -17,12 +23,27 @@ HI = [{"role": "user", "content": "hi"}]
 
 @pytest.mark.parametrize(
     "question",
-    ["{answer}", "{0}", "{question.__class__}", "{{x}}", "{", "}", r"\1 \g<0>", '{"a": [1, {}]}', "%s {a!r}"],
+    [
+        "{answer}",
+        "{0}",
+        "{question.__class__}",
+        "{{x}}",
+        "{",
+        "}",
+        r"\1 \g<0>",
+        '{"a": [1, {}]}',
+        "%s {a!r}",
+    ],
 )
 def test_braces_in_questions_are_unchanged(question):
-    template = check_template([{"role": "user", "content": r"Q: {question} ({answer}) \boxed{{answer}} {{}} {}"}])
+    template = check_template(
+        [{"role": "user", "content": r"Q: {question} ({answer}) \boxed{{answer}} {{}} {}"}]
+    )
     (filled,) = fill_template(template, question, "SECRET")
-    assert filled == {"role": "user", "content": rf"Q: {question} (SECRET) \boxed{{answer}} {{}} {{}}"}
+    assert filled == {
+        "role": "user",
+        "content": rf"Q: {question} (SECRET) \boxed{{answer}} {{}} {{}}",
+    }
     assert fill_template(template, 24, [1, 2])[0]["content"].startswith("Q: 24 ([1, 2])")
 
 
@@ -30,7 +51,10 @@ def test_braces_in_questions_are_unchanged(question):
     ("template", "message"),
     [
         (r"{question} {context}", "conversation_template 'context'"),
-        *((content, r"conversation_template .*\{question\}") for content in ("no field", "{{question}}", "{answer}")),
+        *(
+            (content, r"conversation_template .*\{question\}")
+            for content in ("no field", "{{question}}", "{answer}")
+        ),
         (3, "conversation_template"),
     ],
 )
@@ -61,7 +85,10 @@ def test_special_tokens_are_not_added_twice(tokenizer, encode):
 
 # ---- prompts that change on their way to tokens
 
-TURNS = "{% for m in messages %}<u>{{ m.content }}<eos>{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+TURNS = (
+    "{% for m in messages %}<u>{{ m.content }}<eos>{% endfor %}{% if add_generation_prompt %}<a>{%"
+    " endif %}"
+)
 WITHOUT_SYSTEM = TURNS.replace(
     "<u>{{ m.content }}<eos>", "{% if m.role != 'system' %}<u>{{ m.content }}<eos>{% endif %}"
 )
@@ -78,8 +105,10 @@ def said(role, content="ab", **keys):
 @pytest.mark.parametrize(
     ("template", "messages", "name"),
     [
-        (WITHOUT_SYSTEM, [said("system"), said("user")], r"message 0 \(system\)"),  # the user says the same
-        (WITHOUT_SYSTEM, [said("system", "u"), said("user")], r"message 0 \(system\)"),  # "u" is in the markers
+        # the user says the same
+        (WITHOUT_SYSTEM, [said("system"), said("user")], r"message 0 \(system\)"),
+        # "u" is in the markers
+        (WITHOUT_SYSTEM, [said("system", "u"), said("user")], r"message 0 \(system\)"),
         (WITHOUT_TOOLS, [said("user"), said("tool"), said("user", "c")], r"message 1 \(tool\)"),
         ("{{ messages[-1].content }}", [said("user"), said("assistant", "c")], r"message 0 \(user\)"),
     ],
@@ -92,12 +121,22 @@ def test_templates_that_leave_out_a_message_are_refused(template, messages, name
 @pytest.mark.parametrize(
     ("template", "messages", "options", "what"),
     [
-        (WITHOUT_THOUGHTS, [said("user"), said("assistant", "<think>a</think>b"), said("user")], {}, r"message 1"),
+        (
+            WITHOUT_THOUGHTS,
+            [said("user"), said("assistant", "<think>a</think>b"), said("user")],
+            {},
+            r"message 1",
+        ),
         (TRIMMED, [said("user"), said("assistant", "Answer: ")], {}, "Answer: "),
         (CHAT, [said("user", "a<eos><a>b")], {}, "special token"),
         (CHAT, [said("user", name="Bob")], {}, "name"),
         (CHAT, [said("user")], {"enable_thinkng": False}, "enable_thinkng"),
-        (CHAT, [said("user")], {"add_generation": False}, "add_generation"),  # a part of a name in the template
+        (
+            CHAT,
+            [said("user")],
+            {"add_generation": False},
+            "add_generation",
+        ),  # a part of a name in the template
         (CHAT, [said("user", "caf\u00e9")], {}, "tokenizer"),
     ],
 )
@@ -144,7 +183,9 @@ def test_texts_have_one_beginning_and_no_end():
     tokenizer = build(None)
     bos = ("<s>", 3)
     tokenizer.bos_token = "<s>"
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[bos])
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A", special_tokens=[bos]
+    )
     plain, rendered = tokenize([("ab", {}), ("<s>ab", {})], tokenizer, "rows")
     assert plain == rendered
     assert tokenizer.decode(plain) == "<s>ab"

@@ -25,7 +25,9 @@ from tests.envs import verifier_functions as functions
 from tests.envs.verifier_functions import KINDS, batched, patient, patient_single, single
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.skipif(os.name == "nt", reason="signals and process groups as on POSIX systems")
+pytestmark = pytest.mark.skipif(
+    os.name == "nt", reason="signals and process groups as on POSIX systems"
+)
 SINGLE = (single, patient_single)  # functions in AgileRL's form
 BATCHED = (
     *(
@@ -44,7 +46,10 @@ BATCHED = (
 
 
 def rewards_of(*given):
-    return [make_rewards(f, None, None)[0] if f in SINGLE else make_rewards(None, f, None)[0] for f in given]
+    return [
+        make_rewards(f, None, None)[0] if f in SINGLE else make_rewards(None, f, None)[0]
+        for f in given
+    ]
 
 
 def run(given, texts, runner, *, on_error="raise", groups=None, **columns):
@@ -62,7 +67,9 @@ def call():
     def pool(timeout):
         return make_reward_runner(rewards_of(*BATCHED, *SINGLE), timeout, 2)
 
-    yield lambda function, *texts, timeout=None, **options: run([function], texts, pool(timeout), **options)
+    yield lambda function, *texts, timeout=None, **options: run(
+        [function], texts, pool(timeout), **options
+    )
     for timeout in (None, 0.6):
         pool(timeout).close()
 
@@ -77,7 +84,9 @@ def one_worker():
             runner = make_reward_runner(rewards, None, 1)
             stack.callback(runner.close)
             inputs = {"rows": [{"prompt": "p"}], "token_ids": [[1]]}
-            return lambda text: compute_rewards(rewards, RewardInputs(texts=[text], **inputs), "raise", runner)
+            return lambda text: compute_rewards(
+                rewards, RewardInputs(texts=[text], **inputs), "raise", runner
+            )
 
         yield one_worker
 
@@ -115,12 +124,20 @@ def test_values_are_returned_in_order(call):
     for _ in range(2):
         assert call(batched, *texts, groups=groups).rewards.tolist() == list(range(11))
     assert call(single, *texts).rewards.tolist() == list(range(11))
-    assert call(functions.arrays, "a", "b", "c", groups=[0, 1, 0]).rewards.tolist() == [0.0, 0.0, 1.0]
+    assert call(functions.arrays, "a", "b", "c", groups=[0, 1, 0]).rewards.tolist() == [
+        0.0,
+        0.0,
+        1.0,
+    ]
 
 
-@pytest.mark.parametrize("text", ['{"steps": 3}', '{"steps": [[1], [0]]}', '{"failed": "x"}', '[{"steps": 3}]'])
+@pytest.mark.parametrize(
+    "text", ['{"steps": 3}', '{"steps": [[1], [0]]}', '{"failed": "x"}', '[{"steps": 3}]']
+)
 def test_dicts_are_no_rewards(call, text):
-    with pytest.warns(UserWarning, match="1 of 3 completions excluded; the first: .*'parsed' must return"):
+    with pytest.warns(
+        UserWarning, match="1 of 3 completions excluded; the first: .*'parsed' must return"
+    ):
         scores = call(functions.parsed, "1", text, "2", on_error="exclude")
     np.testing.assert_array_equal(scores.rewards, [1, np.nan, 2])
 
@@ -138,7 +155,9 @@ def test_printed_text_is_not_a_reply(call, capfd):
     errors = ""
     deadline = time.monotonic() + 20
     while errors.count("more") < 2 and time.monotonic() < deadline:  # replies have another pipe
-        time.sleep(0.25)  # seldom, because readouterr loses what is written while it truncates its file
+        time.sleep(
+            0.25
+        )  # seldom, because readouterr loses what is written while it truncates its file
         captured = capfd.readouterr()
         assert captured.out == ""
         errors += captured.err
@@ -167,17 +186,25 @@ def test_async_functions_run_concurrently_in_a_worker(call):
     ],
 )
 def test_hanging_and_dead_workers_are_reported_and_replaced(call, function, text, timeout, failure):
-    with pytest.raises(RewardError, match=rf"'{function.__name__}' {failure} .* completion '{text}'"):
+    with pytest.raises(
+        RewardError, match=rf"'{function.__name__}' {failure} .* completion '{text}'"
+    ):
         call(function, "a", text, "bb", timeout=timeout)
     assert call(function, "a", "bb", timeout=timeout).rewards.tolist() == [1.0, 2.0]
 
 
 @pytest.mark.parametrize(
     ("function", "text"),
-    [(batched, "hang"), (patient_single, "wait"), pytest.param(patient, "hang", marks=pytest.mark.slow)],
+    [
+        (batched, "hang"),
+        (patient_single, "wait"),
+        pytest.param(patient, "hang", marks=pytest.mark.slow),
+    ],
 )
 def test_hanging_calls_can_be_excluded(call, function, text):
-    with pytest.warns(UserWarning, match="1 of 3 completions excluded; the first: .*took longer than"):
+    with pytest.warns(
+        UserWarning, match="1 of 3 completions excluded; the first: .*took longer than"
+    ):
         scores = call(function, "a", text, "bb", timeout=0.6, on_error="exclude")
     np.testing.assert_array_equal(scores.rewards, [1, np.nan, 2])
 
@@ -199,7 +226,10 @@ def test_failures_do_not_wait_for_hanging_calls_and_are_escaped(call):
     message = str(caught.value)
     assert message.isprintable()
     assert len(message) < 1000
-    assert re.search(r"raised RuntimeError: 'no \\x1b\[31m' \(.*verifier_functions.py, line \d+\) .* 'raise'", message)
+    assert re.search(
+        r"raised RuntimeError: 'no \\x1b\[31m' \(.*verifier_functions.py, line \d+\) .* 'raise'",
+        message,
+    )
 
 
 def test_workers_that_die_while_idle_are_replaced(one_worker):
@@ -233,9 +263,9 @@ def test_lambdas_and_closures_are_sent_with_their_code(one_worker):
     def inner(completions, **_):
         return [factor * len(text) for text in completions]
 
-    assert one_worker(inner, lambda completions, **_: inner(completions), functools.partial(inner))("ab").rewards == [
-        12.0
-    ]
+    assert one_worker(inner, lambda completions, **_: inner(completions), functools.partial(inner))(
+        "ab"
+    ).rewards == [12.0]
 
 
 def test_what_cannot_be_pickled_is_refused(call):
@@ -269,7 +299,10 @@ def test_import_errors_in_workers_are_reported(one_worker, tmp_path):
         "import os\nif 'EVOGRPO_VERIFIER' in os.environ:\n    raise OSError('no display')\n"
         "def f(completions, **_):\n    return [0.0]\n"
     )
-    with pytest.raises(ValueError, match=r"cannot load the reward functions: OSError: no display \(.*picky.py, line 3"):
+    with pytest.raises(
+        ValueError,
+        match=r"cannot load the reward functions: OSError: no display \(.*picky.py, line 3",
+    ):
         one_worker(load_named(f"{path}:f", "reward function"))
 
 
@@ -291,7 +324,8 @@ def test_invalid_settings_are_refused(timeout, workers, message):
 
 
 @pytest.mark.parametrize(
-    ("function", "timeout", "in_workers"), [(batched, 5.0, True), (batched, None, False), (patient, 5.0, False)]
+    ("function", "timeout", "in_workers"),
+    [(batched, 5.0, True), (batched, None, False), (patient, 5.0, False)],
 )
 def test_a_timeout_uses_workers_for_synchronous_functions(function, timeout, in_workers):
     runner = make_reward_runner(rewards_of(function), timeout, None)
@@ -303,9 +337,13 @@ def test_environments_score_in_workers_that_end_with_them(tokenizer, encode):
     rows = [{"question": f"{a}?", "answer": "a"} for a in "abcdefgh"]
     env = HuggingFaceGym(rows, None, tokenizer, reward_fn=single, reward_workers=1)
     for last in (False, True):
-        conversations = single_turn_conversations([0, 1, 1], [encode(text) for text in ("a", "bb", "ccc")])
+        conversations = single_turn_conversations(
+            [0, 1, 1], [encode(text) for text in ("a", "bb", "ccc")]
+        )
         assert env.open("train", [0, 1]).score(conversations).rewards.tolist() == [1.0, 2.0, 3.0]
-        processes = [worker.process for worker in env._runner._workers if worker.process is not None]
+        processes = [
+            worker.process for worker in env._runner._workers if worker.process is not None
+        ]
         assert processes
         if last:
             del env
@@ -336,12 +374,16 @@ for text in ("abc", "hang"):
 """
 
 
-@pytest.mark.parametrize("end", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "end", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)]
+)
 def test_workers_end_with_a_script_that_is_stopped_during_a_reward(tmp_path, end):
     path = tmp_path / "program.py"
     path.write_text(PROGRAM)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen([sys.executable, str(path)], **pipes, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    process = subprocess.Popen(
+        [sys.executable, str(path)], **pipes, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
     assert process.stdout.readline() == "[3.0]\n"
     line = process.stderr.readline()
     assert line.startswith("worker "), line + process.stderr.read()

@@ -34,16 +34,29 @@ class Pair(nn.Linear):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: HuggingFaceGym(dataset=QUESTIONS, tokenizer=tiny_tokenizer(), reward_fn=variety), "train_dataset"),
+        (
+            lambda: HuggingFaceGym(
+                dataset=QUESTIONS, tokenizer=tiny_tokenizer(), reward_fn=variety
+            ),
+            "train_dataset",
+        ),
         *(
-            (lambda rows=rows: HuggingFaceGym(rows, tokenizer=tiny_tokenizer(), reward_fn=variety), words)
+            (
+                lambda rows=rows: HuggingFaceGym(
+                    rows, tokenizer=tiny_tokenizer(), reward_fn=variety
+                ),
+                words,
+            )
             for rows, words in TABLES
         ),
         (lambda: RLParameter(low=1e-5, high=1e-3), "min"),
         (lambda: GRPO(BOX), "action_space"),
         (lambda: GRPO(nn.Linear(4, 2)), "observation_space"),
         (lambda: GRPO(BOX, LEFT_RIGHT, Pair(4, 2)), "tuple"),
-        *((lambda n=n: GRPO(BOX, LEFT_RIGHT, n), "actor_network") for n in ("MlpPolicy", lambda x: x, [64, 64])),
+        *(
+            (lambda n=n: GRPO(BOX, LEFT_RIGHT, n), "actor_network")
+            for n in ("MlpPolicy", lambda x: x, [64, 64])
+        ),
         *(
             (lambda wrap=wrap: GRPO(BOX, LEFT_RIGHT, wrap(nn.Linear(4, 2))), "actor_network")
             for wrap in (torch.jit.script, nn.DataParallel)
@@ -56,10 +69,19 @@ class Pair(nn.Linear):
         (lambda: train("CartPole-v1", total_timesteps="1e4"), "total_timesteps must be"),
         (lambda: evolve(tiny_env(), tiny_population(1), generations=1), "population first"),
         (lambda: resume(cart_pole(), "run"), r"resume\(run_dir, env\)"),
-        *((lambda split=split: tiny_agent().test(tiny_env(), split=split), "split") for split in ("val", None)),
+        *(
+            (lambda split=split: tiny_agent().test(tiny_env(), split=split), "split")
+            for split in ("val", None)
+        ),
         (lambda: step_agent().test(cart_pole(), split="eval"), "split"),
-        *((lambda prompts=prompts: tiny_agent().generate(prompts), "prompts") for prompts in (None, 3)),
-        *((lambda ids=ids: tiny_agent(eos_token_ids=ids), "eos_token_ids") for ids in (["1"], [1.5], [None])),
+        *(
+            (lambda prompts=prompts: tiny_agent().generate(prompts), "prompts")
+            for prompts in (None, 3)
+        ),
+        *(
+            (lambda ids=ids: tiny_agent(eos_token_ids=ids), "eos_token_ids")
+            for ids in (["1"], [1.5], [None])
+        ),
     ],
 )
 def test_invalid_arguments_are_refused_with_a_suggestion(call, message):
@@ -85,7 +107,9 @@ def test_invalid_observations_are_refused(observation):
 # ---- files
 
 
-@pytest.mark.parametrize("text", ['[{"prompt": "1"}, {"prompt": "2"}]', '[\n{"prompt": "1"},\n{"prompt": "2"}]'])
+@pytest.mark.parametrize(
+    "text", ['[{"prompt": "1"}, {"prompt": "2"}]', '[\n{"prompt": "1"},\n{"prompt": "2"}]']
+)
 def test_json_arrays_are_read_from_json_lines_files(text, tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text(text)
@@ -99,7 +123,10 @@ ROWS = [{"question": "1+1", "answer": "2"}, {"question": "2+2", "answer": "4"}]
     ("name", "text"),
     [
         ("a.json", '{"question": "1+1", "answer": "2"}\n{"question": "2+2", "answer": "4"}\n'),
-        ("a.jsonl", '\ufeff{"question": "1+1", "answer": "2"}\r\n\r\n{"question": "2+2", "answer": "4"}'),
+        (
+            "a.jsonl",
+            '\ufeff{"question": "1+1", "answer": "2"}\r\n\r\n{"question": "2+2", "answer": "4"}',
+        ),
         ("a.tsv", "question\tanswer\r\n1+1\t2\r\n2+2\t4\r\n"),
         ("a.csv", "question;answer\n1+1;2\n2+2;4\n"),
     ],
@@ -132,7 +159,10 @@ def test_other_files_are_refused_with_a_remedy(name, text, match, tmp_path):
 @pytest.mark.parametrize(
     ("columns", "match"),
     [
-        (("instruction", "input", "output"), "Rename 'instruction' to 'question' and 'output' to 'answer'"),
+        (
+            ("instruction", "input", "output"),
+            "Rename 'instruction' to 'question' and 'output' to 'answer'",
+        ),
         (("problem", "solution"), "'problem' to 'question'"),
         (("question ", "answer"), "'question ' to 'question'"),
         (("messages",), "messages to prompt"),
@@ -162,7 +192,8 @@ def test_unreadable_files_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("columns", "parameters"), [(("question", "answer"), "completion, answer, question"), (("prompt",), "completions")]
+    ("columns", "parameters"),
+    [(("question", "answer"), "completion, answer, question"), (("prompt",), "completions")],
 )
 def test_the_form_of_rewards_follows_from_the_columns(columns, parameters, tmp_path):
     rows = [dict.fromkeys(columns, str(number)) for number in range(40)]
@@ -184,6 +215,8 @@ def test_a_reward_of_the_other_form_names_the_column(tmp_path):
     rows = [{"prompt": str(number), "answer": "1"} for number in range(40)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "mine.py").write_text("def f(completion, answer, question): return 1.0")
-    task = DatasetTask(dataset=DatasetFiles(train=str(tmp_path / "rows.jsonl")), reward=f"{tmp_path}/mine.py:f")
+    task = DatasetTask(
+        dataset=DatasetFiles(train=str(tmp_path / "rows.jsonl")), reward=f"{tmp_path}/mine.py:f"
+    )
     with pytest.raises(ValueError, match="prompt to question"):
         task.environment(tiny_tokenizer(), seed=0, max_prompt_length=None)

@@ -77,7 +77,9 @@ def waits_for_second_process(completions, place, **_):
 
 
 def imports_torch(completions, **_):
-    return [float(bool({"torch", "transformers", "datasets"} & set(sys.modules)))] * len(completions)
+    return [float(bool({"torch", "transformers", "datasets"} & set(sys.modules)))] * len(
+        completions
+    )
 
 
 def prints_values(completions, **_):
@@ -87,7 +89,16 @@ def prints_values(completions, **_):
     return [1.0] * len(completions)
 
 
-KINDS = [1, 0.5, True, None, np.float32(2), np.int8(3), StepRewards([1, 2.5], [0, 1]), StepRewards([], [], "character")]
+KINDS = [
+    1,
+    0.5,
+    True,
+    None,
+    np.float32(2),
+    np.int8(3),
+    StepRewards([1, 2.5], [0, 1]),
+    StepRewards([], [], "character"),
+]
 
 
 def kinds(completions, **_):
@@ -154,7 +165,14 @@ def changes_all(prompts, completions, completion_ids, tests, grid, object):  # n
         test["cases"].append(0)
         array[:] += 1
         value.seen.append(0)
-        sizes.append(len(prompt) + len(messages) + len(ids) + len(test["cases"]) + array.sum() + len(value.seen))
+        sizes.append(
+            len(prompt)
+            + len(messages)
+            + len(ids)
+            + len(test["cases"])
+            + array.sum()
+            + len(value.seen)
+        )
     for given in (prompts, completions, completion_ids, tests):
         given.clear()
     return sizes

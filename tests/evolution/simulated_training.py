@@ -1,8 +1,9 @@
 """Simulated training for tests of strategies: learning is a formula of the learning rate.
 
-A member's skill grows each generation at a rate that is a bell in log10(lr). Above an edge it collapses, and far above
-it the member fails. Fitness is a saturating function of skill with noise. Histories, slots and plans are those of runs,
-so that a strategy can be run for thousands of generations in a few seconds:
+A member's skill grows each generation at a rate that is a bell in log10(lr). Above an edge it
+collapses, and far above it the member fails. Fitness is a saturating function of skill with noise.
+Histories, slots and plans are those of runs, so that a strategy can be run for thousands of
+generations in a few seconds:
 
     arm = Simulation(Tournament(), Surface(optimum=-2.0), wrong_founders(8, lr=1e-5), seed=0)
     arm.run(12)
@@ -18,7 +19,16 @@ import numpy as np
 
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.search_space import HyperparameterConfig, RLParameter
-from evogrpo.evolution import Fitness, Generation, History, MemberRecord, Plan, SlotRecord, Strategy, spread_founders
+from evogrpo.evolution import (
+    Fitness,
+    Generation,
+    History,
+    MemberRecord,
+    Plan,
+    SlotRecord,
+    Strategy,
+    spread_founders,
+)
 from evogrpo.randomness import generator
 
 SPACE = HyperparameterConfig(lr=RLParameter(min=1e-5, max=1e-1, scale="log"))
@@ -35,7 +45,8 @@ class Surface:
         speed: Skill per generation at the optimum; a score is 1 - exp(-skill).
         edge: Decades above the optimum from which a generation may ruin a member.
         luck: Standard deviation of a generation's speed, in log units.
-        noise: Standard deviation of a member's score on one question, besides the noise shared by all members.
+        noise: Standard deviation of a member's score on one question, besides the noise shared by
+            all members.
         questions: Number of validation questions.
     """
 
@@ -53,9 +64,13 @@ def wrong_founders(size: int, *, lr: float) -> tuple[Hyperparameters, ...]:
     return (Hyperparameters(lr=lr),) * size
 
 
-def simulated_founders(size: int, *, lr: float, space: HyperparameterConfig, seed: int) -> tuple[Hyperparameters, ...]:
+def simulated_founders(
+    size: int, *, lr: float, space: HyperparameterConfig, seed: int
+) -> tuple[Hyperparameters, ...]:
     """Return the founders of a run: one with this learning rate, the others spread over the space."""
-    return spread_founders(Hyperparameters(lr=lr), space, size, generator(seed, "founders"), SAMPLES)
+    return spread_founders(
+        Hyperparameters(lr=lr), space, size, generator(seed, "founders"), SAMPLES
+    )
 
 
 class Simulation:
@@ -98,7 +113,9 @@ class Simulation:
         for number in range(generations):
             history = self.evaluate()
             if number < generations - 1:
-                self.apply(self.strategy.plan(history, generator(self.seed, "plan", history.last.number)))
+                self.apply(
+                    self.strategy.plan(history, generator(self.seed, "plan", history.last.number))
+                )
         return self
 
     def evaluate(self) -> History:
@@ -112,14 +129,25 @@ class Simulation:
                 continue
             rng = generator(self.seed, "life", number, slot)
             failed = self._learn(member, rng)
-            scores = self.score(member.index) + difficulty + self.surface.noise * rng.standard_normal(len(difficulty))
+            scores = (
+                self.score(member.index)
+                + difficulty
+                + self.surface.noise * rng.standard_normal(len(difficulty))
+            )
             fitness = None if failed else Fitness.from_scores(scores.tolist())
             slots.append(SlotRecord(member=member, fitness=fitness, tokens=1000, seconds=1.0))
-        if not any(record.fitness for record in slots):  # a run would end here; keep one member alive
+        if not any(
+            record.fitness for record in slots
+        ):  # a run would end here; keep one member alive
             slot = next(slot for slot, member in enumerate(self.members) if member)
-            slots[slot] = dataclasses.replace(slots[slot], fitness=Fitness.from_scores((difficulty * 1.0).tolist()))
+            slots[slot] = dataclasses.replace(
+                slots[slot], fitness=Fitness.from_scores((difficulty * 1.0).tolist())
+            )
         generation = Generation(
-            number=number, samples_per_step=self.samples, steps_per_generation=self.steps, slots=tuple(slots)
+            number=number,
+            samples_per_step=self.samples,
+            steps_per_generation=self.steps,
+            slots=tuple(slots),
         )
         self.generations = (*self.generations, generation)
         return self.history
@@ -141,7 +169,9 @@ class Simulation:
         rate = math.exp(-0.5 * (off / surface.width) ** 2)
         fate = rng.random()
         luck = math.exp(surface.luck * rng.standard_normal())
-        self.skill[member.index] += self.steps / 4 * self.samples / SAMPLES * surface.speed * luck * rate
+        self.skill[member.index] += (
+            self.steps / 4 * self.samples / SAMPLES * surface.speed * luck * rate
+        )
         if fate < 1.0 - math.exp(-3.0 * max(off - surface.edge, 0.0)):
             self.skill[member.index] *= 0.1
             return off > surface.edge + 1.0
@@ -152,7 +182,8 @@ class Simulation:
         plan.check(self.history)
         self.plans.append(plan)
         self.members = [
-            None if parent is None else member for parent, member in zip(plan.parents, self.members, strict=True)
+            None if parent is None else member
+            for parent, member in zip(plan.parents, self.members, strict=True)
         ]
         for child in plan.children:
             self.members[child.slot] = child
@@ -180,7 +211,9 @@ class Simulation:
     @property
     def lines(self) -> int:
         """Number of founders with living descendants."""
-        parents = {member.index: member.parent for each in self.generations for member in each.members}
+        parents = {
+            member.index: member.parent for each in self.generations for member in each.members
+        }
 
         def founder(index: int) -> int:
             parent = parents[index]

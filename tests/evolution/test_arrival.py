@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 
 from evogrpo.evolution import Fixed, Mutation, Tournament, proposals
-from tests.evolution.simulated_training import SPACE, Simulation, Surface, simulated_founders, wrong_founders
+from tests.evolution.simulated_training import (
+    SPACE,
+    Simulation,
+    Surface,
+    simulated_founders,
+    wrong_founders,
+)
 
 SEEDS = range(8)
 
@@ -15,7 +21,9 @@ SEEDS = range(8)
 def test_a_population_three_decades_off_arrives_within_six_generations(start, optimum):
     """At the start no member learns, or all collapse. A walk by x1.2 would take 38 generations."""
     arrived = [
-        Simulation(Tournament(), Surface(optimum=optimum), wrong_founders(8, lr=start), seed=seed).run(7).distance
+        Simulation(Tournament(), Surface(optimum=optimum), wrong_founders(8, lr=start), seed=seed)
+        .run(7)
+        .distance
         < 0.75
         for seed in SEEDS
     ]
@@ -28,7 +36,9 @@ def test_a_good_start_loses_little():
         fixed - evolved
         for fixed, evolved in (
             (
-                Simulation(strategy, Surface(), wrong_founders(8, lr=10**-2.5), seed=seed).run(12).best_score
+                Simulation(strategy, Surface(), wrong_founders(8, lr=10**-2.5), seed=seed)
+                .run(12)
+                .best_score
                 for strategy in (Fixed(), Tournament())
             )
             for seed in SEEDS
@@ -45,14 +55,19 @@ def test_several_founders_have_descendants_after_four_noisy_generations(seed):
 
 def test_step_sizes_are_inherited_from_the_parent():
     """Children of a member with small steps take small steps; founders take the default."""
-    arm = Simulation(Tournament(), Surface(), simulated_founders(8, lr=1e-3, space=SPACE, seed=1), seed=1).run(4)
+    arm = Simulation(
+        Tournament(), Surface(), simulated_founders(8, lr=1e-3, space=SPACE, seed=1), seed=1
+    ).run(4)
     history = arm.evaluate()
     births = {child.index: child for plan in arm.plans for child in plan.children}
     sizes = {}
     for record in history.last.slots:
         index = record.member.index
         draw = proposals(Mutation(resample=0), history, record.member, SPACE)
-        logs = [math.log10(draw(np.random.default_rng(n)).lr / record.member.hyperparameters.lr) for n in range(60)]
+        logs = [
+            math.log10(draw(np.random.default_rng(n)).lr / record.member.hyperparameters.lr)
+            for n in range(60)
+        ]
         step_size = math.log10(np.divide(*births[index].changes["lr"])) if index in births else 0.8
         sizes[index] = (min(max(abs(step_size), 0.08), 1.0), np.median(np.abs(logs)))
     assert len({inherited for inherited, _ in sizes.values()}) > 2

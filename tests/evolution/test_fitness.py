@@ -37,9 +37,14 @@ def test_question_difficulty_cancels_in_a_paired_difference(scores, shift):
     assert standard_error == pytest.approx(0, abs=1e-10)
 
 
-@given(data=st.data(), scores=st.dictionaries(st.integers(0, 99), st.floats(-100, 100), min_size=2, max_size=30))
+@given(
+    data=st.data(),
+    scores=st.dictionaries(st.integers(0, 99), st.floats(-100, 100), min_size=2, max_size=30),
+)
 def test_members_are_compared_on_common_questions(data, scores):
-    other = data.draw(st.dictionaries(st.sampled_from(sorted(scores)), st.floats(-100, 100), min_size=2))
+    other = data.draw(
+        st.dictionaries(st.sampled_from(sorted(scores)), st.floats(-100, 100), min_size=2)
+    )
     extra = {key + 100: 1.0 for key in data.draw(st.sets(st.integers(0, 9)))}
     a, b = (
         Fitness.from_scores(list(each.values()), keys=list(each))
@@ -52,12 +57,16 @@ def test_members_are_compared_on_common_questions(data, scores):
 
 def test_members_with_too_few_common_questions_cannot_be_compared():
     with pytest.raises(ValueError, match="at least 2 common questions, got 1"):
-        paired_difference(Fitness.from_scores([0, 1]), Fitness.from_scores([0, 1, 1], keys=[1, 2, 3]))
+        paired_difference(
+            Fitness.from_scores([0, 1]), Fitness.from_scores([0, 1, 1], keys=[1, 2, 3])
+        )
     with pytest.raises(ValueError, match="keys must"):
         Fitness.from_scores([0, 1], keys=[3, 3])
 
 
-@pytest.mark.parametrize("scores", [[], [1.0], [1.0, float("nan")], [1.0, float("inf")], [1.0, None], [1.0, "1"]])
+@pytest.mark.parametrize(
+    "scores", [[], [1.0], [1.0, float("nan")], [1.0, float("inf")], [1.0, None], [1.0, "1"]]
+)
 def test_scores_without_a_standard_error_are_refused(scores):
     with pytest.raises(ValueError, match="score"):
         Fitness.from_scores(scores)

@@ -5,7 +5,12 @@ import math
 import pytest
 
 from evogrpo.evolution import SuccessiveHalving
-from evogrpo.testing.strategies import SAMPLES_PER_STEP, STEPS_PER_GENERATION, SimulatedPopulation, StrategyTestCase
+from evogrpo.testing.strategies import (
+    SAMPLES_PER_STEP,
+    STEPS_PER_GENERATION,
+    SimulatedPopulation,
+    StrategyTestCase,
+)
 
 
 class TestSuccessiveHalving(StrategyTestCase):
@@ -28,7 +33,10 @@ def test_rungs_follow_from_the_number_of_members_at_constant_cost(size, strategy
     list(TestSuccessiveHalving().follow(strategy, population, generations))
     generations_run = population.generations
     living = [len(each.members) for each in generations_run]
-    assert living == [math.ceil(size / strategy.eta ** (number // strategy.every)) for number in range(generations)]
+    assert living == [
+        math.ceil(size / strategy.eta ** (number // strategy.every))
+        for number in range(generations)
+    ]
     spent = 0
     for number, (count, each) in enumerate(zip(living, generations_run, strict=True), start=1):
         assert each.samples_per_step == SAMPLES_PER_STEP
@@ -39,7 +47,9 @@ def test_rungs_follow_from_the_number_of_members_at_constant_cost(size, strategy
 
 def test_one_member_stays_in_a_run_of_any_length():
     strategy = SuccessiveHalving(eta=100_000)
-    list(TestSuccessiveHalving().follow(strategy, population := SimulatedPopulation(2), 70))  # 2 / eta^70 is 0
+    list(
+        TestSuccessiveHalving().follow(strategy, population := SimulatedPopulation(2), 70)
+    )  # 2 / eta^70 is 0
     assert [len(each.members) for each in population.generations] == [2] + [1] * 69
 
 

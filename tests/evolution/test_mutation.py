@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.search_space import HyperparameterConfig, RLParameter
 from evogrpo.evolution.founders import spread_founders
-from evogrpo.evolution.mutation import Mutation, changes_between, neighbour, quantile, relative_position
+from evogrpo.evolution.mutation import (
+    Mutation,
+    changes_between,
+    neighbour,
+    quantile,
+    relative_position,
+)
 
 LR = RLParameter(min=1e-6, max=1e-3, scale="log")
 SPACE = HyperparameterConfig(
@@ -31,7 +37,10 @@ def parameters(draw, integer):
     low, high = sorted(draw(st.tuples(numbers, numbers)))
     assume(low < high)
     return RLParameter(
-        min=low, max=high, scale=draw(st.sampled_from(["linear", "log"])), factor=draw(st.floats(1.001, 10))
+        min=low,
+        max=high,
+        scale=draw(st.sampled_from(["linear", "log"])),
+        factor=draw(st.floats(1.001, 10)),
     )
 
 
@@ -83,7 +92,9 @@ class TestMutation:
         before = parent.to_json()
         after = child.to_json()
         changes = changes_between(parent, child)
-        assert changes == {name: (before[name], after[name]) for name in before if before[name] != after[name]}
+        assert changes == {
+            name: (before[name], after[name]) for name in before if before[name] != after[name]
+        }
         assert changes
         assert set(changes) <= set(SPACE)
 
@@ -100,14 +111,18 @@ class TestMutation:
         # If none moves by itself, one drawn uniformly does.
         expected = probability + (1 - probability) ** names / names
         for count in counts.values():
-            assert abs(count / trials - expected) < 5 * math.sqrt(expected * (1 - expected) / trials)
+            assert abs(count / trials - expected) < 5 * math.sqrt(
+                expected * (1 - expected) / trials
+            )
 
     @pytest.mark.parametrize("factor", [None, 1.2, 4])
     def test_many_mutations_do_not_drift_on_a_log_scale(self, factor):
         rng = np.random.default_rng(2)
         trials = 1000
         space = HyperparameterConfig(lr=RLParameter(min=1e-6, max=1e-3, scale="log", factor=factor))
-        start = Hyperparameters(lr=math.sqrt(1e-6 * 1e-3))  # the middle of the range, by symmetry without drift
+        start = Hyperparameters(
+            lr=math.sqrt(1e-6 * 1e-3)
+        )  # the middle of the range, by symmetry without drift
         logs = [math.log(Mutation()(start, space, rng).lr / start.lr) for _ in range(trials)]
         assert abs(np.mean(logs)) < 5 * np.std(logs) / math.sqrt(trials)
         if factor is not None:  # with an explicit factor every step has this size
@@ -128,11 +143,15 @@ class TestMutation:
             counts[child.loss_type] += 1
         expected = 1 / len(others)
         for count in counts.values():
-            assert abs(count / trials - expected) < 5 * math.sqrt(expected * (1 - expected) / trials)
+            assert abs(count / trials - expected) < 5 * math.sqrt(
+                expected * (1 - expected) / trials
+            )
 
     @pytest.mark.parametrize("name", ["clip_low", "clip_high"])
     def test_none_moves_from_the_number_it_stands_for(self, name):
-        space = HyperparameterConfig(**{name: RLParameter(min=0.1, max=0.9, scale="log", factor=1.5)})
+        space = HyperparameterConfig(
+            **{name: RLParameter(min=0.1, max=0.9, scale="log", factor=1.5)}
+        )
         parent = Hyperparameters(clip_coef=0.3)
         child = Mutation()(parent, space, np.random.default_rng(0))
         assert getattr(child, name) in (pytest.approx(0.45), pytest.approx(0.2))
@@ -140,7 +159,11 @@ class TestMutation:
 
     @pytest.mark.parametrize(
         "parameter",
-        [RLParameter(min=0.5, max=4, scale="log"), RLParameter(min=0.5, max=4), RLParameter(choices=[1, 4])],
+        [
+            RLParameter(min=0.5, max=4, scale="log"),
+            RLParameter(min=0.5, max=4),
+            RLParameter(choices=[1, 4]),
+        ],
     )
     def test_no_advantage_clip_moves_to_the_widest_bound(self, parameter):
         space = HyperparameterConfig(advantage_clip=parameter)
@@ -178,7 +201,9 @@ class TestSteps:
         assert relative_position(parameter, value) == pytest.approx(0.4)
         for size, upward in ((0.2, True), (0.5, True), (0.1, False)):
             moved = neighbour(parameter, value, upward=upward, integer=False, size=size)
-            assert relative_position(parameter, moved) == pytest.approx(0.4 + size if upward else 0.4 - size)
+            assert relative_position(parameter, moved) == pytest.approx(
+                0.4 + size if upward else 0.4 - size
+            )
 
     def test_every_choice_is_reached_also_by_larger_steps(self):
         rungs = [4, 8, 16, 32, 64]
@@ -202,12 +227,16 @@ class TestSteps:
         def typical(steps):
             rng = np.random.default_rng(1)
             moved = [Mutation(resample=0)(start, space, rng, steps).lr for _ in range(400)]
-            return np.median([abs(relative_position(LR, lr) - relative_position(LR, start.lr)) for lr in moved])
+            return np.median(
+                [abs(relative_position(LR, lr) - relative_position(LR, start.lr)) for lr in moved]
+            )
 
         assert typical({"lr": 0.05}) == pytest.approx(0.05, rel=0.2)
         assert typical({"lr": -0.05}) == typical({"lr": 0.05})
         assert typical(None) == typical({}) == pytest.approx(0.2, rel=0.2)
-        assert typical({"lr": 1e-9}) == pytest.approx(0.02, rel=0.2)  # step sizes have a lower bound
+        assert typical({"lr": 1e-9}) == pytest.approx(
+            0.02, rel=0.2
+        )  # step sizes have a lower bound
         assert typical({"lr": 1.0}) > 0.3
 
     def test_resampling_draws_from_the_whole_range_with_its_probability(self):
@@ -217,20 +246,28 @@ class TestSteps:
         trials = 3000
         start = Hyperparameters(lr=1e-6)
         places = [
-            relative_position(LR, Mutation(resample=0.4)(start, space, rng, {"lr": 0.02}).lr) for _ in range(trials)
+            relative_position(LR, Mutation(resample=0.4)(start, space, rng, {"lr": 0.02}).lr)
+            for _ in range(trials)
         ]
-        # A hundredth of the step sizes exceeds 0.02 exp(3 x 0.75); a sixth of the range's draws is below.
+        # A hundredth of the step sizes exceeds 0.02 exp(3 x 0.75); a sixth of the range's draws is
+        # below.
         far = sum(each > 0.2 for each in places) / trials
         assert far == pytest.approx(0.4 * 0.8, abs=0.04)
         # An explicit factor fixes the step.
         exact = HyperparameterConfig(lr=RLParameter(min=1e-6, max=1e-3, scale="log", factor=2))
-        assert {round(Mutation(resample=1.0)(start, exact, rng).lr / start.lr, 6) for _ in range(50)} == {2.0}
+        assert {
+            round(Mutation(resample=1.0)(start, exact, rng).lr / start.lr, 6) for _ in range(50)
+        } == {2.0}
 
 
 class TestSpread:
     def spread(self, size, *, defaults=None, space=SPACE, samples_per_step=64, seed=0):
         return spread_founders(
-            defaults or Hyperparameters(), space, size, np.random.default_rng(seed), samples_per_step
+            defaults or Hyperparameters(),
+            space,
+            size,
+            np.random.default_rng(seed),
+            samples_per_step,
         )
 
     def test_the_first_member_has_the_defaults_even_outside_the_space(self):
@@ -247,7 +284,9 @@ class TestSpread:
         low, high = LR.bounds
         parts = [int(9 * math.log(member.lr / low) / math.log(high / low)) for member in others]
         assert sorted(parts) == list(range(9))
-        assert sorted(int(9 * (member.clip_coef - 0.05) / 0.35) for member in others) == list(range(9))
+        assert sorted(int(9 * (member.clip_coef - 0.05) / 0.35) for member in others) == list(
+            range(9)
+        )
         assert sorted(member.group_size for member in others) == [4] * 3 + [8] * 3 + [16] * 3
         assert {member.update_epochs for member in others} == {1, 2, 3, 4}
         assert all(4 <= member.batch_size <= 256 for member in others)
@@ -266,12 +305,19 @@ class TestSpread:
             update_epochs=RLParameter(min=1, max=3),
             loss_type=RLParameter(choices=["grpo", "dapo"]),
         )
-        for size in (5, 12, 13, 20):  # 12 points, and the defaults, whose loss type is none of these
+        for size in (
+            5,
+            12,
+            13,
+            20,
+        ):  # 12 points, and the defaults, whose loss type is none of these
             members = self.spread(size, space=space, seed=seed)
             assert len(set(members)) == min(size, 13)
 
     def test_none_becomes_a_number_once_it_evolves(self):
-        space = HyperparameterConfig(clip_low=RLParameter(min=0.1, max=0.3), advantage_clip=RLParameter(choices=[1, 2]))
+        space = HyperparameterConfig(
+            clip_low=RLParameter(min=0.1, max=0.3), advantage_clip=RLParameter(choices=[1, 2])
+        )
         first, *others = self.spread(5, space=space)
         assert (first.clip_low, first.advantage_clip) == (None, None)
         assert sorted(member.advantage_clip for member in others) == [1, 1, 2, 2]
@@ -282,7 +328,9 @@ class TestSpread:
         assert self.spread(5, seed=3) != self.spread(5, seed=4)
 
     def test_settings_of_unequal_cost_are_refused(self):
-        with pytest.raises(ValueError, match=r"must divide samples_per_step=12.*got 8. Use 2, 3, 4, 6, 12"):
+        with pytest.raises(
+            ValueError, match=r"must divide samples_per_step=12.*got 8. Use 2, 3, 4, 6, 12"
+        ):
             self.spread(2, space=HyperparameterConfig(lr=LR), samples_per_step=12)
         with pytest.raises(ValueError, match=r"got \[8, 16\]. Use 2, 3, 4, 6, 12"):
             self.spread(2, samples_per_step=12, defaults=Hyperparameters(group_size=4))

@@ -21,14 +21,18 @@ def test_the_population_shrinks_at_constant_cost_per_step():
     assert living[0] == 8
     assert living[-1] == 2
     assert all(after in (before, before / 2) for before, after in pairwise(living))
-    assert {count * each.samples_per_step for count, each in zip(living, population.generations, strict=True)} == {
-        8 * SAMPLES_PER_STEP
-    }
+    assert {
+        count * each.samples_per_step
+        for count, each in zip(living, population.generations, strict=True)
+    } == {8 * SAMPLES_PER_STEP}
 
 
 def test_no_member_stops_while_none_improves():
     """Far below every useful learning rate, the search comes before narrowing."""
-    runs = [Simulation(Narrowing(), Surface(optimum=-2.0), wrong_founders(8, lr=1e-5), seed=seed) for seed in range(8)]
+    runs = [
+        Simulation(Narrowing(), Surface(optimum=-2.0), wrong_founders(8, lr=1e-5), seed=seed)
+        for seed in range(8)
+    ]
     for run in runs:
         run.run(12)
     assert np.median([run.distance for run in runs]) < 1.5

@@ -19,14 +19,22 @@ from evogrpo.evolution.fitness import (
 @pytest.mark.parametrize("questions", [2, 8, 9, 16, 33, 64, 1000])
 def test_rounds_cover_every_question_once_in_order(questions):
     count = list(rounds(questions, racing=True))
-    assert [number for first, last in count for number in range(first, last)] == list(range(questions))
+    assert [number for first, last in count for number in range(first, last)] == list(
+        range(questions)
+    )
     assert list(rounds(questions, racing=False)) == [(0, questions)]
     assert len(count) - 1 <= max(0, math.ceil(math.log2(questions / FIRST_ROUND)))
 
 
 @pytest.mark.parametrize(
     ("probability", "degrees", "quantile"),  # from printed tables
-    [(0.95, 8, 1.860), (0.975, 10, 2.228), (0.999, 8, 4.501), (0.9995, 20, 3.850), (0.995, 30, 2.750)],
+    [
+        (0.95, 8, 1.860),
+        (0.975, 10, 2.228),
+        (0.999, 8, 4.501),
+        (0.9995, 20, 3.850),
+        (0.995, 30, 2.750),
+    ],
 )
 def test_quantiles_match_students_t(probability, degrees, quantile):
     assert t_quantile(probability, degrees) == pytest.approx(quantile, abs=3e-3)

@@ -54,8 +54,14 @@ class TestReplay(StrategyTestCase):
         ([], "stages"),
         ([{"hyperparameters": {}}], "samples_per_step"),
         ([{"hyperparameters": {}, "generations": [], "samples_per_step": 8}], "generations"),
-        ([{"hyperparameters": {}, "generations": [2], "samples_per_step": 9}], "group_size must divide"),
-        ([{"hyperparameters": {"lr": -1}, "generations": [2], "samples_per_step": 8}], "lr must be above 0"),
+        (
+            [{"hyperparameters": {}, "generations": [2], "samples_per_step": 9}],
+            "group_size must divide",
+        ),
+        (
+            [{"hyperparameters": {"lr": -1}, "generations": [2], "samples_per_step": 8}],
+            "lr must be above 0",
+        ),
         ([{"hyperparameters": {}, "generations": [2], "samples_per_step": 8, "stepz": 1}], "stepz"),
     ],
 )

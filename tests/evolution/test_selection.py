@@ -13,7 +13,10 @@ QUESTIONS = 64
 
 def fitness_of(*means, noise=0.0, seed=0):
     rng = np.random.default_rng(seed)
-    return [Fitness.from_scores((mean + noise * rng.standard_normal(QUESTIONS)).tolist()) for mean in means]
+    return [
+        Fitness.from_scores((mean + noise * rng.standard_normal(QUESTIONS)).tolist())
+        for mean in means
+    ]
 
 
 def choose(fitness, size, z, seed=0):
@@ -22,7 +25,10 @@ def choose(fitness, size, z, seed=0):
         MemberRecord(slot=slot, index=slot, parent=None, born=0, hyperparameters=Hyperparameters())
         for slot in range(len(fitness))
     ]
-    slots = tuple(SlotRecord(member=member, fitness=value) for member, value in zip(members, fitness, strict=True))
+    slots = tuple(
+        SlotRecord(member=member, fitness=value)
+        for member, value in zip(members, fitness, strict=True)
+    )
     last = Generation(number=1, samples_per_step=8, steps_per_generation=1, slots=slots)
     return tournament(last, size, z, np.random.default_rng(seed))
 
@@ -43,7 +49,9 @@ def test_a_slot_is_replaced_if_the_challenger_is_better_beyond_the_noise(size):
             if choice.parent == slot:
                 assert choice.reason.startswith("kept: ")
             else:
-                difference, standard_error = paired_difference(fitness[choice.parent], fitness[slot])
+                difference, standard_error = paired_difference(
+                    fitness[choice.parent], fitness[slot]
+                )
                 assert difference > z * standard_error
                 assert choice.reason.startswith(f"replaced by slot {choice.parent}")
 
@@ -66,7 +74,10 @@ def test_failed_members_are_replaced_regardless_of_noise(size):
     first, second = fitness_of(0.0, 0.0, noise=1.0)
     for seed in range(10):
         choices = choose([None, first, None, second, None], size, 100.0, seed=seed)
-        assert all(choices[slot].parent in (1, 3) and "failed" in choices[slot].reason for slot in (0, 2, 4))
+        assert all(
+            choices[slot].parent in (1, 3) and "failed" in choices[slot].reason
+            for slot in (0, 2, 4)
+        )
         assert [choices[slot].parent for slot in (1, 3)] == [1, 3]
 
 

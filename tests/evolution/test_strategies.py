@@ -62,7 +62,9 @@ class BuiltInTestCase(StrategyTestCase):
     def test_members_are_equal_where_the_space_is_exhausted(self):
         if not self.no_twins:
             pytest.skip("its clones may be exact")
-        for history, plan in self.follow(self.make_strategy(), SimulatedPopulation(6, spread=3.0, space=NARROW)):
+        for history, plan in self.follow(
+            self.make_strategy(), SimulatedPopulation(6, spread=3.0, space=NARROW)
+        ):
             for child in plan.children:
                 if "no other point" not in child.reason:
                     siblings = [
@@ -70,7 +72,11 @@ class BuiltInTestCase(StrategyTestCase):
                         for c in plan.children
                         if (c.parent, c.hyperparameters) == (child.parent, child.hyperparameters)
                     ]
-                    assert all("no other point" in sibling.reason for sibling in siblings if sibling is not child)
+                    assert all(
+                        "no other point" in sibling.reason
+                        for sibling in siblings
+                        if sibling is not child
+                    )
                     assert child.hyperparameters not in [
                         each.hyperparameters
                         for each in unchanged_members(history, plan)
@@ -101,8 +107,14 @@ class TestTournament(BuiltInTestCase):
     def test_without_improvement_all_but_the_best_are_mutated(self):
         stuck = 0
         for history, plan in self.simulated():
-            explored = {slot for slot, reason in enumerate(plan.reasons) if reason.startswith("mutated in place")}
-            kept = {slot for slot, parent in enumerate(plan.parents) if parent == slot} - {history.last.ranked[0]}
+            explored = {
+                slot
+                for slot, reason in enumerate(plan.reasons)
+                if reason.startswith("mutated in place")
+            }
+            kept = {slot for slot, parent in enumerate(plan.parents) if parent == slot} - {
+                history.last.ranked[0]
+            }
             if got_better(history):
                 assert not explored
             elif len(history.generations) > 1:
@@ -117,9 +129,16 @@ def got_better(history):
     """Return True if a member improved on itself or its parent by more than a standard error."""
     if len(history.generations) < 2:
         return False
-    before = {record.member.index: record.fitness for record in history.generations[-2].slots if record.member}
+    before = {
+        record.member.index: record.fitness
+        for record in history.generations[-2].slots
+        if record.member
+    }
     pairs = [
-        (np.array(record.fitness.scores), before.get(record.member.index) or before.get(record.member.parent))
+        (
+            np.array(record.fitness.scores),
+            before.get(record.member.index) or before.get(record.member.parent),
+        )
         for record in history.last.slots
         if record.fitness
     ]
@@ -129,13 +148,17 @@ def got_better(history):
 
 def test_all_members_become_children_of_the_elite():
     everyone = Tournament(size=9, z=0.0, mutation=Mutation(probability=1.0))
-    for history, plan in TestTournament().follow(everyone, SimulatedPopulation(4, failures=0.3, spread=3.0)):
+    for history, plan in TestTournament().follow(
+        everyone, SimulatedPopulation(4, failures=0.3, spread=3.0)
+    ):
         assert set(plan.parents) - {None} == {history.last.ranked[0]}
         assert len(plan.children) == history.capacity - len(plan.vacant) - 1
 
 
 def test_without_elitism_the_best_is_mutated_as_well():
-    for history, plan in TestTournament().follow(Tournament(elitism=False), SimulatedPopulation(4, failures=0.3)):
+    for history, plan in TestTournament().follow(
+        Tournament(elitism=False), SimulatedPopulation(4, failures=0.3)
+    ):
         (child,) = [child for child in plan.children if child.slot == history.last.ranked[0]]
         assert child.parent == history.last.member(history.last.ranked[0]).index
         assert child.changes
@@ -154,7 +177,8 @@ class TestTruncationPBT(BuiltInTestCase):
 
     def test_numbers_are_multiplied_or_resampled_and_choices_move_by_one(self):
         space = HyperparameterConfig(
-            lr=RLParameter(min=1e-6, max=1e-2, scale="log"), group_size=RLParameter(choices=[4, 8, 16, 32, 64])
+            lr=RLParameter(min=1e-6, max=1e-2, scale="log"),
+            group_size=RLParameter(choices=[4, 8, 16, 32, 64]),
         )
         start = Hyperparameters(lr=1e-4, group_size=16)
         rng = np.random.default_rng(0)
@@ -165,9 +189,15 @@ class TestTruncationPBT(BuiltInTestCase):
         expected = {1.2: 3 / 8, 0.8: 3 / 8}
         for factor, chance in expected.items():
             assert rates.count(factor) / trials == pytest.approx(chance, abs=0.05)
-        # A neighbour has 3/8, plus its share of resampling; resampling the same value moves to a neighbour.
+        # A neighbour has 3/8, plus its share of resampling; resampling the same value moves to a
+        # neighbour.
         assert 16 not in rungs
-        for rung, chance in {8: 3 / 8 + 1 / 4 * 0.3, 32: 3 / 8 + 1 / 4 * 0.3, 4: 1 / 20, 64: 1 / 20}.items():
+        for rung, chance in {
+            8: 3 / 8 + 1 / 4 * 0.3,
+            32: 3 / 8 + 1 / 4 * 0.3,
+            4: 1 / 20,
+            64: 1 / 20,
+        }.items():
             assert rungs.count(rung) / trials == pytest.approx(chance, abs=0.05)
 
     @pytest.mark.parametrize("resample", [0.0, 0.25])
@@ -228,7 +258,10 @@ class TestSelectionOnly(BuiltInTestCase):
     def test_selects_like_the_tournament_without_changing_hyperparameters(self):
         for situation in SITUATIONS:
             history = SimulatedPopulation(*situation).evaluate()
-            plan, mutated = (each.plan(history, np.random.default_rng(1)) for each in (self.strategy, Tournament()))
+            plan, mutated = (
+                each.plan(history, np.random.default_rng(1))
+                for each in (self.strategy, Tournament())
+            )
             assert plan == Tournament(mutation=None).plan(history, np.random.default_rng(1))
             assert plan.parents == mutated.parents
             assert not any(child.changes for child in plan.children)
@@ -246,8 +279,12 @@ class TestFixed(BuiltInTestCase):
     def test_replacements_are_chosen_uniformly(self):
         history = SimulatedPopulation(4, spread=3.0).evaluate()
         slots = (dataclasses.replace(history.last.slots[0], fitness=None), *history.last.slots[1:])
-        failed = dataclasses.replace(history, generations=(dataclasses.replace(history.last, slots=slots),))
-        parents = [self.strategy.plan(failed, np.random.default_rng(seed)).parents[0] for seed in range(60)]
+        failed = dataclasses.replace(
+            history, generations=(dataclasses.replace(history.last, slots=slots),)
+        )
+        parents = [
+            self.strategy.plan(failed, np.random.default_rng(seed)).parents[0] for seed in range(60)
+        ]
         assert set(parents) == {1, 2, 3}
 
 
@@ -278,7 +315,10 @@ def test_invalid_settings_are_refused(name, settings, message):
         ({"name": "truncation_pbt", "quantile_fraction": 0.25}, "'quantile'"),
         ({"name": "fixed", "size": 2}, "unknown setting of fixed 'size'"),
         ({"name": "tournament", "mutation": {"rate": 0.1}}, "'rate'"),
-        ({"name": "tests.strategies.halving:Halving"}, "unknown strategy 'tests.strategies.halving:Halving'"),
+        (
+            {"name": "tests.strategies.halving:Halving"},
+            "unknown strategy 'tests.strategies.halving:Halving'",
+        ),
     ],
 )
 def test_unknown_strategies_and_settings_are_refused(values, message):
@@ -293,17 +333,24 @@ class UserStrategy(Fixed):
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"), [({"widht": 1.0}, "did you mean 'width'"), ({"depth": 2}, "mine:UserStrategy.*'width'")]
+    ("settings", "message"),
+    [({"widht": 1.0}, "did you mean 'width'"), ({"depth": 2}, "mine:UserStrategy.*'width'")],
 )
 def test_settings_of_a_user_class_are_validated_by_its_constructor(settings, message):
-    assert strategy_from_json({"name": "mine:UserStrategy", "width": 0.5}, UserStrategy) == UserStrategy(width=0.5)
+    assert strategy_from_json(
+        {"name": "mine:UserStrategy", "width": 0.5}, UserStrategy
+    ) == UserStrategy(width=0.5)
     with pytest.raises(ValueError, match=message):
         strategy_from_json({"name": "mine:UserStrategy", **settings}, UserStrategy)
 
 
 def born(slot, index, parent, group_size=8):
     return MemberRecord(
-        slot=slot, index=index, parent=parent, born=1, hyperparameters=Hyperparameters(group_size=group_size)
+        slot=slot,
+        index=index,
+        parent=parent,
+        born=1,
+        hyperparameters=Hyperparameters(group_size=group_size),
     )
 
 
@@ -344,7 +391,9 @@ def test_choices_become_births_retirements_and_founders():
     assert plan.children[0].hyperparameters == history.last.member(0).hyperparameters
     assert plan.children[1].changes == {}
     assert plan.children[2].changes == {
-        name: (value, getattr(chosen, name)) for name, value in old.to_json().items() if value != getattr(chosen, name)
+        name: (value, getattr(chosen, name))
+        for name, value in old.to_json().items()
+        if value != getattr(chosen, name)
     }
     assert plan.vacant == (2,)
     assert (plan.samples_per_step, plan.steps_per_generation) == (96, 2)
@@ -356,12 +405,24 @@ def test_choices_become_births_retirements_and_founders():
     ("fields", "message"),
     [
         ({"generation": 2}, "after generation 1, got one for 4 slots after generation 2"),
-        ({"parents": (0, 1, 2), "reasons": ("",) * 3}, "for 4 slots after generation 1, got one for 3"),
+        (
+            {"parents": (0, 1, 2), "reasons": ("",) * 3},
+            "for 4 slots after generation 1, got one for 3",
+        ),
         ({"parents": (0, 1, 2, None)}, r"healthy members, \[0, 2\]"),
-        ({"parents": (0, 0, 2, None), "children": (born(1, 101, 10),)}, r"indices from 100, got \[101\]"),
+        (
+            {"parents": (0, 0, 2, None), "children": (born(1, 101, 10),)},
+            r"indices from 100, got \[101\]",
+        ),
         ({"parents": (0, 0, 2, None), "children": (born(1, 100, 16),)}, "its parent is member 16"),
-        ({"parents": (0, 0, 2, None), "children": (born(1, 100, 10, 5),)}, r"got 5 \(member 100\). Use 2, 3, 4"),
-        ({"samples_per_step": 50}, r"group_size must divide samples_per_step=50.*member 1\d\). Use 2, 5, 10"),
+        (
+            {"parents": (0, 0, 2, None), "children": (born(1, 100, 10, 5),)},
+            r"got 5 \(member 100\). Use 2, 3, 4",
+        ),
+        (
+            {"samples_per_step": 50},
+            r"group_size must divide samples_per_step=50.*member 1\d\). Use 2, 5, 10",
+        ),
         ({"samples_per_step": 13}, "two divisors of samples_per_step=13"),
     ],
 )
@@ -392,6 +453,8 @@ def test_contradictory_histories_are_refused():
         dataclasses.replace(first.last, slots=first.last.slots[::-1])
     with pytest.raises(ValueError, match="fitness"):
         SlotRecord(fitness=first.last.slots[0].fitness)
-    empty = Generation(number=4, samples_per_step=SAMPLES_PER_STEP, steps_per_generation=1, slots=(SlotRecord(),))
+    empty = Generation(
+        number=4, samples_per_step=SAMPLES_PER_STEP, steps_per_generation=1, slots=(SlotRecord(),)
+    )
     with pytest.raises(ValueError, match="Slot 0"):
         empty.member(0)

@@ -1,4 +1,7 @@
-"""Advantages: completions by hand and against a slow reference; order of operations; independence of members."""
+"""Advantages: completions by hand and against a slow reference; order of operations.
+
+Independence of members.
+"""
 
 import math
 
@@ -19,7 +22,10 @@ GROUPS = st.lists(st.lists(st.integers(-8, 8), min_size=2, max_size=6), min_size
 
 
 def completion_advantages(kind, rewards, groups, members, **options):
-    """Return one advantage per completion; `rewards` are `[n]` or, of several reward functions, `[n, f]`."""
+    """Return one advantage per completion.
+
+    `rewards` are `[n]` or, of several reward functions, `[n, f]`.
+    """
     components = rewards if rewards.ndim == 2 else rewards[:, None]
     mask = torch.ones(len(rewards), 1, dtype=torch.bool)
     inputs = {"rewards": components[:, 0], "components": components, "mask": mask}
@@ -29,7 +35,12 @@ def completion_advantages(kind, rewards, groups, members, **options):
 def ragged(dealt):
     """Return rewards and group numbers of ragged groups, interleaved."""
     rounds = range(max(map(len, dealt)))
-    pairs = [(group[turn], number) for turn in rounds for number, group in enumerate(dealt) if turn < len(group)]
+    pairs = [
+        (group[turn], number)
+        for turn in rounds
+        for number, group in enumerate(dealt)
+        if turn < len(group)
+    ]
     rewards, numbers = (list(column) for column in zip(*pairs, strict=True))
     return torch.tensor(rewards, dtype=torch.float32), torch.tensor(numbers)
 
@@ -40,7 +51,9 @@ def test_estimators_match_slow_reference(dealt, kind, holes):
     if holes:
         rewards[::3] = NAN
     members = groups % 2
-    expected = slow_advantages.of_completions(kind, rewards.tolist(), groups.tolist(), members.tolist(), 0.01)
+    expected = slow_advantages.of_completions(
+        kind, rewards.tolist(), groups.tolist(), members.tolist(), 0.01
+    )
     actual = completion_advantages(kind, rewards, groups, members, eps=0.01)
     torch.testing.assert_close(actual, torch.tensor(expected), rtol=1e-5, atol=1e-6)
 
@@ -54,8 +67,12 @@ def test_gdpo_matches_slow_reference(dealt, functions, seed):
     components[torch.rand(components.shape, generator=random) < 0.2] = NAN
     weights = 0.5 + torch.rand(functions, generator=random)
     members = groups % 2
-    expected = slow_advantages.gdpo(components.tolist(), weights.tolist(), groups.tolist(), members.tolist(), 0.01)
-    actual = completion_advantages("gdpo", components, groups, members, component_weights=weights, eps=0.01)
+    expected = slow_advantages.gdpo(
+        components.tolist(), weights.tolist(), groups.tolist(), members.tolist(), 0.01
+    )
+    actual = completion_advantages(
+        "gdpo", components, groups, members, component_weights=weights, eps=0.01
+    )
     torch.testing.assert_close(actual, torch.tensor(expected), rtol=1e-4, atol=1e-5)
 
 
@@ -64,7 +81,9 @@ def test_gdpo_matches_slow_reference(dealt, functions, seed):
 def test_equal_rewards_give_exactly_zero_beside_other_groups(kind, value):
     rewards = torch.tensor([value] * 8 + [1.0, 2.0, 3.0, NAN])
     groups = torch.arange(12) // 8
-    found = completion_advantages(kind, rewards, groups, torch.zeros(12, dtype=torch.long), eps=1e-8)
+    found = completion_advantages(
+        kind, rewards, groups, torch.zeros(12, dtype=torch.long), eps=1e-8
+    )
     assert torch.equal(found[:8], torch.zeros(8))
     assert float(found[8:].abs().max()) > 0
     assert float(found[11]) == 0
@@ -125,10 +144,14 @@ def test_operations_are_applied_in_the_documented_order():
     returns = []
     for score, length, penalty in zip(scores, lengths, penalties, strict=True):
         steps = [(score if step == length - 1 else 0.0) - penalty[step] for step in range(length)]
-        returns.append(slow_advantages.returns_to_go([min(max(value, -1.2), 1.2) for value in steps], gamma))
+        returns.append(
+            slow_advantages.returns_to_go([min(max(value, -1.2), 1.2) for value in steps], gamma)
+        )
     all_returns = [value for row in returns for value in row]
     mean, deviation = slow_advantages.spread(all_returns)
-    expected = [[(value - mean) / math.sqrt(deviation**2 + 1e-8) for value in row] for row in returns]
+    expected = [
+        [(value - mean) / math.sqrt(deviation**2 + 1e-8) for value in row] for row in returns
+    ]
     assert max(abs(value) for row in expected for value in row) > 1.3  # so the last clip binds
     mask = torch.arange(3) < torch.tensor(lengths)[:, None]
     actual = advantages(
@@ -165,7 +188,11 @@ def test_kl_penalty_is_subtracted_before_the_return(kind):
         )
         expected = torch.where(work["mask"] & rows[:, None], plain - returns, 0.0)
     else:
-        steps = torch.where(work["rewards"].isnan()[:, None], NAN, work["step_rewards"].nan_to_num(nan=0.0) - penalty)
+        steps = torch.where(
+            work["rewards"].isnan()[:, None],
+            NAN,
+            work["step_rewards"].nan_to_num(nan=0.0) - penalty,
+        )
         expected = advantages(kind, gamma=0.9, **work | {"step_rewards": steps})
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
@@ -202,7 +229,9 @@ def test_members_are_independent(kind, seed, whitened):
         rows = work["member_ids"] == member
         alone = advantages(kind, whiten_advantages=whitened, **select(work, rows))
         torch.testing.assert_close(together[rows], alone, rtol=1e-6, atol=1e-7)
-    louder = work | {"rewards": torch.where(work["member_ids"] == 1, 100 * work["rewards"], work["rewards"])}
+    louder = work | {
+        "rewards": torch.where(work["member_ids"] == 1, 100 * work["rewards"], work["rewards"])
+    }
     rows = work["member_ids"] != 1
     assert torch.equal(advantages(kind, whiten_advantages=whitened, **louder)[rows], together[rows])
 

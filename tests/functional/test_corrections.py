@@ -31,7 +31,9 @@ BY_HAND = {
 @pytest.mark.parametrize("kind", IMPORTANCE_CORRECTIONS)
 def test_importance_weights_by_hand(kind):
     sampler = OLD - RATIOS.log()
-    torch.testing.assert_close(importance_weights(kind, OLD, sampler, MASK), torch.tensor(BY_HAND[kind]))
+    torch.testing.assert_close(
+        importance_weights(kind, OLD, sampler, MASK), torch.tensor(BY_HAND[kind])
+    )
     free = importance_weights(kind, OLD, sampler, MASK, cap=100.0)
     product = torch.tensor([[2.25], [2.56]]).expand_as(MASK)
     expected = torch.where(MASK, RATIOS if kind.startswith("token") else product, 1.0)
@@ -62,7 +64,9 @@ def test_high_entropy_mask_keeps_the_quantile_of_each_member(seed, quantile):
         member_mask = mask & (members == member)[:, None]
         values = entropies[member_mask].double()
         least = values[values >= torch.quantile(values, 1 - quantile) - 1e-7].min()
-        assert torch.equal(kept & member_mask, member_mask & (entropies >= least.float() - ROUNDING))
+        assert torch.equal(
+            kept & member_mask, member_mask & (entropies >= least.float() - ROUNDING)
+        )
         assert bool(kept[member_mask].any())
 
 
@@ -109,7 +113,9 @@ def test_rounding_does_not_decide_the_gradient_of_a_loss(loss_type):
     options = {"dual_clip": 2.0} if LOSS_TYPES[loss_type].bounded else {}
     clips = {"clip_low": 0.2, "clip_high": 0.3}
     assert_gradient_ignores_rounding(
-        lambda log_probs: policy_loss(loss_type, log_probs, ZEROS, VALUES, EVERY_ACTION, **clips, **options)
+        lambda log_probs: policy_loss(
+            loss_type, log_probs, ZEROS, VALUES, EVERY_ACTION, **clips, **options
+        )
     )
 
 

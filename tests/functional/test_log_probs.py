@@ -6,7 +6,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
-from transformers import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from evogrpo.functional import log_probs as module
 from evogrpo.functional.log_probs import (
@@ -81,7 +86,9 @@ def test_a_weight_in_place_of_a_linear_head_gives_the_same_values(problem, entro
     others = torch.linspace(3, -1, ROWS)
     found = []
     for form in ({"head": lambda x: x @ weight.T}, {"head": None, "weight": weight}):
-        arguments = problem | form | {"hidden": problem["hidden"].detach().to(dtype).requires_grad_()}
+        arguments = (
+            problem | form | {"hidden": problem["hidden"].detach().to(dtype).requires_grad_()}
+        )
         values = chunked_log_probs(**arguments, chunk=4, entropy_gradient=entropy_gradient)
         total = (weights * values[0]).clamp(min=-50).sum() + (others * values[1]).sum()
         found.append((*values, *torch.autograd.grad(total, arguments["hidden"])))
@@ -118,7 +125,9 @@ def test_head_is_called_with_one_chunk_at_a_time_and_once(problem):
     assert all(map(torch.equal, again, found))
 
 
-WEIGHTS = arrays.arrays(np.float32, st.integers(1, 70), elements=st.sampled_from([0.0, 0.0, 0.25, 1.0, 3.5]))
+WEIGHTS = arrays.arrays(
+    np.float32, st.integers(1, 70), elements=st.sampled_from([0.0, 0.0, 0.25, 1.0, 3.5])
+)
 
 
 @given(WEIGHTS, st.floats(0, 1, exclude_max=True), st.sampled_from([1, 3, 8, 64, 256]))
@@ -183,7 +192,9 @@ def test_top_p_matches_transformers(top_p, top_k):
 
 @pytest.mark.parametrize("penalty", [0.5, 1.0, 1.3])
 def test_repetition_penalty_matches_transformers(penalty):
-    token_ids = torch.randint(0, 30, (40, 12), generator=torch.Generator().manual_seed(1))  # with repetitions
+    token_ids = torch.randint(
+        0, 30, (40, 12), generator=torch.Generator().manual_seed(1)
+    )  # with repetitions
     actual = apply_repetition_penalty(LOGITS, token_ids, penalty)
     assert torch.equal(actual, RepetitionPenaltyLogitsProcessor(penalty)(token_ids, LOGITS.clone()))
     assert torch.equal(actual[LOGITS < 0], LOGITS[LOGITS < 0]) == (penalty == 1.0)

@@ -7,7 +7,13 @@ import pytest
 import torch
 
 from evogrpo.functional.advantages import advantages
-from evogrpo.functional.loss_types import ADVANTAGES, LOSS_TYPES, STEP_ADVANTAGES, AdvantageType, LossType
+from evogrpo.functional.loss_types import (
+    ADVANTAGES,
+    LOSS_TYPES,
+    STEP_ADVANTAGES,
+    AdvantageType,
+    LossType,
+)
 from evogrpo.functional.losses import clipped_actions, policy_loss
 
 MASK = torch.tensor([[True, True, False], [True, True, True]])
@@ -17,7 +23,9 @@ CLIPS = {"clip_low": 0.1, "clip_high": 0.1}
 
 
 def losses(loss_type, log_probs, sign=1.0, **switches):
-    return policy_loss(loss_type, log_probs, OLD, torch.full((2, 1), sign), MASK, **{**CLIPS, **switches})
+    return policy_loss(
+        loss_type, log_probs, OLD, torch.full((2, 1), sign), MASK, **{**CLIPS, **switches}
+    )
 
 
 def test_tables_list_all_names():
@@ -46,7 +54,9 @@ def test_dual_clip_and_delta_need_a_clipped_ratio(loss_type, name):
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
-@pytest.mark.parametrize(("name", "moved", "sign"), [("clip_low", -1.0, -1.0), ("clip_high", 1.0, 1.0)])
+@pytest.mark.parametrize(
+    ("name", "moved", "sign"), [("clip_low", -1.0, -1.0), ("clip_high", 1.0, 1.0)]
+)
 def test_listed_clips_are_those_that_bind(loss_type, name, moved, sign):
     flags = clipped_actions(loss_type, OLD + moved, OLD, torch.full((2, 1), sign), MASK, **CLIPS)
     bound = dict(zip(("clip_low", "clip_high"), flags, strict=True))
@@ -71,7 +81,11 @@ def test_advantages_read_only_the_listed_quantity(kind):
             inputs[changed] = inputs[changed] ** 3
         return advantages(kind, **inputs, group_ids=group, member_ids=group, mask=mask)
 
-    read = {name for name in ("rewards", "step_rewards", "components") if not torch.equal(options(name), options())}
+    read = {
+        name
+        for name in ("rewards", "step_rewards", "components")
+        if not torch.equal(options(name), options())
+    }
     names = {"reward": "rewards", "step rewards": "step_rewards", "reward functions": "components"}
     assert read == {names[ADVANTAGES[kind]]}
     assert ("step_rewards" in read) == (kind in STEP_ADVANTAGES)

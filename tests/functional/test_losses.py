@@ -1,4 +1,7 @@
-"""Policy losses and their weights against a slow reference and closed forms; effects of masks and clips."""
+"""Policy losses and their weights against a slow reference and closed forms.
+
+Effects of masks and clips.
+"""
 
 import itertools
 import math
@@ -33,7 +36,9 @@ def random_batch(seed, rows=5, width=6, spread=0.5):
     """Return log-probs with gradient, old ones, advantages of every sign (0 too) per action, and a ragged mask."""
     random = torch.Generator().manual_seed(seed)
     old = -2 + torch.randn(rows, width, generator=random, dtype=torch.float64)
-    new = (old + spread * torch.randn(rows, width, generator=random, dtype=torch.float64)).requires_grad_()
+    new = (
+        old + spread * torch.randn(rows, width, generator=random, dtype=torch.float64)
+    ).requires_grad_()
     advantages = torch.randn(rows, width, generator=random, dtype=torch.float64)
     advantages[torch.rand(rows, width, generator=random) < 0.1] = 0.0
     return new, old, advantages, torch.rand(rows, width, generator=random) < 0.7
@@ -64,7 +69,9 @@ def test_losses_and_gradients_match_slow_reference(loss_type, options):
                 slow[row, counted] = torch.stack(values)
         torch.testing.assert_close(losses, slow, rtol=1e-9, atol=1e-12)
         # Any weighting: a wrong gradient of one action cannot hide behind that of another.
-        weights = torch.rand(mask.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        weights = torch.rand(
+            mask.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+        )
         (gradient,) = torch.autograd.grad((weights * losses).sum(), new)
         (expected,) = torch.autograd.grad((weights * slow).sum(), new)
         torch.testing.assert_close(gradient, expected, rtol=1e-9, atol=1e-12)
@@ -86,7 +93,8 @@ def test_padding_affects_neither_loss_nor_gradient(loss_type):
         assert torch.equal(gradient, slope)
         sides = clipped_actions(loss_type, *dirty, clip_low=0.2, clip_high=0.2)
         assert torch.equal(
-            torch.stack(sides), torch.stack(clipped_actions(loss_type, *clean, clip_low=0.2, clip_high=0.2))
+            torch.stack(sides),
+            torch.stack(clipped_actions(loss_type, *clean, clip_low=0.2, clip_high=0.2)),
         )
 
 
@@ -96,13 +104,18 @@ def test_extreme_ratios_have_finite_gradients(loss_type):
     old = torch.tensor([[-1500.0, -1.0], [-1.0, -1.0]])
     mask = torch.ones(2, 2, dtype=torch.bool)
     for sign in (1.0, -1.0):
-        losses = policy_loss(loss_type, new, old, torch.full((2, 1), sign), mask, clip_low=0.2, clip_high=0.2)
+        losses = policy_loss(
+            loss_type, new, old, torch.full((2, 1), sign), mask, clip_low=0.2, clip_high=0.2
+        )
         (gradient,) = torch.autograd.grad(losses.sum(), new)
         assert bool(losses.isfinite().all())
         assert bool(gradient.isfinite().all())
 
 
-@given(st.integers(0, 1000), st.sampled_from(("grpo", "dapo", "bnpo", "dr_grpo", "gmpo", "gspo", "luspo")))
+@given(
+    st.integers(0, 1000),
+    st.sampled_from(("grpo", "dapo", "bnpo", "dr_grpo", "gmpo", "gspo", "luspo")),
+)
 def test_clipped_actions_have_no_gradient(seed, loss_type):
     new, old, advantages, mask = random_batch(seed)
     if loss_type in ("gspo", "luspo", "gmpo"):
@@ -118,7 +131,9 @@ def test_clipped_actions_have_no_gradient(seed, loss_type):
     assert bool((advantages[high] > 0).all())
 
 
-MASK = torch.tensor([[1, 1, 1, 1], [1, 0, 1, 0], [1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 0, 0]], dtype=torch.bool)
+MASK = torch.tensor(
+    [[1, 1, 1, 1], [1, 0, 1, 0], [1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 0, 0]], dtype=torch.bool
+)
 MEMBERS = torch.tensor([3, 3, 0, 0, 3])  # member 3: actions 4 + 2 + 0; member 0: 1 + 2
 BY_HAND = {
     "token-mean": [1 / 6, 1 / 6, 1 / 3, 1 / 3, 0],
@@ -138,12 +153,19 @@ def test_each_loss_type_has_its_default_aggregation():
     assert set(BY_HAND) == set(AGGREGATIONS)
     for loss_type in LOSS_TYPES:
         default = loss_weights(loss_type, None, MASK, MEMBERS, 10)
-        assert torch.equal(default, loss_weights("grpo", LOSS_TYPES[loss_type].aggregation, MASK, MEMBERS, 10))
+        assert torch.equal(
+            default, loss_weights("grpo", LOSS_TYPES[loss_type].aggregation, MASK, MEMBERS, 10)
+        )
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_rows_without_actions_weigh_nothing(loss_type):
-    weights = loss_weights(loss_type, None, torch.zeros(3, 2, dtype=torch.bool), torch.tensor([0, 0, 1]), 9)
+    weights = loss_weights(
+        loss_type, None, torch.zeros(3, 2, dtype=torch.bool), torch.tensor([0, 0, 1]), 9
+    )
     assert torch.equal(weights, torch.zeros(3, 2))
     nothing = torch.zeros(0, 2, dtype=torch.bool)
-    assert loss_weights(loss_type, None, nothing, torch.zeros(0, dtype=torch.long), 9).shape == (0, 2)
+    assert loss_weights(loss_type, None, nothing, torch.zeros(0, dtype=torch.long), 9).shape == (
+        0,
+        2,
+    )

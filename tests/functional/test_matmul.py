@@ -5,7 +5,12 @@ import torch
 
 from evogrpo.functional import matmul
 from evogrpo.functional.log_probs import chunked_log_probs
-from evogrpo.functional.matmul import add_frozen_linear_, frozen_linear, frozen_linear_columns, uses_onednn
+from evogrpo.functional.matmul import (
+    add_frozen_linear_,
+    frozen_linear,
+    frozen_linear_columns,
+    uses_onednn,
+)
 
 EPS = torch.finfo(torch.float32).eps
 
@@ -21,7 +26,10 @@ def library(request, monkeypatch):
 
 def operands(rows, width=24, out=40):
     rng = torch.Generator().manual_seed(rows)
-    return (torch.randn(*shape, generator=rng) for shape in ((rows, width), (out, width), (out,), (rows, out)))
+    return (
+        torch.randn(*shape, generator=rng)
+        for shape in ((rows, width), (out, width), (out,), (rows, out))
+    )
 
 
 def assert_rounded(got, x, weight, *added):
@@ -40,7 +48,12 @@ def test_products_match_float64(rows):
         assert_rounded(frozen_linear(x, weight), x, weight)
         assert_rounded(frozen_linear(x, weight, bias), x, weight, bias.expand(rows, -1))
         assert_rounded(frozen_linear_columns(weight, x.T).T, x, weight)
-        assert_rounded(frozen_linear_columns(weight, x.T.contiguous(), bias).T, x, weight, bias.expand(rows, -1))
+        assert_rounded(
+            frozen_linear_columns(weight, x.T.contiguous(), bias).T,
+            x,
+            weight,
+            bias.expand(rows, -1),
+        )
         assert_rounded(frozen_linear(x, weight.T.contiguous().T), x, weight)
         assert_rounded(frozen_linear(x.T.contiguous().T, weight), x, weight)
         strided = torch.stack([bias, -bias], 1)[:, 0]  # with strides
@@ -66,11 +79,17 @@ def test_chunked_log_probs_with_onednn(monkeypatch):
     monkeypatch.setattr("evogrpo.functional.log_probs.FEW_ROWS", 4)
     monkeypatch.setattr("evogrpo.functional.log_probs.ROW_MULTIPLE", 2)
     hidden = x.requires_grad_()
-    found, entropies = chunked_log_probs(hidden, torch.nn.Identity(), targets, temperature, *nothing, 9, weight=weight)
+    found, entropies = chunked_log_probs(
+        hidden, torch.nn.Identity(), targets, temperature, *nothing, 9, weight=weight
+    )
     expected = (hidden.double() @ weight.double().T).log_softmax(1)
     torch.testing.assert_close(found, expected.diagonal().float(), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(entropies, -(expected.exp() * expected).sum(1).float().detach(), rtol=1e-5, atol=1e-5)
-    gradients = [torch.autograd.grad(each.sum(), hidden)[0] for each in (found, expected.diagonal())]
+    torch.testing.assert_close(
+        entropies, -(expected.exp() * expected).sum(1).float().detach(), rtol=1e-5, atol=1e-5
+    )
+    gradients = [
+        torch.autograd.grad(each.sum(), hidden)[0] for each in (found, expected.diagonal())
+    ]
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
 
 

@@ -14,7 +14,9 @@ def test_adamw_matches_torch(weight_decay, betas):
     weights = torch.randn(50, generator=random, dtype=torch.float64)
     parameter = torch.nn.Parameter(weights.clone())
     exp_avg, exp_avg_sq = (torch.zeros(50, dtype=torch.float64) for _ in range(2))
-    optimizer = torch.optim.AdamW([parameter], lr=1e-2, betas=betas, eps=1e-6, weight_decay=weight_decay)
+    optimizer = torch.optim.AdamW(
+        [parameter], lr=1e-2, betas=betas, eps=1e-6, weight_decay=weight_decay
+    )
     for step in range(1, 11):
         gradient = torch.randn(50, generator=random, dtype=torch.float64) * 10.0 ** (step % 4 - 3)
         gradient[:5] = 0.0  # the root of a zero second moment
@@ -23,7 +25,15 @@ def test_adamw_matches_torch(weight_decay, betas):
         optimizer.param_groups[0]["lr"] = lr
         optimizer.step()
         adamw_step_(
-            weights, gradient, exp_avg, exp_avg_sq, step, lr=lr, betas=betas, eps=1e-6, weight_decay=weight_decay
+            weights,
+            gradient,
+            exp_avg,
+            exp_avg_sq,
+            step,
+            lr=lr,
+            betas=betas,
+            eps=1e-6,
+            weight_decay=weight_decay,
         )
         torch.testing.assert_close(weights, parameter.detach(), rtol=1e-10, atol=1e-12)
     state = optimizer.state[parameter]

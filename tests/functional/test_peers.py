@@ -57,7 +57,9 @@ def ours(loss_type, batch, *, kept=1.0, factor=1.0, bias_correction=False, **opt
             kl = bias_corrected_kl(kl, loss_type, log_probs, old, mask)
         losses = losses + settings["beta"] * kl
     member = torch.zeros(len(mask), dtype=torch.long)
-    return (loss_weights(loss_type, None, mask, member, settings["max_completion_length"]) * losses).sum()
+    return (
+        loss_weights(loss_type, None, mask, member, settings["max_completion_length"]) * losses
+    ).sum()
 
 
 def assert_same(one, other, log_probs):
@@ -90,7 +92,9 @@ def test_high_entropy_mask_matches_trl(loss_type, quantile):
         entropies = torch.rand(6, 7, generator=torch.Generator().manual_seed(seed))
         kept = high_entropy_mask(entropies, batch[4], torch.zeros(6, dtype=torch.long), quantile)
         assert 0 < int(kept.sum()) < int(batch[4].sum())
-        trl_loss = peer_losses.trl(loss_type, *batch, **OPTIONS, entropies=entropies, top_entropy_quantile=quantile)
+        trl_loss = peer_losses.trl(
+            loss_type, *batch, **OPTIONS, entropies=entropies, top_entropy_quantile=quantile
+        )
         assert_same(ours(loss_type, batch, kept=kept), trl_loss, batch[0])
 
 
@@ -99,7 +103,9 @@ def test_high_entropy_mask_matches_trl(loss_type, quantile):
 def test_importance_weights_match_trl(kind, loss_type):
     for seed in range(5):
         batch = random_batch(seed)
-        noise = torch.randn(6, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        noise = torch.randn(
+            6, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+        )
         factor = importance_weights(kind, batch[1], batch[1] + 0.3 * noise, batch[4], cap=1.2)
         trl_loss = peer_losses.trl(loss_type, *batch, **OPTIONS, importance_ratio=factor)
         assert_same(ours(loss_type, batch, factor=factor), trl_loss, batch[0])

@@ -47,7 +47,9 @@ PAIRS = torch.tensor(list(itertools.product(range(len(MASK)), repeat=2)))
 
 def policy(seed):
     """Return logits `[state, action]`, with gradient unless they serve as a reference."""
-    return torch.randn(3, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+    return torch.randn(
+        3, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    ).requires_grad_()
 
 
 def log_probs_of(logits):
@@ -79,14 +81,19 @@ def every_group_of_two(logits, **options):
 @pytest.mark.parametrize("kind", ["rloo", "mean_only"])
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "bnpo", "dr_grpo", "cispo"])
 def test_group_advantages_give_the_policy_gradient(seed, kind, loss_type):
-    """Leaving one out is unbiased; the mean includes the completion itself and shrinks the gradient by (g - 1) / g."""
+    """Leaving one out is unbiased.
+
+    The mean includes the completion itself and shrinks the gradient by (g - 1) / g.
+    """
     logits = policy(seed)
     (gradient_of_reward,) = torch.autograd.grad((chances_of(logits) * REWARDS.sum(1)).sum(), logits)
     chances, rows, estimated = every_group_of_two(logits, kind=kind)
     new = log_probs_of(logits)[rows]
     losses = policy_loss(loss_type, new, new.detach(), estimated, MASK[rows], **OPEN)
     # `loss_weights` averages within members, so each pair counts as a separate member.
-    weights = loss_weights(loss_type, "seq-mean-token-sum", MASK[rows], torch.arange(len(PAIRS)).repeat_interleave(2))
+    weights = loss_weights(
+        loss_type, "seq-mean-token-sum", MASK[rows], torch.arange(len(PAIRS)).repeat_interleave(2)
+    )
     expectation = (chances.repeat_interleave(2)[:, None] * weights * losses).sum()
     (gradient,) = torch.autograd.grad(expectation, logits)
     share = {"rloo": 1.0, "mean_only": 0.5}[kind]
@@ -119,7 +126,9 @@ def test_ratios_correct_for_an_older_policy(seed, loss_type):
     rows = DUELS.flatten()
     groups = torch.arange(len(DUELS)).repeat_interleave(2)
     mask = torch.ones(len(rows), 1, dtype=torch.bool)
-    estimated = advantages("rloo", rewards=PRIZES[rows], group_ids=groups, member_ids=groups, mask=mask)
+    estimated = advantages(
+        "rloo", rewards=PRIZES[rows], group_ids=groups, member_ids=groups, mask=mask
+    )
     new = logits.log_softmax(0)[rows][:, None]
     losses = policy_loss(loss_type, new, old[rows][:, None], estimated, mask, **OPEN)
     chances = old.exp()[DUELS].prod(1).repeat_interleave(2)[:, None]

@@ -18,7 +18,9 @@ from tests.oracles import slow_advantages
 NAN = float("nan")
 KINDS = ("process", "return_to_go_group", "return_to_go_timestep")
 EPISODES = st.lists(
-    st.tuples(st.integers(0, 2), st.lists(st.integers(-3, 3), min_size=1, max_size=7)), min_size=2, max_size=8
+    st.tuples(st.integers(0, 2), st.lists(st.integers(-3, 3), min_size=1, max_size=7)),
+    min_size=2,
+    max_size=8,
 ).filter(lambda rows: all([g for g, _ in rows].count(g) > 1 for g, _ in rows))
 
 
@@ -73,13 +75,18 @@ def test_estimators_match_slow_reference(rows, kind, gamma):
     )
     expected = slow_advantages.of_actions(kind, episodes, groups, gamma, 0.01)
     for row, values in enumerate(expected):
-        torch.testing.assert_close(actual[row, : len(values)], torch.tensor(values), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            actual[row, : len(values)], torch.tensor(values), rtol=1e-4, atol=1e-5
+        )
     assert not bool(actual[~mask].any())
 
 
 BY_HAND = {
     # Mean 2, deviation sqrt(2.5).
-    "process": ([[0, 1, 2], [3, 4]], [[-3 / 2.5**0.5, -1 / 2.5**0.5, 0], [3 / 2.5**0.5, 2 / 2.5**0.5]]),
+    "process": (
+        [[0, 1, 2], [3, 4]],
+        [[-3 / 2.5**0.5, -1 / 2.5**0.5, 0], [3 / 2.5**0.5, 2 / 2.5**0.5]],
+    ),
     # Returns 2, 1 and 0: mean 1, deviation 1.
     "return_to_go_group": ([[1, 1], [0]], [[1, 0], [-1]]),
     # Returns: 3 2 1 | 1 - - | 2 1 -; the ended episodes count as 0 in their columns.
@@ -113,7 +120,9 @@ def test_process_equals_outcome_with_one_reward_at_the_end():
     torch.testing.assert_close(advantages("outcome", **options), expected)
     steps = torch.where(mask, 0.0, NAN)
     steps[torch.arange(4), mask.sum(1) - 1] = rewards
-    assert float((advantages("process", step_rewards=steps, **options) - expected).abs().max()) > 0.1
+    assert (
+        float((advantages("process", step_rewards=steps, **options) - expected).abs().max()) > 0.1
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -121,8 +130,16 @@ def test_episodes_without_reward_are_left_out_of_statistics(kind):
     steps, mask = padded([[1, 2], [5], [0, 0, 0]])
     steps[2] = NAN
     group = torch.zeros(3, dtype=torch.long)
-    work = {"rewards": steps[:, 0], "step_rewards": steps, "group_ids": group, "member_ids": group, "mask": mask}
+    work = {
+        "rewards": steps[:, 0],
+        "step_rewards": steps,
+        "group_ids": group,
+        "member_ids": group,
+        "mask": mask,
+    }
     actual = advantages(kind, gamma=0.9, eps=0.01, **work)
-    alone = advantages(kind, gamma=0.9, eps=0.01, **{name: values[:2] for name, values in work.items()})
+    alone = advantages(
+        kind, gamma=0.9, eps=0.01, **{name: values[:2] for name, values in work.items()}
+    )
     assert torch.equal(actual[:2], alone)
     assert not bool(actual[2].any())

@@ -24,7 +24,9 @@ NOTHING = torch.zeros(2, 3, dtype=torch.float64)
 
 def normalised(rewards, norm, **options):
     running = update_running_statistics(NOTHING, rewards, MEMBERS) if norm == "running" else None
-    return normalise_rewards(rewards, norm, group_ids=GROUPS, member_ids=MEMBERS, running=running, **options)
+    return normalise_rewards(
+        rewards, norm, group_ids=GROUPS, member_ids=MEMBERS, running=running, **options
+    )
 
 
 @pytest.mark.parametrize(
@@ -50,7 +52,9 @@ def test_group_norm_by_hand():
     shifted = torch.tensor([-1.0, 1.0, NAN, -2.0, 2.0, 0.0])
     torch.testing.assert_close(normalised(REWARDS, "group", shift=True), shifted, equal_nan=True)
     scaled = torch.tensor([1 / root, 3 / root, NAN, 5 / (2 * root), 9 / (2 * root), -2.0])
-    torch.testing.assert_close(normalised(REWARDS, "group", scale=True, eps=0.0), scaled, equal_nan=True)
+    torch.testing.assert_close(
+        normalised(REWARDS, "group", scale=True, eps=0.0), scaled, equal_nan=True
+    )
 
 
 @pytest.mark.parametrize("norm", ["batch", "running"])
@@ -72,7 +76,10 @@ def test_equal_rewards_become_exactly_zero(norm, value):
     assert torch.equal(normalised(rewards, norm, scale=True, eps=1e-8), rewards)
 
 
-@given(st.lists(st.tuples(st.integers(0, 2), st.floats(-100, 100)), min_size=1, max_size=40), st.integers(1, 7))
+@given(
+    st.lists(st.tuples(st.integers(0, 2), st.floats(-100, 100)), min_size=1, max_size=40),
+    st.integers(1, 7),
+)
 def test_running_statistics_do_not_depend_on_the_chunks(history, chunk):
     members = torch.tensor([member for member, _ in history])
     rewards = torch.tensor([reward for _, reward in history], dtype=torch.float64)
@@ -85,7 +92,9 @@ def test_running_statistics_do_not_depend_on_the_chunks(history, chunk):
         assert float(running[member, 0]) == len(values)
         if len(values):
             torch.testing.assert_close(running[member, 1], values.mean())
-            torch.testing.assert_close(running[member, 2], ((values - values.mean()) ** 2).sum(), rtol=1e-7, atol=1e-8)
+            torch.testing.assert_close(
+                running[member, 2], ((values - values.mean()) ** 2).sum(), rtol=1e-7, atol=1e-8
+            )
 
 
 def test_overlong_penalty_by_hand():
@@ -100,7 +109,9 @@ def test_invalid_overlong_buffer_is_rejected(buffer):
         overlong_penalty(torch.tensor([1]), 10, buffer)
 
 
-MASK = torch.tensor([[True, True, False, True, False], [True, False, False, False, False], [False] * 5])
+MASK = torch.tensor(
+    [[True, True, False, True, False], [True, False, False, False, False], [False] * 5]
+)
 
 
 def test_rewards_are_placed_on_the_last_action():

@@ -8,7 +8,13 @@ import torch
 from evogrpo.config.hyperparameters import Hyperparameters, Optimizer
 from evogrpo.members.language.bank import AdapterBank
 from evogrpo.records import SamplingBatch
-from evogrpo.testing.samplers import PROMPTS, SamplerTestCase, as_batch, different_members, make_rows
+from evogrpo.testing.samplers import (
+    PROMPTS,
+    SamplerTestCase,
+    as_batch,
+    different_members,
+    make_rows,
+)
 from tests.policy_banks import PolicyBankTestCase, same_state
 from tests.tiny_batches import assert_banks_agree, grpo_loss, sampled_batch, tiny_bank
 from tests.tiny_models import DISTINCT, EOS, PAD, tiny_model
@@ -21,7 +27,13 @@ class TestAdapterBank(PolicyBankTestCase):
         return tiny_bank(size)
 
     def act(self, bank, members, *, seed=0, nudge=0.0, equal_shapes=False, base=False):
-        rows = make_rows(members, seed=seed, nudge=nudge, tokens=TOKENS, min_new_tokens=TOKENS if equal_shapes else 0)
+        rows = make_rows(
+            members,
+            seed=seed,
+            nudge=nudge,
+            tokens=TOKENS,
+            min_new_tokens=TOKENS if equal_shapes else 0,
+        )
         return as_batch(rows, bank.sample(rows, base=base))
 
 
@@ -30,7 +42,10 @@ SYSTEM = (7, 9, 4, 8, 5, 6, 11, 10, 9)
 ROWS = {
     # Longer together than gemma2's sliding window of 6.
     "prompts": {"tokens": 8, "prompts": (*PROMPTS, (20,))},
-    "prompts that begin alike": {"tokens": 8, "prompts": tuple((*SYSTEM, *prompt) for prompt in (*PROMPTS, (20,)))},
+    "prompts that begin alike": {
+        "tokens": 8,
+        "prompts": tuple((*SYSTEM, *prompt) for prompt in (*PROMPTS, (20,))),
+    },
     # The gradient flows through the prompt only.
     "one token": {"tokens": 1},
 }
@@ -40,7 +55,9 @@ ROWS = {
 @pytest.mark.parametrize("architecture", DISTINCT)
 def test_shared_prefixes_and_micro_batches_keep_results(architecture, rows):
     """Against one pass over whole rows that share no prefix."""
-    shared, plain = (tiny_bank(3, architecture, micro_batch_tokens=tokens) for tokens in (280, 10**6))
+    shared, plain = (
+        tiny_bank(3, architecture, micro_batch_tokens=tokens) for tokens in (280, 10**6)
+    )
     assert shared.base.shares_prefix
     plain.base.shares_prefix = False
     assert_banks_agree(shared, plain, make_rows(range(3), **ROWS[rows]))
@@ -76,7 +93,9 @@ def test_calibrated_members_start_with_smaller_steps():
     for step in range(2):
         reports = bank.update(batch, grpo_loss(batch), hyperparameters).reports
         assert reports[0].lr == HYPERPARAMETERS[0].lr
-        assert reports[1].lr == pytest.approx(HYPERPARAMETERS[1].lr * Optimizer().momentum_warmup(step))
+        assert reports[1].lr == pytest.approx(
+            HYPERPARAMETERS[1].lr * Optimizer().momentum_warmup(step)
+        )
 
 
 @pytest.mark.parametrize(
@@ -90,7 +109,9 @@ def test_calibrated_members_start_with_smaller_steps():
 )
 def test_invalid_arguments_raise(settings, named):
     with pytest.raises(ValueError, match=named):
-        AdapterBank(tiny_model(), **({"size": 1, "pad_token_id": PAD, "eos_token_ids": [EOS]} | settings))
+        AdapterBank(
+            tiny_model(), **({"size": 1, "pad_token_id": PAD, "eos_token_ids": [EOS]} | settings)
+        )
 
 
 def test_invalid_step_raises_and_keeps_the_state():

@@ -28,7 +28,9 @@ def random_parameters(config, space=VECTOR, outputs=3):
     random = torch.Generator().manual_seed(0)
     parts = {}
     for name in ("weights", "exp_avg", "exp_avg_sq", "reference"):
-        parts[name] = {key: 0.7 * torch.randn(shape, generator=random) for key, shape in network.shapes.items()}
+        parts[name] = {
+            key: 0.7 * torch.randn(shape, generator=random) for key, shape in network.shapes.items()
+        }
     return parts
 
 
@@ -67,7 +69,8 @@ def test_added_units_and_layers_preserve_the_function(activation, hidden, space)
         one = outputs_of(before[name], old, space)
         other = outputs_of(after[name], new, space)
         if layers and activation == "tanh":
-            # Each layer changes each value h in [-1, 1] by at most 2 %, so an output by at most 2 % of sum |h W|.
+            # Each layer changes each value h in [-1, 1] by at most 2 %, so an output by at most 2 %
+            # of sum |h W|.
             bound = 0.0205 * layers * float(before[name]["output.weight"].abs().sum(0).max())
             assert 0 < float((one - other).abs().max()) <= bound
         else:
@@ -103,7 +106,11 @@ def test_moments_are_kept_and_zero_for_new_weights():
         assert torch.equal(other["hidden0.weight"][:, :7], one["hidden0.weight"])
         assert torch.equal(other["hidden1.weight"][:7], one["hidden1.weight"])
         assert torch.equal(other["output.weight"], one["output.weight"])
-        for new_part in (other["hidden0.weight"][:, 7:], other["hidden0.bias"][7:], other["hidden1.weight"][7:]):
+        for new_part in (
+            other["hidden0.weight"][:, 7:],
+            other["hidden0.bias"][7:],
+            other["hidden1.weight"][7:],
+        ):
             assert not new_part.any()
 
 
@@ -113,7 +120,9 @@ def test_moments_are_rescaled_with_weights():
     after = add_layer(before, 2, "tanh")
     assert torch.equal(after["weights"]["output.weight"], 4 * before["weights"]["output.weight"])
     assert torch.equal(after["exp_avg"]["output.weight"], before["exp_avg"]["output.weight"] / 4)
-    assert torch.equal(after["exp_avg_sq"]["output.weight"], before["exp_avg_sq"]["output.weight"] / 16)
+    assert torch.equal(
+        after["exp_avg_sq"]["output.weight"], before["exp_avg_sq"]["output.weight"] / 16
+    )
 
 
 @pytest.mark.parametrize(
@@ -131,7 +140,9 @@ def test_other_changes_are_rejected(new):
 
 
 def test_mutations_cover_all_kinds_within_limits():
-    limits = ArchitectureLimits(min_layers=1, max_layers=3, min_units=8, max_units=40, unit_steps=(8, 16))
+    limits = ArchitectureLimits(
+        min_layers=1, max_layers=3, min_units=8, max_units=40, unit_steps=(8, 16)
+    )
     config = NetworkConfig(hidden=(16, 16))
     kinds = set()
     for number in range(300):
@@ -142,25 +153,48 @@ def test_mutations_cover_all_kinds_within_limits():
         assert limits.min_layers <= len(changed.hidden) <= limits.max_layers
         assert all(8 <= units <= 40 for units in changed.hidden)
         # A mutation changes one layer, one width or one activation.
-        differing = sum(one != other for one, other in zip(config.hidden, changed.hidden, strict=False))
-        moved = abs(len(config.hidden) - len(changed.hidden)) + differing + (config.activation != changed.activation)
+        differing = sum(
+            one != other for one, other in zip(config.hidden, changed.hidden, strict=False)
+        )
+        moved = (
+            abs(len(config.hidden) - len(changed.hidden))
+            + differing
+            + (config.activation != changed.activation)
+        )
         assert moved == 1
         config = changed
-    assert kinds == {("layer", 1), ("layer", -1), ("units", 1), ("units", -1), ("units", 0)}  # 0: the activation
+    assert kinds == {
+        ("layer", 1),
+        ("layer", -1),
+        ("units", 1),
+        ("units", -1),
+        ("units", 0),
+    }  # 0: the activation
 
 
 def test_limits_without_possible_changes_are_rejected():
     wide = NetworkConfig(hidden=(512,))
     limits = ArchitectureLimits(max_units=256)
-    assert all(len(mutate_architecture(wide, limits, generator(0, "test", seed)).hidden) == 1 for seed in range(30))
-    limits = ArchitectureLimits(min_layers=1, max_layers=1, min_units=8, max_units=8, activations=("tanh",))
+    assert all(
+        len(mutate_architecture(wide, limits, generator(0, "test", seed)).hidden) == 1
+        for seed in range(30)
+    )
+    limits = ArchitectureLimits(
+        min_layers=1, max_layers=1, min_units=8, max_units=8, activations=("tanh",)
+    )
     with pytest.raises(ValueError, match="limits"):
         mutate_architecture(NetworkConfig(hidden=(8,)), limits, generator(0, "test"))
 
 
 @pytest.mark.parametrize(
     "fields",
-    [{"min_layers": 0}, {"min_layers": 4}, {"min_units": 300}, {"activations": ("gelu",)}, {"unit_steps": (0,)}],
+    [
+        {"min_layers": 0},
+        {"min_layers": 4},
+        {"min_units": 300},
+        {"activations": ("gelu",)},
+        {"unit_steps": (0,)},
+    ],
 )
 def test_invalid_limits_are_rejected(fields):
     with pytest.raises(ValueError, match=r"min_|activation|unit_steps"):
@@ -173,7 +207,9 @@ def test_rebuilding_preserves_the_function_and_other_members(name):
     bank = case.bank(3)
     batch = acted_batch(case, bank, range(3))
     step = Hyperparameters(lr=1e-3)
-    bank.update(batch, lambda rows, log_probs, entropies: log_probs.sum(1), dict.fromkeys(range(3), step))
+    bank.update(
+        batch, lambda rows, log_probs, entropies: log_probs.sum(1), dict.fromkeys(range(3), step)
+    )
     before = bank.log_probs(batch)
     states = [bank.state(slot) for slot in range(3)]
     bank.running_stats[1, 0] = 0.5
@@ -208,11 +244,17 @@ def test_states_with_a_wrong_architecture_are_rejected():
     state = bank.state(0)
     before = bank.state(0)
     state["architecture"] = (
-        Case(actions=spaces.Discrete(4), network=NetworkConfig(hidden=(9,))).bank(1).state(0)["architecture"]
+        Case(actions=spaces.Discrete(4), network=NetworkConfig(hidden=(9,)))
+        .bank(1)
+        .state(0)["architecture"]
     )
     with pytest.raises(ValueError, match=r"state 'exp_avg'|state 'weights'"):
         bank.load_state(0, state)
-    for broken in (torch.zeros(4, dtype=torch.uint8), torch.tensor([34, 34], dtype=torch.uint8), torch.zeros(4)):
+    for broken in (
+        torch.zeros(4, dtype=torch.uint8),
+        torch.tensor([34, 34], dtype=torch.uint8),
+        torch.zeros(4),
+    ):
         with pytest.raises(ValueError, match="architecture"):
             bank.load_state(0, before | {"architecture": broken})
     assert same_state(bank.state(0), before)

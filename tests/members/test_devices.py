@@ -1,4 +1,7 @@
-"""A bfloat16 base, mixed precision and members on an accelerator; the accelerator tests also run on the CPU."""
+"""A bfloat16 base, mixed precision and members on an accelerator.
+
+The accelerator tests also run on the CPU.
+"""
 
 import pytest
 import torch
@@ -58,14 +61,20 @@ def test_mixed_precision_agrees_with_full_precision(prompts, accelerators):
     rows = make_rows([0] * size, prompts=prompts)  # each slot as member 0: equally many rows
     for work in (rows, make_rows(range(size), prompts=prompts)):
         batch = as_batch(work, mixed.sample(work))
-        assert float((mixed.log_probs(batch) - exact.log_probs(batch)).abs().max()) < 0.2  # of logits of about 10
+        assert (
+            float((mixed.log_probs(batch) - exact.log_probs(batch)).abs().max()) < 0.2
+        )  # of logits of about 10
         assert float((batch.sampler_log_probs - exact.log_probs(batch)).abs().max()) < 0.2
 
         def loss(rows, log_probs, entropies, wanted=batch.rewards - 3.0):
             return (wanted[rows, None] * log_probs).sum(1)
 
-        hyperparameters = {slot: Hyperparameters(lr=1e-9, max_grad_norm=1e6) for slot in range(size)}
-        got, expected = (bank.update(batch, loss, hyperparameters).reports for bank in (mixed, exact))
+        hyperparameters = {
+            slot: Hyperparameters(lr=1e-9, max_grad_norm=1e6) for slot in range(size)
+        }
+        got, expected = (
+            bank.update(batch, loss, hyperparameters).reports for bank in (mixed, exact)
+        )
         for slot in range(size):
             assert got[slot].grad_norm == pytest.approx(expected[slot].grad_norm, rel=0.1)
             moment = mixed.state(slot)["exp_avg"]
@@ -73,17 +82,26 @@ def test_mixed_precision_agrees_with_full_precision(prompts, accelerators):
             assert float(torch.cosine_similarity(moment, other, dim=0)) > 0.98
 
 
-HYPERPARAMETERS = {slot: Hyperparameters(lr=lr, max_grad_norm=1e6) for slot, lr in enumerate((1e-2, 1e-3))}
+HYPERPARAMETERS = {
+    slot: Hyperparameters(lr=lr, max_grad_norm=1e6) for slot, lr in enumerate((1e-2, 1e-3))
+}
 
 
 @pytest.mark.parametrize("device", ACCELERATORS)  # test_peft_oracle.py has the CPU
 def test_learning_matches_separate_peft_models(device):
     model = tiny_model("llama")
     oracles = [
-        PeftMember(model, lora(), different_members(model, 2, eos_token_ids=END_IDS).peft_files(slot)[0], END_IDS)
+        PeftMember(
+            model,
+            lora(),
+            different_members(model, 2, eos_token_ids=END_IDS).peft_files(slot)[0],
+            END_IDS,
+        )
         for slot in range(2)
     ]
-    bank = different_members(tiny_model("llama").to(device), 2, eos_token_ids=END_IDS, micro_batch_tokens=60)
+    bank = different_members(
+        tiny_model("llama").to(device), 2, eos_token_ids=END_IDS, micro_batch_tokens=60
+    )
     rows = make_rows(range(2), tokens=3, min_new_tokens=MIN_NEW_TOKENS, prompts=PROMPTS[:2])
     cpu_batch = as_batch(rows, bank.sample(rows).to(torch.device("cpu")))
     batch = cpu_batch.to(device)
@@ -106,8 +124,14 @@ def test_resumed_run_equals_uninterrupted_run(tmp_path):
     parts = tmp_path / "parts"
     lengths = {"generations": 2, "steps_per_generation": 1}
     given = {"micro_batch_tokens": 64}
-    finish(tiny_run(whole, size=2, options={"actor_network": tiny_model().to(device), **given}, **lengths))
-    run = tiny_run(parts, size=2, options={"actor_network": tiny_model().to(device), **given}, **lengths)
+    finish(
+        tiny_run(
+            whole, size=2, options={"actor_network": tiny_model().to(device), **given}, **lengths
+        )
+    )
+    run = tiny_run(
+        parts, size=2, options={"actor_network": tiny_model().to(device), **given}, **lengths
+    )
     reports = run.reports()
     next(reports)
     run.stop()

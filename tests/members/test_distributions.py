@@ -25,8 +25,11 @@ def test_categorical_frequencies_match_probabilities(temperature):
     dist = distribution_for(spaces.Discrete(5, start=7))
     temperatures = None if temperature is None else np.full(GRID, temperature, dtype=np.float32)
     actions, log_probs = dist.sample(repeated(logits), UNIFORMS, temperatures, None)
-    chances = torch.softmax(torch.tensor(logits, dtype=torch.float64) / (temperature or 1.0), 0).numpy()
-    # A grid of uniform numbers hits an interval of length p in p * GRID places, up to one at either end.
+    chances = torch.softmax(
+        torch.tensor(logits, dtype=torch.float64) / (temperature or 1.0), 0
+    ).numpy()
+    # A grid of uniform numbers hits an interval of length p in p * GRID places, up to one at either
+    # end.
     assert np.abs(np.bincount(actions, minlength=5) - GRID * chances).max() <= 1.01
     np.testing.assert_allclose(log_probs, np.log(chances)[actions], rtol=1e-4, atol=1e-5)
     assert actions.dtype == np.int64
@@ -46,7 +49,9 @@ def test_illegal_actions_are_never_sampled(uniform):
     assert log_probs[0] == pytest.approx(math.log(chance), rel=1e-5)
     for greedy in (None, np.zeros(1, np.float32)):
         uniforms = None if greedy is None else np.full((1, 2), uniform, np.float32)
-        assert dist.sample(repeated([50, -50, 9, 9, 0, 1, 80], 1), uniforms, greedy, legal)[0].tolist() == [[1, 2]]
+        assert dist.sample(repeated([50, -50, 9, 9, 0, 1, 80], 1), uniforms, greedy, legal)[
+            0
+        ].tolist() == [[1, 2]]
 
 
 @pytest.mark.parametrize("uniform", [None, 0.0, 0.5, 1 - 2.0**-24])
@@ -59,8 +64,14 @@ def test_the_only_legal_action_is_taken_for_any_logits(value, uniform):
     with np.errstate(all="ignore"):
         actions, log_probs = dist.sample(outputs, uniforms, None, legal)
     assert actions.tolist() == [[1, 2]]
-    masked = torch.from_numpy(outputs).masked_fill(~torch.from_numpy(legal), MASKED_LOGIT).requires_grad_()
-    scored, entropy = dist.evaluate_actions(masked, torch.from_numpy(actions), entropy_gradient=True)
+    masked = (
+        torch.from_numpy(outputs)
+        .masked_fill(~torch.from_numpy(legal), MASKED_LOGIT)
+        .requires_grad_()
+    )
+    scored, entropy = dist.evaluate_actions(
+        masked, torch.from_numpy(actions), entropy_gradient=True
+    )
     for each in (torch.from_numpy(log_probs), scored, entropy, dist.kl(masked, masked)):
         assert each.item() == 0 if np.isfinite(value) else each.isnan()
 
@@ -76,7 +87,9 @@ def test_bernoulli_frequencies_match_probabilities():
 
 def test_gaussian_samples_match_the_inverse_cdf():
     dist = distribution_for(BOX)
-    actions, _ = dist.sample(repeated([0.5, 0.5, 0.5, 0.1, 0.2, 0.3]), UNIFORMS.repeat(3, 1), None, None)
+    actions, _ = dist.sample(
+        repeated([0.5, 0.5, 0.5, 0.1, 0.2, 0.3]), UNIFORMS.repeat(3, 1), None, None
+    )
     middle = torch.tensor([1.0, 0.0, 1.5]).double()
     half = torch.tensor([3.0, 1.0, 0.5]).double()
     normal = laws.Normal(middle + half * 0.5, half * torch.tensor([0.1, 0.2, 0.3]).double().exp())
@@ -90,7 +103,9 @@ def test_gaussian_samples_match_the_inverse_cdf():
     assert np.isfinite(log_probs).all()
 
 
-@pytest.mark.parametrize("space", [spaces.Discrete(4), spaces.MultiDiscrete([[2, 3]]), spaces.MultiBinary((2, 2)), BOX])
+@pytest.mark.parametrize(
+    "space", [spaces.Discrete(4), spaces.MultiDiscrete([[2, 3]]), spaces.MultiBinary((2, 2)), BOX]
+)
 def test_temperature_zero_takes_the_most_likely_action(space):
     dist = distribution_for(space)
     rng = np.random.default_rng(0)
@@ -102,13 +117,19 @@ def test_temperature_zero_takes_the_most_likely_action(space):
     results = [dist.sample(outputs, uniforms, temperatures, None) for uniforms in drawn]
     for actions, values in results:
         np.testing.assert_array_equal(actions[temperatures == 0], best[temperatures == 0])
-        np.testing.assert_allclose(values[temperatures == 0], log_probs[temperatures == 0], rtol=1e-6)
+        np.testing.assert_allclose(
+            values[temperatures == 0], log_probs[temperatures == 0], rtol=1e-6
+        )
     assert any((actions[row] != best[row]).any() for actions, _ in results for row in (1, 3, 4))
     # Slow oracle: the most likely of many actions.
-    scored = dist.evaluate_actions(torch.from_numpy(outputs), torch.from_numpy(best), entropy_gradient=False)[0]
+    scored = dist.evaluate_actions(
+        torch.from_numpy(outputs), torch.from_numpy(best), entropy_gradient=False
+    )[0]
     np.testing.assert_allclose(scored.numpy(), log_probs, rtol=1e-4, atol=1e-5)
     for actions, _ in results:
-        other = dist.evaluate_actions(torch.from_numpy(outputs), torch.from_numpy(actions), entropy_gradient=False)
+        other = dist.evaluate_actions(
+            torch.from_numpy(outputs), torch.from_numpy(actions), entropy_gradient=False
+        )
         assert bool((other[0] <= scored + 1e-5).all())
 
 
@@ -119,11 +140,17 @@ def test_gaussian_at_a_temperature_is_proportional_to_a_power():
     for temperature in (0.5, 3.0):
         temperatures = torch.full((len(points),), temperature)
         each = outputs.expand(len(points), 2)
-        hot, entropy = dist.evaluate_actions(dist.at_temperature(each, temperatures), points, entropy_gradient=False)
+        hot, entropy = dist.evaluate_actions(
+            dist.at_temperature(each, temperatures), points, entropy_gradient=False
+        )
         cold, _ = dist.evaluate_actions(each, points, entropy_gradient=False)
         power = (cold.double() / temperature).exp()
-        torch.testing.assert_close(hot.double().exp(), power / (power.sum() * 1e-3), rtol=1e-3, atol=1e-6)
-        assert float(entropy[0]) == pytest.approx(-float((hot.double().exp() * hot.double()).sum() * 1e-3), rel=1e-3)
+        torch.testing.assert_close(
+            hot.double().exp(), power / (power.sum() * 1e-3), rtol=1e-3, atol=1e-6
+        )
+        assert float(entropy[0]) == pytest.approx(
+            -float((hot.double().exp() * hot.double()).sum() * 1e-3), rel=1e-3
+        )
 
 
 def test_illegal_actions_have_no_probability_and_no_gradient():
@@ -131,10 +158,15 @@ def test_illegal_actions_have_no_probability_and_no_gradient():
     outputs = torch.tensor([[1.0, 5.0, -1.0, 0.5, 0.0]], requires_grad=True)
     masked = outputs.masked_fill(torch.tensor([[False, True, False, False, False]]), MASKED_LOGIT)
     log_prob, entropy = dist.evaluate_actions(masked, torch.tensor([[2, 0]]), entropy_gradient=True)
-    parts = laws.Categorical(logits=torch.tensor([1.0, -1.0])), laws.Categorical(logits=torch.tensor([0.5, 0.0]))
+    parts = (
+        laws.Categorical(logits=torch.tensor([1.0, -1.0])),
+        laws.Categorical(logits=torch.tensor([0.5, 0.0])),
+    )
     expected = parts[0].log_prob(torch.tensor(1)) + parts[1].log_prob(torch.tensor(0))
     assert log_prob.item() == pytest.approx(expected.item())
-    assert entropy.item() == pytest.approx((parts[0].entropy() + parts[1].entropy()).item(), rel=1e-5)
+    assert entropy.item() == pytest.approx(
+        (parts[0].entropy() + parts[1].entropy()).item(), rel=1e-5
+    )
     (slope,) = torch.autograd.grad((log_prob + entropy).sum(), outputs)
     assert slope[0, 1] == 0
     assert bool(slope.isfinite().all())
@@ -175,7 +207,10 @@ CLOSED = {
 def test_closed_forms_and_gradients_match_torch(name, size):
     divergence_of, made = CLOSED[name]
     random = torch.Generator().manual_seed(1)
-    pair = [(size * torch.randn(6, 4, dtype=torch.float64, generator=random)).requires_grad_() for _ in range(2)]
+    pair = [
+        (size * torch.randn(6, 4, dtype=torch.float64, generator=random)).requires_grad_()
+        for _ in range(2)
+    ]
     found = divergence_of(*pair)
     expected = laws.kl_divergence(*map(made, pair))
     torch.testing.assert_close(found, expected)
@@ -205,7 +240,9 @@ def test_values_excluded_in_both_have_no_effect():
     logits = torch.tensor([[0.3, -1e9, 1.0]], requires_grad=True)
     other = torch.tensor([[1.0, -1e9, -0.5]])
     value = distribution_for(spaces.Discrete(3)).kl(logits, other)
-    expected = laws.kl_divergence(*(laws.Categorical(logits=each.detach()[:, [0, 2]]) for each in (logits, other)))
+    expected = laws.kl_divergence(
+        *(laws.Categorical(logits=each.detach()[:, [0, 2]]) for each in (logits, other))
+    )
     torch.testing.assert_close(value.detach(), expected)
     value.sum().backward()
     assert logits.grad[0, 1] == 0

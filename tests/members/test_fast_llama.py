@@ -7,7 +7,14 @@ from functools import partial
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.functional import matmul as products
@@ -24,7 +31,12 @@ LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }  # fmt: skip
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 8,
+}
 
 SUPPORTED = {
     "llama, tied": LlamaConfig(
@@ -34,12 +46,18 @@ SUPPORTED = {
         mlp_bias=True,
         rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0},
     ),
-    "llama 3, keys for every head": LlamaConfig(**COMMON | ONE_KEY_PER_HEAD, rope_parameters=LLAMA3),
+    "llama 3, keys for every head": LlamaConfig(
+        **COMMON | ONE_KEY_PER_HEAD, rope_parameters=LLAMA3
+    ),
     "llama, wide heads, a window that it has not": LlamaConfig(
-        **COMMON | {"head_dim": 16, "num_key_value_heads": 1}, sliding_window=3, layer_types=["sliding_attention"] * 2
+        **COMMON | {"head_dim": 16, "num_key_value_heads": 1},
+        sliding_window=3,
+        layer_types=["sliding_attention"] * 2,
     ),
     "mistral, window": MistralConfig(**COMMON, sliding_window=5),
-    "qwen2, some windows": Qwen2Config(**COMMON, use_sliding_window=True, sliding_window=5, max_window_layers=1),
+    "qwen2, some windows": Qwen2Config(
+        **COMMON, use_sliding_window=True, sliding_window=5, max_window_layers=1
+    ),
     "qwen2": Qwen2Config(**COMMON, rope_parameters=YARN),
     "qwen3": Qwen3Config(**COMMON, attention_bias=True, tie_word_embeddings=True),
 }
@@ -83,12 +101,19 @@ def fast_and_slow(monkeypatch):
 LATER = tuple((*SYSTEM, *prompt) for prompt in (*PROMPTS, (20,)))
 IN_BLOCKS = [(attention, "BLOCK", 2), (attention, "MAX_KEPT_KEYS", 4)]
 RECOMPUTED = [(attention, "BLOCK", 64), (attention, "MAX_KEPT_KEYS", 0)]
-BY_TORCH = [(attention, "BLOCK", 0), (attention, "_in_blocks", lambda *given: attention._by_torch(*given[:-1]))]
+BY_TORCH = [
+    (attention, "BLOCK", 0),
+    (attention, "_in_blocks", lambda *given: attention._by_torch(*given[:-1])),
+]
 GROWING = [(decode, "MIN_GROWTH", 2)]
 SEVEN = {"tokens": 7}
 BELOW = ("mistral, window", "qwen2, some windows")
 CASES = [
-    *((name, {}, {"tokens": 6, "prompts": (*PROMPTS, (20,))}, []) for name in SUPPORTED if name not in BELOW),
+    *(
+        (name, {}, {"tokens": 6, "prompts": (*PROMPTS, (20,))}, [])
+        for name in SUPPORTED
+        if name not in BELOW
+    ),
     # Prompts that begin alike.
     ("mistral, window", {"micro_batch_tokens": 270}, {"tokens": 6, "prompts": LATER}, []),
     # Adapters on some layers.
@@ -105,14 +130,23 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("architecture", "settings", "options", "changes"), CASES, ids=lambda value: str(value)[:40])
-def test_outputs_match_transformers(architecture, settings, options, changes, fast_and_slow, monkeypatch):
+@pytest.mark.parametrize(
+    ("architecture", "settings", "options", "changes"), CASES, ids=lambda value: str(value)[:40]
+)
+def test_outputs_match_transformers(
+    architecture, settings, options, changes, fast_and_slow, monkeypatch
+):
     for module, name, value in changes:
         monkeypatch.setattr(module, name, value)
-    assert_banks_agree(*fast_and_slow(built(SUPPORTED[architecture]), **settings), make_rows(range(SIZE), **options))
+    assert_banks_agree(
+        *fast_and_slow(built(SUPPORTED[architecture]), **settings),
+        make_rows(range(SIZE), **options),
+    )
 
 
-@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this build of torch has no oneDNN")
+@pytest.mark.skipif(
+    not torch.backends.mkldnn.is_available(), reason="this build of torch has no oneDNN"
+)
 @pytest.mark.parametrize(("architecture", "few"), [("llama, tied", 4), ("qwen2", 128)])
 def test_outputs_match_transformers_with_onednn(architecture, few, fast_and_slow, monkeypatch):
     monkeypatch.setattr(products, "onednn_is_faster", lambda: True)
@@ -155,7 +189,9 @@ def test_bfloat16_is_as_accurate_as_transformers(fast_and_slow):
         found[name] = scored, torch.cat([bank.state(slot)["exp_avg"] for slot in range(SIZE)])
 
     def off(name, what):
-        return float((found[name][what] - found["exact"][what]).norm() / found["exact"][what].norm())
+        return float(
+            (found[name][what] - found["exact"][what]).norm() / found["exact"][what].norm()
+        )
 
     for what in (0, 1):
         assert 1e-4 < off("fast", what) < 1.5 * off("slow", what)
@@ -165,7 +201,9 @@ def test_members_keep_their_adapters_where_padding_is_as_long_as_the_tokens():
     bank = different_members(built(SUPPORTED["qwen2"]).to(torch.bfloat16), 2)
     rows = make_rows((0, 1), tokens=2, min_new_tokens=2, prompts=((5,),))
     batch = as_batch(rows, bank.sample(rows))
-    one_each = batch.select(torch.tensor([int((batch.member_ids == slot).nonzero()[0]) for slot in (0, 1)]))
+    one_each = batch.select(
+        torch.tensor([int((batch.member_ids == slot).nonzero()[0]) for slot in (0, 1)])
+    )
     alone = [bank.log_probs(one_each.select(torch.tensor([number]))) for number in (0, 1)]
     torch.testing.assert_close(bank.log_probs(one_each), torch.cat(alone), rtol=0.02, atol=0.02)
 
@@ -199,7 +237,9 @@ def replaced(model):
     [
         Gemma2Config(**COMMON),
         LlamaConfig(**COMMON, hidden_act="gelu"),
-        LlamaConfig(**COMMON, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
+        LlamaConfig(
+            **COMMON, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+        ),
     ],
     ids=["another class", "another activation", "frequencies that depend on the length"],
 )
@@ -231,7 +271,8 @@ def test_unused_layers_are_skipped(fast_and_slow):
     model = built(SUPPORTED["qwen3"])
     model.config.num_hidden_layers = 1
     assert_banks_agree(
-        *fast_and_slow(model, lora_config=lora(target_modules=r".*layers\.0\..*_proj")), make_rows(range(SIZE))
+        *fast_and_slow(model, lora_config=lora(target_modules=r".*layers\.0\..*_proj")),
+        make_rows(range(SIZE)),
     )
 
 

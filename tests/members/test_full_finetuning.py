@@ -1,4 +1,7 @@
-"""Members that train all weights of a model: conformance, exports and refusals; test_peft_oracle.py has training."""
+"""Members that train all weights of a model: conformance, exports and refusals.
+
+Test_peft_oracle.py has training.
+"""
 
 import pytest
 import torch
@@ -29,7 +32,13 @@ class TestFullBank(PolicyBankTestCase):
         return bank
 
     def act(self, bank, members, *, seed=0, nudge=0.0, equal_shapes=False, base=False):
-        rows = make_rows(members, seed=seed, nudge=nudge, tokens=TOKENS, min_new_tokens=TOKENS if equal_shapes else 0)
+        rows = make_rows(
+            members,
+            seed=seed,
+            nudge=nudge,
+            tokens=TOKENS,
+            min_new_tokens=TOKENS if equal_shapes else 0,
+        )
         return as_batch(rows, bank.sample(rows, base=base))
 
 
@@ -50,7 +59,9 @@ def test_entropy_gradients_equal_those_of_a_plain_model():
         dict.fromkeys(range(2), Hyperparameters(max_grad_norm=1e6)),
         entropy_gradient=True,
     )
-    members = [PlainMember(full_members(MODEL, 2, eos_token_ids=END_IDS), slot) for slot in range(2)]
+    members = [
+        PlainMember(full_members(MODEL, 2, eos_token_ids=END_IDS), slot) for slot in range(2)
+    ]
     for row in range(len(batch)):
         member = members[int(batch.member_ids[row])]
         mask = batch.action_mask[row]
@@ -58,14 +69,18 @@ def test_entropy_gradients_equal_those_of_a_plain_model():
         completion = batch.actions[row][mask].tolist()
         settings = {"temperature": float(batch.inputs.temperature[row])}
         entropies = member.entropies(prompt, completion, **settings)
-        torch.testing.assert_close(update.entropies[row][mask], entropies.detach(), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            update.entropies[row][mask], entropies.detach(), rtol=1e-4, atol=1e-4
+        )
         (member.log_probs(prompt, completion, **settings) - 2.0 * entropies).sum().backward()
     for slot, member in enumerate(members):
         assert_gradients_agree(10.0 * bank.state(slot)["exp_avg"], member.flat(lambda p: p.grad))
 
 
 def test_chunks_of_logits_give_the_same_gradients():
-    unchunked, chunks = (full_members(MODEL, 2, reduce_memory_peak=reduced) for reduced in (False, True))
+    unchunked, chunks = (
+        full_members(MODEL, 2, reduce_memory_peak=reduced) for reduced in (False, True)
+    )
     chunks.logits_rows = 3
     batch = sampled_batch(unchunked)
     for bank in (unchunked, chunks):
@@ -78,7 +93,9 @@ def test_chunks_of_logits_give_the_same_gradients():
 
 
 def full_agent(**options):
-    return GRPO(actor_network=MODEL, pad_token_id=PAD, max_output_tokens=6, full_finetuning=True, **options)
+    return GRPO(
+        actor_network=MODEL, pad_token_id=PAD, max_output_tokens=6, full_finetuning=True, **options
+    )
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -103,7 +120,9 @@ def test_generation_settings_that_transformers_only_warns_about_are_exported(tmp
     model.generation_config.do_sample = False
     with pytest.raises(ValueError, match="temperature"):
         model.save_pretrained(tmp_path / "model")
-    GRPO(actor_network=model, pad_token_id=PAD, full_finetuning=True).save_checkpoint(tmp_path / "agent")
+    GRPO(actor_network=model, pad_token_id=PAD, full_finetuning=True).save_checkpoint(
+        tmp_path / "agent"
+    )
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "agent").generation_config
     assert loaded.to_diff_dict() == model.generation_config.to_diff_dict()
 
@@ -115,7 +134,9 @@ def test_saved_agents_are_equal(tmp_path):
     assert again.members.bank.lora_config is None
     assert all(torch.equal(values, again.state()[name]) for name, values in agent.state().items())
     with pytest.raises(ValueError, match="lora_config"):
-        GRPO(actor_network=MODEL, pad_token_id=PAD, lora_config=lora()).load_checkpoint(tmp_path / "agent")
+        GRPO(actor_network=MODEL, pad_token_id=PAD, lora_config=lora()).load_checkpoint(
+            tmp_path / "agent"
+        )
 
 
 @pytest.mark.parametrize(
@@ -123,7 +144,10 @@ def test_saved_agents_are_equal(tmp_path):
     [
         ({"lora_config": lora()}, "Leave out lora_config"),
         ({"adapter": "somewhere"}, "Leave out lora_config and adapter"),
-        ({"actor_network": tiny_model().bfloat16()}, "requires a base in float32, got torch.bfloat16"),
+        (
+            {"actor_network": tiny_model().bfloat16()},
+            "requires a base in float32, got torch.bfloat16",
+        ),
         ({"full_finetuning": 1}, "full_finetuning must be True or False"),
     ],
 )

@@ -29,7 +29,13 @@ MIN_TOKENS = 2  # minimum number of tokens of every turn
 def frequent_end_ids(bank):
     """Return EOS tokens that end rows at different lengths."""
     batch = sampled_batch(bank, tokens=8)
-    return batch.actions[:, 1:].flatten().bincount(minlength=VOCABULARY).argsort(descending=True)[:3].tolist()
+    return (
+        batch.actions[:, 1:]
+        .flatten()
+        .bincount(minlength=VOCABULARY)
+        .argsort(descending=True)[:3]
+        .tolist()
+    )
 
 
 def bank_with_early_ends(architecture="llama", **settings):
@@ -52,12 +58,17 @@ def tokens_fed(model, work):
 def sample_turns(bank, rows, turns=3, like=None):
     """Sample turns with resumed caches and again without; return (rows, rollout, replies) of each.
 
-    `like` are turns of the same bank; their uniforms, which are clear of token boundaries, are used again.
+    `like` are turns of the same bank; their uniforms, which are clear of token boundaries, are used
+    again.
     """
     rows = replace(rows, keep=True)
     found = []
     for turn in range(turns):
-        rows = with_robust_uniforms(bank, rows) if like is None else replace(rows, uniforms=like[turn][0].uniforms)
+        rows = (
+            with_robust_uniforms(bank, rows)
+            if like is None
+            else replace(rows, uniforms=like[turn][0].uniforms)
+        )
         rollout = bank.sample(rows)
         replies = example_replies(rows, turn)
         again = bank.sample(replace(rows, kept=None, kept_rows=None))
@@ -102,7 +113,9 @@ def test_out_of_memory_halves_resumed_rows(before, monkeypatch):
         return head(hidden)
 
     monkeypatch.setattr(bank.base, "head", small)
-    for (_, one, _), (_, other, _) in zip(expected[:2], sample_turns(bank, rows, turns=2, like=expected), strict=True):
+    for (_, one, _), (_, other, _) in zip(
+        expected[:2], sample_turns(bank, rows, turns=2, like=expected), strict=True
+    ):
         assert torch.equal(one.actions, other.actions)
         assert len(other.kept.parts) > len(one.kept.parts)
 
@@ -121,8 +134,12 @@ def test_some_rows_resume_in_any_order():
     assert torch.equal(resumed.actions, everyone.actions[order])
     assert tokens < tokens_fed(model, lambda: bank.sample(replace(chosen, kept=None)))[0]
     # A later turn resumes as well; its rows are counted by the rollout that kept them.
-    third = with_robust_uniforms(bank, next_turn(chosen, resumed, example_replies(chosen, 1), seed=2))
-    assert torch.equal(bank.sample(third).actions, bank.sample(replace(third, kept=None, kept_rows=None)).actions)
+    third = with_robust_uniforms(
+        bank, next_turn(chosen, resumed, example_replies(chosen, 1), seed=2)
+    )
+    assert torch.equal(
+        bank.sample(third).actions, bank.sample(replace(third, kept=None, kept_rows=None)).actions
+    )
 
 
 @pytest.mark.parametrize("change", ["weights", "base", "history", "another sampler"])
@@ -166,13 +183,17 @@ def test_later_turns_match_a_plain_model(architecture, shared, system):
     model = bank.base.model
     given = tuple((*system, *prompt) for prompt in PROMPTS)
     tokens = 7 if architecture == "gemma2" else 5
-    found = sample_turns(bank, make_rows(range(3), tokens=tokens, min_new_tokens=MIN_TOKENS, prompts=given), turns=2)
+    found = sample_turns(
+        bank, make_rows(range(3), tokens=tokens, min_new_tokens=MIN_TOKENS, prompts=given), turns=2
+    )
     rows = found[0][0]
     turns = [(rollout, replies) for _, rollout, replies in found]
     assert turns[0][0].present.sum(1).unique().numel() > 2, "the test needs ragged completions"
     assert all((rollout.kept is not None) is shared for rollout, _ in turns)
     batch = join_turns(rows, turns)
-    prompts = (3 if shared else 2 + 3 + 4) * sum(map(len, given))  # once per member, or once per row of a group
+    prompts = (3 if shared else 2 + 3 + 4) * sum(
+        map(len, given)
+    )  # once per member, or once per row of a group
     assert sum(bank.cost(batch).values()) == int(batch.present.sum()) + prompts  # with replies
     scored = bank.log_probs(batch)
     torch.testing.assert_close(scored, batch.sampler_log_probs, rtol=1e-4, atol=1e-4)
@@ -187,7 +208,9 @@ def test_later_turns_match_a_plain_model(architecture, shared, system):
         for rollout, replies in turns:
             sampled_tokens = rollout.actions[row][rollout.present[row]].tolist()
             temperature = float(rows.temperature[row])
-            expected = member.log_probs(context, sampled_tokens, temperature=temperature, min_new_tokens=MIN_TOKENS)
+            expected = member.log_probs(
+                context, sampled_tokens, temperature=temperature, min_new_tokens=MIN_TOKENS
+            )
             own = slice(column, column + len(sampled_tokens))
             torch.testing.assert_close(scored[row, own], expected.detach(), rtol=1e-4, atol=1e-4)
             total = total + (weights[row, own] * expected).sum()
@@ -207,7 +230,12 @@ HYPERPARAMETERS = {slot: Hyperparameters(lr=1e-3, max_grad_norm=1e6) for slot in
 
 UNSHAREABLE = {
     "state space": MambaConfig(
-        vocab_size=VOCABULARY, hidden_size=32, state_size=4, num_hidden_layers=2, pad_token_id=PAD, eos_token_id=EOS
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        state_size=4,
+        num_hidden_layers=2,
+        pad_token_id=PAD,
+        eos_token_id=EOS,
     ),
     "hybrid": Lfm2Config(**COMMON, full_attn_idxs=[1]),
 }
@@ -218,7 +246,8 @@ def test_common_beginning_runs_once_per_member():
     bank = different_members(model, 3)
     widths = []
     hook = model.model.register_forward_pre_hook(
-        lambda module, args, kwargs: widths.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+        lambda module, args, kwargs: widths.append(tuple(kwargs["input_ids"].shape)),
+        with_kwargs=True,
     )
     bank.sample(make_rows(range(3), tokens=1, prompts=((*SYSTEM, 3, 4), (*SYSTEM, 5))))
     hook.remove()
@@ -229,7 +258,9 @@ def test_common_beginning_runs_once_per_member():
 @pytest.mark.parametrize("kind", UNSHAREABLE)
 def test_model_without_shared_cache_is_exact(kind):
     model = AutoModelForCausalLM.from_config(UNSHAREABLE[kind])
-    config = lora(exclude_modules=["out_proj", "dt_proj"])  # excluded: fused kernels bypass their hooks
+    config = lora(
+        exclude_modules=["out_proj", "dt_proj"]
+    )  # excluded: fused kernels bypass their hooks
     bank = different_members(model, 3, lora_config=config)
     assert not bank.base.shares_prefix
     batch = sampled_batch(bank, tokens=4, prompts=PROMPTS[:2])
@@ -243,10 +274,15 @@ def test_model_without_shared_cache_is_exact(kind):
                 batch.actions[row][batch.present[row]].tolist(),
                 temperature=float(batch.inputs.temperature[row]),
             )
-            torch.testing.assert_close(scored[row][batch.present[row]], expected.detach(), rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(
+                scored[row][batch.present[row]], expected.detach(), rtol=1e-4, atol=1e-4
+            )
     turns = sample_turns(bank, make_rows(range(3), tokens=3, prompts=PROMPTS[:1]), turns=2)
     assert all(rollout.kept is None for _, rollout, _ in turns)
-    assert all(r.grad_norm > 0 for r in bank.update(batch, grpo_loss(batch), HYPERPARAMETERS).reports.values())
+    assert all(
+        r.grad_norm > 0
+        for r in bank.update(batch, grpo_loss(batch), HYPERPARAMETERS).reports.values()
+    )
 
 
 def test_fallback_warns_once():

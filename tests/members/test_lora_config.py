@@ -26,17 +26,38 @@ UNSUPPORTED = {
 }
 INVALID = [
     *(({name: value}, rf"got .*{name}=") for name, value in UNSUPPORTED.items()),
-    *(({"init_lora_weights": value}, "init_lora_weights") for value in ("pissa", "gaussian", False)),
-    *(({"lora_alpha": value}, "lora_alpha must be a finite number above 0") for value in (0, math.nan, "32", True)),
+    *(
+        ({"init_lora_weights": value}, "init_lora_weights")
+        for value in ("pissa", "gaussian", False)
+    ),
+    *(
+        ({"lora_alpha": value}, "lora_alpha must be a finite number above 0")
+        for value in (0, math.nan, "32", True)
+    ),
     *(({"r": value}, r"lora_config\.r must be a whole number") for value in (0, 4.0, "4", True)),
     *(({"use_rslora": value}, "use_rslora must be True or False") for value in ("false", 1, None)),
-    *(({"target_modules": value}, "target_modules must be a list of") for value in (5, ["q_proj", 1], {"q_proj": 1})),
+    *(
+        ({"target_modules": value}, "target_modules must be a list of")
+        for value in (5, ["q_proj", 1], {"q_proj": 1})
+    ),
     *(({"exclude_modules": value}, "exclude_modules must be a list of") for value in (7, [1])),
-    *(({"target_modules": value}, r"'lm_head'.*vocabulary head") for value in (["q_proj", "lm_head"], r".*head")),
-    *(({"target_modules": value}, "Target linear layers") for value in (["embed_tokens"], r".*mlp")),
-    *(({"target_modules": value}, r"matches no module of Llama.*all-linear") for value in (["qproj"], "q_proj", [])),
+    *(
+        ({"target_modules": value}, r"'lm_head'.*vocabulary head")
+        for value in (["q_proj", "lm_head"], r".*head")
+    ),
+    *(
+        ({"target_modules": value}, "Target linear layers")
+        for value in (["embed_tokens"], r".*mlp")
+    ),
+    *(
+        ({"target_modules": value}, r"matches no module of Llama.*all-linear")
+        for value in (["qproj"], "q_proj", [])
+    ),
     ({"exclude_modules": r".*"}, "matches no module"),
-    *(({name: "("}, rf"{name}='\(' is not a regular") for name in ("target_modules", "exclude_modules")),
+    *(
+        ({name: "("}, rf"{name}='\(' is not a regular")
+        for name in ("target_modules", "exclude_modules")
+    ),
     ({"target_modules": None}, "target_modules"),
 ]
 
@@ -54,9 +75,16 @@ def test_unsupported_fields_raise(fields, message):
     "config",
     [
         LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"),
-        LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], base_model_name_or_path="x", revision="main"),
+        LoraConfig(
+            task_type="CAUSAL_LM",
+            target_modules=["q_proj"],
+            base_model_name_or_path="x",
+            revision="main",
+        ),
         lora(use_rslora=True, exclude_modules=["k_proj"]),
-        LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True),  # fixed by the type of the layer
+        LoraConfig(
+            target_modules=["c_attn"], fan_in_fan_out=True
+        ),  # fixed by the type of the layer
     ],
 )
 def test_supported_fields_are_accepted(config):
@@ -69,7 +97,9 @@ def test_initial_weights_match_peft():
     for target in targets:
         values, b = target.matrices(flat)
         assert not b.any()
-        bound = 1 / math.sqrt(target.width_in)  # kaiming_uniform with a = sqrt(5): uniform within 1 / sqrt(width)
+        bound = 1 / math.sqrt(
+            target.width_in
+        )  # kaiming_uniform with a = sqrt(5): uniform within 1 / sqrt(width)
         assert float(values.abs().max()) <= bound
         assert float(values.std()) == pytest.approx(bound / math.sqrt(3), rel=0.2)
         assert abs(float(values.mean())) < 5 * float(values.std()) / math.sqrt(values.numel())

@@ -15,14 +15,22 @@ IDS = torch.tensor([[3, 4, 5, 6]])
 
 def hooks(module):
     """Return the hooks of a module."""
-    return {name: list(value.items()) for name, value in vars(module).items() if "hooks" in name and value}
+    return {
+        name: list(value.items())
+        for name, value in vars(module).items()
+        if "hooks" in name and value
+    }
 
 
 def state_of(model):
     """Return the visible state of a model, without logits."""
     return {
-        "modules": [(name, type(module), module.training) for name, module in model.named_modules()],
-        "flags": [(name, p.requires_grad, p.data_ptr(), p.grad) for name, p in model.named_parameters()],
+        "modules": [
+            (name, type(module), module.training) for name, module in model.named_modules()
+        ],
+        "flags": [
+            (name, p.requires_grad, p.data_ptr(), p.grad) for name, p in model.named_parameters()
+        ],
         "hooks": [hooks(module) for module in model.modules()],
         "config": model.config.to_dict(),
         "attributes": sorted(vars(model)),
@@ -88,7 +96,9 @@ def test_exceptions_restore_the_model(unusual):
         bank.update(batch, failing, HYPERPARAMETERS)
     assert state_of(unusual) == before
     # A forward pass that fails half-way, like an interrupt.
-    layer = next(module for name, module in unusual.named_modules() if name.endswith(("layers.1", "h.1")))
+    layer = next(
+        module for name, module in unusual.named_modules() if name.endswith(("layers.1", "h.1"))
+    )
 
     def interrupt(*_):
         raise KeyboardInterrupt
@@ -134,11 +144,16 @@ def test_adapters_apply_only_in_passes_of_the_bank():
 def test_dropout_of_the_base_is_off():
     model = tiny_model("gpt2").train()
     assert model.config.resid_pdrop > 0
-    assert not torch.equal(model(input_ids=IDS).logits, model(input_ids=IDS).logits), "the test needs live dropout"
+    assert not torch.equal(model(input_ids=IDS).logits, model(input_ids=IDS).logits), (
+        "the test needs live dropout"
+    )
     bank = different_members(model, 2)
     still = different_members(tiny_model("gpt2").eval(), 2)
     batch = sampled_batch(bank)
     assert torch.equal(batch.actions, sampled_batch(still).actions)
     assert torch.equal(bank.log_probs(batch), still.log_probs(batch))
     loss = grpo_loss(batch)
-    assert bank.update(batch, loss, HYPERPARAMETERS).reports == still.update(batch, loss, HYPERPARAMETERS).reports
+    assert (
+        bank.update(batch, loss, HYPERPARAMETERS).reports
+        == still.update(batch, loss, HYPERPARAMETERS).reports
+    )

@@ -36,12 +36,15 @@ def test_initial_weights_are_orthogonal_and_biases_zero():
 
 
 def test_initial_weights_depend_on_seed_and_layer_only():
-    one, same, other = (StackedBank(VECTOR, spaces.Discrete(2), size=2, seed=seed) for seed in (3, 3, 4))
+    one, same, other = (
+        StackedBank(VECTOR, spaces.Discrete(2), size=2, seed=seed) for seed in (3, 3, 4)
+    )
     assert torch.equal(one.state(0)["weights"], one.state(1)["weights"])
     assert torch.equal(one.state(0)["weights"], same.state(0)["weights"])
     assert not torch.equal(one.state(0)["weights"], other.state(0)["weights"])
     deep, shallow = (
-        DefaultNetwork(NetworkConfig(hidden=hidden), VECTOR, 2).initial_parameters(0) for hidden in ((8, 8, 8), (8, 8))
+        DefaultNetwork(NetworkConfig(hidden=hidden), VECTOR, 2).initial_parameters(0)
+        for hidden in ((8, 8, 8), (8, 8))
     )
     assert torch.equal(deep["hidden1.weight"], shallow["hidden1.weight"])
 
@@ -56,14 +59,18 @@ def test_parts_of_observations_are_concatenated():
     }
     vector, (camera,) = encoder(seen, "cpu")
     # In the space's own order: flags, speed, where (a Dict sorts its keys).
-    assert vector.tolist() == [[1, 0, 0.5, -0.5, 1, 0, 0, 0, 1, 1, 0, 0], [1, 1, 1.0, 0.0, 0, 0, 1, 1, 0, 0, 0, 1]]
+    assert vector.tolist() == [
+        [1, 0, 0.5, -0.5, 1, 0, 0, 0, 1, 1, 0, 0],
+        [1, 1, 1.0, 0.0, 0, 0, 1, 1, 0, 0, 0, 1],
+    ]
     assert encoder.features == 12
     assert encoder.images == [(2, 7, 6)]
     torch.testing.assert_close(camera, torch.full((2, 2, 7, 6), 0.2))
 
 
 @pytest.mark.parametrize(
-    ("space", "expected"), [(image(5, 7, 3), (3, 5, 7)), (image(3, 5, 7), (3, 5, 7)), (image(5, 7), (1, 5, 7))]
+    ("space", "expected"),
+    [(image(5, 7, 3), (3, 5, 7)), (image(3, 5, 7), (3, 5, 7)), (image(5, 7), (1, 5, 7))],
 )
 def test_image_channels_come_first(space, expected):
     encoder = ObservationEncoder(space)
@@ -80,15 +87,22 @@ def test_image_channels_come_first(space, expected):
 @pytest.mark.parametrize("side", [9, 40])
 def test_convolutions_match_torch(side, convolutions):
     space = spaces.Dict({"eye": image(side, side, 3), "speed": VECTOR})
-    network = DefaultNetwork(NetworkConfig(hidden=(6,), activation="elu", convolutions=convolutions), space, 2)
+    network = DefaultNetwork(
+        NetworkConfig(hidden=(6,), activation="elu", convolutions=convolutions), space, 2
+    )
     members = [
         {
-            name: value + 0.1 * torch.randn(value.shape, generator=torch.Generator().manual_seed(seed))
+            name: (
+                value
+                + 0.1 * torch.randn(value.shape, generator=torch.Generator().manual_seed(seed))
+            )
             for name, value in network.initial_parameters(0).items()
         }
         for seed in range(2)
     ]
-    stacked_parameters = {name: torch.stack([member[name] for member in members]) for name in network.shapes}
+    stacked_parameters = {
+        name: torch.stack([member[name] for member in members]) for name in network.shapes
+    }
     seen = tensors(sample_weights(space, 6), (2, 3))
     outputs = network(stacked_parameters, seen)
     recorded, _ = network.vjp(stacked_parameters, seen)
@@ -98,9 +112,12 @@ def test_convolutions_match_torch(side, convolutions):
         values = seen["eye"][row].permute(0, 3, 1, 2) / 255
         for depth, stride in enumerate(strides):
             name = f"image0.layer{depth}"
-            values = nn.functional.conv2d(values, member[f"{name}.weight"], member[f"{name}.bias"], stride).relu()
+            values = nn.functional.conv2d(
+                values, member[f"{name}.weight"], member[f"{name}.bias"], stride
+            ).relu()
         hidden = (
-            torch.cat([seen["speed"][row], values.flatten(1)], 1) @ member["hidden0.weight"] + member["hidden0.bias"]
+            torch.cat([seen["speed"][row], values.flatten(1)], 1) @ member["hidden0.weight"]
+            + member["hidden0.bias"]
         )
         expected = nn.functional.elu(hidden) @ member["output.weight"] + member["output.bias"]
         torch.testing.assert_close(outputs[row], expected, rtol=1e-4, atol=1e-5)
@@ -119,7 +136,10 @@ def test_user_module_is_copied():
     bank.load_state(1, state | {"weights": state["weights"] + 1})
     assert module.training
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
-    assert torch.equal(bank.state(0)["weights"], torch.cat([value.detach().flatten() for value in module.parameters()]))
+    assert torch.equal(
+        bank.state(0)["weights"],
+        torch.cat([value.detach().flatten() for value in module.parameters()]),
+    )
     with torch.no_grad():
         for value in module.parameters():
             value.fill_(7.0)
@@ -129,7 +149,10 @@ def test_user_module_is_copied():
 def test_user_module_runs_without_dropout():
     module = Branching(3, 4)
     network = ModuleNetwork(module, VECTOR, 4)
-    parameters = {name: torch.stack([value, 2 * value]) for name, value in network.initial_parameters(0).items()}
+    parameters = {
+        name: torch.stack([value, 2 * value])
+        for name, value in network.initial_parameters(0).items()
+    }
     seen = torch.randn(2, 5, 3, generator=torch.Generator().manual_seed(0))
     outputs = network(parameters, seen)
     torch.testing.assert_close(outputs[0], module.eval()(seen[0]))
@@ -177,7 +200,9 @@ class Scaled(nn.Module):
 def test_user_module_may_have_a_parameter_without_dimensions():
     bank = StackedBank(VECTOR, spaces.Discrete(4), size=2, network=Scaled())
     state = bank.state(1)
-    bank.load_state(1, state | {"weights": state["weights"].clone().index_fill_(0, torch.tensor(0), 6.0)})
+    bank.load_state(
+        1, state | {"weights": state["weights"].clone().index_fill_(0, torch.tensor(0), 6.0)}
+    )
     seen = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(bank.outputs(1, seen), 3 * bank.outputs(0, seen))
 
@@ -194,7 +219,9 @@ def test_user_module_may_have_a_parameter_without_dimensions():
     ],
 )
 @pytest.mark.parametrize("space", [VECTOR, spaces.MultiBinary(3), spaces.Discrete(3, start=5)])
-def test_modules_whose_rows_are_not_functions_of_one_observation_are_rejected(space, message, change):
+def test_modules_whose_rows_are_not_functions_of_one_observation_are_rejected(
+    space, message, change
+):
     ModuleNetwork(Scaled(), space, 4)
     with pytest.raises(ValueError, match=message):
         ModuleNetwork(Scaled(change), space, 4)

@@ -22,8 +22,12 @@ END_IDS = (EOS, 9)
 LORA_CONFIGS = {
     "regex": lora(target_modules=r".*\.1\.(self_attn\.[qv]_proj|mlp\.gate_proj)"),
     "all-linear": lora(),
-    "excluded list": lora(exclude_modules=["o_proj", "up_proj"], use_rslora=True, r=4, lora_alpha=3),
-    "list and excluded": lora(target_modules=["q_proj", "v_proj"], exclude_modules=r".*layers\.0\..*"),
+    "excluded list": lora(
+        exclude_modules=["o_proj", "up_proj"], use_rslora=True, r=4, lora_alpha=3
+    ),
+    "list and excluded": lora(
+        target_modules=["q_proj", "v_proj"], exclude_modules=r".*layers\.0\..*"
+    ),
 }
 
 
@@ -47,7 +51,9 @@ def test_exported_member_matches_peft(architecture, name, tmp_path):
         warnings.simplefilter("ignore", UserWarning)  # PEFT warns about GPT-2's transposed weights
         loaded = PeftModel.from_pretrained(fresh, folder).eval()
     assert {
-        name.removesuffix(".lora_A.default") for name, _ in loaded.named_modules() if name.endswith("A.default")
+        name.removesuffix(".lora_A.default")
+        for name, _ in loaded.named_modules()
+        if name.endswith("A.default")
     } == {f"base_model.model.{target.name}" for target in bank.targets}
     batch = sampled_batch(bank, tokens=4)
     rows = batch.select_members([1])
@@ -56,10 +62,18 @@ def test_exported_member_matches_peft(architecture, name, tmp_path):
         prompt = rows.inputs.prompts[int(rows.inputs.prompt_ids[row])]
         completion = rows.actions[row][rows.present[row]]
         with torch.no_grad():
-            logits = loaded(input_ids=torch.tensor([[*prompt, *completion.tolist()]])).logits[0, len(prompt) - 1 : -1]
-        expected = (logits / rows.inputs.temperature[row]).log_softmax(1).gather(1, completion[:, None])[:, 0]
+            logits = loaded(input_ids=torch.tensor([[*prompt, *completion.tolist()]])).logits[
+                0, len(prompt) - 1 : -1
+            ]
+        expected = (
+            (logits / rows.inputs.temperature[row])
+            .log_softmax(1)
+            .gather(1, completion[:, None])[:, 0]
+        )
         torch.testing.assert_close(scored[row][rows.present[row]], expected, rtol=1e-4, atol=1e-4)
-    assert float((scored - bank.reference_log_probs(rows)).abs().max()) > 0.1, "the adapters must matter"
+    assert float((scored - bank.reference_log_probs(rows)).abs().max()) > 0.1, (
+        "the adapters must matter"
+    )
 
 
 def reference_step(member, batch, old, slot, beta):
@@ -72,7 +86,10 @@ def reference_step(member, batch, old, slot, beta):
     for row in rows:
         mask = batch.action_mask[row]
         prompt = batch.inputs.prompts[int(batch.inputs.prompt_ids[row])]
-        settings = {"temperature": float(batch.inputs.temperature[row]), "min_new_tokens": MIN_NEW_TOKENS}
+        settings = {
+            "temperature": float(batch.inputs.temperature[row]),
+            "min_new_tokens": MIN_NEW_TOKENS,
+        }
         new.append(member.log_probs(prompt, batch.actions[row][mask].tolist(), **settings).double())
         behaviour.append(old[row][mask].double())
         difference = behaviour[-1] - new[-1]
@@ -85,7 +102,10 @@ def reference_step(member, batch, old, slot, beta):
 
 @pytest.mark.parametrize(
     ("architecture", "full"),
-    [*((architecture, False) for architecture in DISTINCT), *((name, True) for name in (*DISTINCT, "qwen2"))],
+    [
+        *((architecture, False) for architecture in DISTINCT),
+        *((name, True) for name in (*DISTINCT, "qwen2")),
+    ],
 )
 def test_members_equal_separate_training_loops(architecture, full):
     """Rollouts are the bank's; losses, gradients, moments and weights over two steps are compared."""
@@ -96,7 +116,13 @@ def test_members_equal_separate_training_loops(architecture, full):
         2: Hyperparameters(lr=1e-2, max_grad_norm=0.05),
     }
     make = full_members if full else different_members
-    bank = make(tiny_model(architecture), 3, optimizer=settings, eos_token_ids=END_IDS, micro_batch_tokens=60)
+    bank = make(
+        tiny_model(architecture),
+        3,
+        optimizer=settings,
+        eos_token_ids=END_IDS,
+        micro_batch_tokens=60,
+    )
     members = [PlainMember(bank, slot) if full else peft_member(bank, slot) for slot in range(3)]
     optimizers = [
         torch.optim.AdamW(
@@ -116,7 +142,9 @@ def test_members_equal_separate_training_loops(architecture, full):
             optimizer.zero_grad()
             loss = reference_step(member, batch, old, slot, beta=0.1)
             loss.backward()
-            norm = torch.nn.utils.clip_grad_norm_(member.parameters.values(), hyperparameters[slot].max_grad_norm)
+            norm = torch.nn.utils.clip_grad_norm_(
+                member.parameters.values(), hyperparameters[slot].max_grad_norm
+            )
             assert reports[slot].loss == pytest.approx(float(loss.detach()), rel=1e-3, abs=1e-4)
             assert reports[slot].grad_norm == pytest.approx(float(norm), rel=1e-3)
             if step == 0:  # the first moment, which started at zero, is the clipped gradient
@@ -124,8 +152,17 @@ def test_members_equal_separate_training_loops(architecture, full):
             optimizer.step()
             states = optimizer.state
             compare(bank, slot, member, lambda p, states=states: states[p]["exp_avg"], "exp_avg")
-            compare(bank, slot, member, lambda p, states=states: states[p]["exp_avg_sq"], "exp_avg_sq")
-            compare(bank, slot, member, lambda p: p, "weights" if full else "adapter", lr=hyperparameters[slot].lr)
+            compare(
+                bank, slot, member, lambda p, states=states: states[p]["exp_avg_sq"], "exp_avg_sq"
+            )
+            compare(
+                bank,
+                slot,
+                member,
+                lambda p: p,
+                "weights" if full else "adapter",
+                lr=hyperparameters[slot].lr,
+            )
 
 
 def peft_member(bank, slot):
@@ -145,4 +182,6 @@ def compare(bank, slot, member, read, name, lr=None):
             # A single tensor may be far smaller than the whole gradient.
             assert_gradients_agree(got, expected, steps=MOMENT_STEPS, label=f"{name} of {key}")
         else:
-            assert_weights_agree(got, expected, steps=int(state["step"]), lr=lr, label=f"{name} of {key}")
+            assert_weights_agree(
+                got, expected, steps=int(state["step"]), lr=lr, label=f"{name} of {key}"
+            )

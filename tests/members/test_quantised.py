@@ -32,7 +32,9 @@ LR = 1e-2
 
 
 def needs(package: str) -> Any:
-    return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"{package} is not installed")
+    return pytest.mark.skipif(
+        importlib.util.find_spec(package) is None, reason=f"{package} is not installed"
+    )
 
 
 KINDS = [pytest.param("int8", marks=needs("torchao"))]
@@ -84,12 +86,19 @@ def test_fingerprint_matches_the_plain_base(kind: Any, base: PreTrainedModel, st
     assert base_bytes(base) <= estimate * 1.1 < 0.6 * base_bytes(plain)
 
 
-def test_exports_load_on_the_plain_base(base: PreTrainedModel, stored: Path, tmp_path: Path) -> None:
-    """PEFT and an agent on the plain base load the adapter; checkpoints do not contain the quantised base."""
+def test_exports_load_on_the_plain_base(
+    base: PreTrainedModel, stored: Path, tmp_path: Path
+) -> None:
+    """PEFT and an agent on the plain base load the adapter.
+
+    Checkpoints do not contain the quantised base.
+    """
     agent = tiny_agent(actor_network=base)
     randomise_adapter(agent)
     agent.save_checkpoint(tmp_path / "agent")
-    assert check_export(tmp_path / "agent", load_outline(stored).model) == 2 * len(agent.members.bank.targets)
+    assert check_export(tmp_path / "agent", load_outline(stored).model) == 2 * len(
+        agent.members.bank.targets
+    )
     again = GRPO.load(tmp_path / "agent", actor_network=tiny_model())
     assert torch.equal(again.state()["adapter"], agent.state()["adapter"])
     with pytest.raises(ValueError, match="quantised base"):
@@ -99,14 +108,22 @@ def test_exports_load_on_the_plain_base(base: PreTrainedModel, stored: Path, tmp
 def test_a_base_may_be_quantised_by_the_user(kind: Any, stored: Path, tmp_path: Path) -> None:
     """A base quantised by the user has its own fingerprint."""
     options = quantised_options(kind, torch.float32, "cpu")
-    model, same = (AutoModelForCausalLM.from_pretrained(stored, dtype=torch.float32, **options) for _ in range(2))
+    model, same = (
+        AutoModelForCausalLM.from_pretrained(stored, dtype=torch.float32, **options)
+        for _ in range(2)
+    )
     agent = tiny_agent(actor_network=model)
     agent.save_checkpoint(tmp_path / "agent")
-    assert GRPO.load(tmp_path / "agent", actor_network=same).members.fingerprint == agent.members.fingerprint
+    assert (
+        GRPO.load(tmp_path / "agent", actor_network=same).members.fingerprint
+        == agent.members.fingerprint
+    )
 
 
 @pytest.mark.parametrize("wanted", list(PACKAGES))
-def test_unsupported_device_or_sharding_raises(wanted: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_unsupported_device_or_sharding_raises(
+    wanted: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Unsupported device, sharding or missing package, before the base is located."""
     for device in {"cpu", "cuda", "mps"} - set(DEVICES[wanted]):
         with pytest.raises(ValueError, match=f"{wanted} requires the device .*{device}"):
@@ -115,7 +132,8 @@ def test_unsupported_device_or_sharding_raises(wanted: str, monkeypatch: pytest.
         check_quantised(wanted, "cuda", parts=2)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(
-        ValueError, match=rf"A base in {wanted} requires {PACKAGES[wanted]}, .*pip install .*\[quantised\]"
+        ValueError,
+        match=rf"A base in {wanted} requires {PACKAGES[wanted]}, .*pip install .*\[quantised\]",
     ):
         check_quantised(wanted, "cuda")
     with pytest.raises(ValueError, match="A base in int8 requires torchao"):

@@ -78,17 +78,23 @@ def test_token_frequencies_match_transformers(name):
     grid = (torch.arange(count, dtype=torch.float64) + 0.5) / count
     for slot, temperature, first in ((0, 1.0, None), (1, 0.6, 0.3)):
         member = PeftMember(bank.base.model, lora(), bank.peft_files(slot)[0], [EOS])
-        uniforms = grid[:, None] if first is None else torch.stack([torch.full_like(grid, first), grid], 1)
+        uniforms = (
+            grid[:, None] if first is None else torch.stack([torch.full_like(grid, first), grid], 1)
+        )
         rows = one_prompt(PROMPTS[1], uniforms, temperature=temperature, slot=slot, options=options)
         drawn = bank.sample(rows)
-        assert drawn.exact is (options == SamplingOptions()), "the trainer scores the whole distribution"
+        assert drawn.exact is (options == SamplingOptions()), (
+            "the trainer scores the whole distribution"
+        )
         before = drawn.actions[0, :-1].tolist()
         assert bool((drawn.actions[:, :-1] == torch.tensor(before, dtype=torch.long)).all())
         expected = token_probabilities(member, (*PROMPTS[1], *before), options, temperature)
         last = drawn.actions[:, -1]
         frequency = last.bincount(minlength=VOCABULARY) / count
         assert float((frequency - expected).abs().max()) <= 1 / count + 1e-4
-        torch.testing.assert_close(drawn.log_probs[:, -1].double(), expected[last].log(), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            drawn.log_probs[:, -1].double(), expected[last].log(), rtol=1e-4, atol=1e-4
+        )
 
 
 @pytest.mark.parametrize(
@@ -100,7 +106,9 @@ def test_greedy_decoding_equals_transformers_generate(architecture, min_new_toke
     bank = tiny_bank(2, architecture, eos_token_ids=[EOS, 40])
     rows = make_rows([0, 1], tokens=12, greedy=True, min_new_tokens=min_new_tokens)
     if penalty != 1.0:
-        rows = replace(rows, options=SamplingOptions(repetition_penalty=penalty, top_k=3, top_p=0.5, min_p=0.3))
+        rows = replace(
+            rows, options=SamplingOptions(repetition_penalty=penalty, top_k=3, top_p=0.5, min_p=0.3)
+        )
     rollout = bank.sample(rows)
     for slot in range(2):
         member = PeftMember(bank.base.model, lora(), bank.peft_files(slot)[0], [EOS, 40])
@@ -113,7 +121,11 @@ def test_greedy_decoding_equals_transformers_generate(architecture, min_new_toke
                     pad_token_id=PAD,
                 )  # fmt: skip
             expected = tokens[0, len(prompt) :].tolist()
-            for row in ((rows.member_ids == slot) & (rows.prompt_ids == prompt_id)).nonzero()[:, 0].tolist():
+            for row in (
+                ((rows.member_ids == slot) & (rows.prompt_ids == prompt_id))
+                .nonzero()[:, 0]
+                .tolist()
+            ):
                 assert rollout.actions[row][rollout.present[row]].tolist() == expected
     if penalty == 1.0:
         assert torch.equal(rollout.log_probs, torch.zeros_like(rollout.log_probs))
@@ -158,7 +170,9 @@ def test_no_eos_before_min_new_tokens():
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("architecture", "shared"), [("llama", True), ("llama", False), ("gemma2", True)])
+@pytest.mark.parametrize(
+    ("architecture", "shared"), [("llama", True), ("llama", False), ("gemma2", True)]
+)
 def test_results_do_not_depend_on_order_or_waves(architecture, shared, device, monkeypatch):
     bank = different_members(tiny_model(architecture).to(device), 3)
     bank.base.shares_prefix = shared
@@ -166,13 +180,19 @@ def test_results_do_not_depend_on_order_or_waves(architecture, shared, device, m
     expected = bank.sample(rows).to(torch.device("cpu"))
     all_rows = torch.arange(len(rows))
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))
-    parts = ((sampling.CACHED_TOKENS, all_rows[::3]), (1, order[:6]), (11 * 10, order))  # one wave, or several
+    parts = (
+        (sampling.CACHED_TOKENS, all_rows[::3]),
+        (1, order[:6]),
+        (11 * 10, order),
+    )  # one wave, or several
     for cached_tokens, selected in parts:
         monkeypatch.setattr(sampling, "CACHED_TOKENS", cached_tokens)
         got = bank.sample(rows.select(selected)).to(torch.device("cpu"))
         for field in FIELDS:
             assert torch.equal(getattr(got, field), getattr(expected, field)[selected]), field
-        torch.testing.assert_close(got.log_probs, expected.log_probs[selected], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            got.log_probs, expected.log_probs[selected], rtol=1e-4, atol=1e-4
+        )
 
 
 def test_check_interval_does_not_change_completions(monkeypatch):
@@ -194,7 +214,9 @@ def test_options_apply_alike_to_single_rows_and_further_turns():
     together = bank.sample(replace(rows, keep=True))
     for row in (0, 7, 20):
         alone = bank.sample(rows.select(torch.tensor([row])))
-        assert torch.equal(alone.actions[0][alone.present[0]], together.actions[row][together.present[row]])
+        assert torch.equal(
+            alone.actions[0][alone.present[0]], together.actions[row][together.present[row]]
+        )
     second = with_robust_uniforms(bank, next_turn(rows, together, example_replies(rows, 0)))
     assert second.options == options
     kept = bank.sample(second)
@@ -205,7 +227,9 @@ def test_options_apply_alike_to_single_rows_and_further_turns():
         assert second.history is not None
         read = (*second.prompts[int(second.prompt_ids[row])], *second.history[row])
         expected = token_probabilities(member, read, options, float(second.temperature[row]))
-        assert float(kept.log_probs[row, 0]) == pytest.approx(float(expected[kept.actions[row, 0]].log()), abs=1e-3)
+        assert float(kept.log_probs[row, 0]) == pytest.approx(
+            float(expected[kept.actions[row, 0]].log()), abs=1e-3
+        )
 
 
 def sample_with_reports(bank, rows):
@@ -222,7 +246,9 @@ def sample_with_reports(bank, rows):
 
 
 def tokens_of(rollout):
-    return [row[present].tolist() for row, present in zip(rollout.actions, rollout.present, strict=True)]
+    return [
+        row[present].tolist() for row, present in zip(rollout.actions, rollout.present, strict=True)
+    ]
 
 
 @pytest.mark.parametrize(("cached_tokens", "look_every"), [(sampling.CACHED_TOKENS, 1), (110, 8)])
@@ -234,13 +260,19 @@ def test_every_row_is_reported_once_when_finished(cached_tokens, look_every, mon
     rows = rows.select(torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)))
     alone = bank.sample(rows)
     got, reports = sample_with_reports(bank, rows)
-    assert all(torch.equal(getattr(got, name), getattr(alone, name)) for name in (*FIELDS, "log_probs"))
+    assert all(
+        torch.equal(getattr(got, name), getattr(alone, name)) for name in (*FIELDS, "log_probs")
+    )
     assert sorted(row for row, *_ in reports) == list(range(len(rows)))
     assert {row: tokens for row, tokens, _ in reports} == dict(enumerate(tokens_of(got)))
-    assert min(part for *_, part in reports) < max(part for *_, part in reports) == pytest.approx(1.0)
+    assert (
+        min(part for *_, part in reports) < max(part for *_, part in reports) == pytest.approx(1.0)
+    )
 
 
-@pytest.mark.parametrize(("moment", "most"), [(1, 0.0), (9, 0.5)], ids=["row by row", "from common beginnings"])
+@pytest.mark.parametrize(
+    ("moment", "most"), [(1, 0.0), (9, 0.5)], ids=["row by row", "from common beginnings"]
+)
 def test_reported_rows_survive_out_of_memory(moment, most, monkeypatch):
     monkeypatch.setattr(decode, "MAX_DISTINCT_SHARE", most)
     bank = bank_with_early_ends()
@@ -263,4 +295,6 @@ def test_reported_rows_survive_out_of_memory(moment, most, monkeypatch):
     assert torch.equal(got.truncated, expected.truncated)
     ended = int((expected.present.sum(1) < moment).sum())
     half = -(-(len(rows) - ended) // 2)
-    assert calls[moment] == half if most == 0.0 else calls[moment] <= half, "half of the rows not reported yet"
+    assert calls[moment] == half if most == 0.0 else calls[moment] <= half, (
+        "half of the rows not reported yet"
+    )

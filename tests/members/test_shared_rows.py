@@ -1,4 +1,7 @@
-"""Rows that run once: identical completions in learning, equal beginnings in sampling; micro-batches."""
+"""Rows that run once: identical completions in learning, equal beginnings in sampling.
+
+Micro-batches.
+"""
 
 import itertools
 from dataclasses import replace
@@ -13,7 +16,13 @@ from evogrpo.functional.matmul import padded_rows
 from evogrpo.members.fast_llama import decode
 from evogrpo.members.language.micro_batches import micro_batches
 from evogrpo.records import SamplingOptions
-from evogrpo.testing.samplers import PROMPTS, as_batch, different_members, make_rows, with_robust_uniforms
+from evogrpo.testing.samplers import (
+    PROMPTS,
+    as_batch,
+    different_members,
+    make_rows,
+    with_robust_uniforms,
+)
 from tests.policy_banks import assert_gradients_agree
 from tests.tiny_batches import grpo_loss, rows_run, tiny_bank
 from tests.tiny_models import EOS, tiny_model
@@ -26,15 +35,27 @@ def repeated(bank):
     """Return shuffled completions with repetitions, which have different rewards, masks, temperatures and turns."""
     rows = make_rows(range(SIZE), tokens=5, prompts=PROMPTS[:2])
     batch = as_batch(rows, bank.sample(rows))
-    batch = batch.select(torch.randperm(9 * len(rows), generator=torch.Generator().manual_seed(0)) % len(rows))
+    batch = batch.select(
+        torch.randperm(9 * len(rows), generator=torch.Generator().manual_seed(0)) % len(rows)
+    )
     kind = torch.arange(len(batch)) % 4
     mask = batch.action_mask.clone()
     chosen = batch.present.clone()
     mask[kind <= 1, 1] = False
-    chosen[(kind == 0) & (batch.actions[:, 2] != EOS), 1] = False  # a reply, so the next token begins a turn
-    temperature = batch.inputs.temperature * torch.where(kind == 2, 1.0 + torch.finfo(torch.float32).eps, 1.0)
+    chosen[(kind == 0) & (batch.actions[:, 2] != EOS), 1] = (
+        False  # a reply, so the next token begins a turn
+    )
+    temperature = batch.inputs.temperature * torch.where(
+        kind == 2, 1.0 + torch.finfo(torch.float32).eps, 1.0
+    )
     inputs = replace(batch.inputs, temperature=temperature, min_new_tokens=1)
-    return replace(batch, inputs=inputs, action_mask=mask, chosen=chosen, rewards=torch.arange(len(batch)) % 5.0)
+    return replace(
+        batch,
+        inputs=inputs,
+        action_mask=mask,
+        chosen=chosen,
+        rewards=torch.arange(len(batch)) % 5.0,
+    )
 
 
 @pytest.fixture
@@ -60,11 +81,15 @@ def distinct(batch, *, of_base=False):
     members = torch.zeros_like(batch.member_ids) if of_base else batch.member_ids
     columns = [members, batch.inputs.prompt_ids, batch.inputs.temperature]
     columns += [torch.where(batch.present, batch.actions, -1), batch.action_mask, batch.chosen]
-    return len({tuple(map(str, row)) for row in zip(*(column.tolist() for column in columns), strict=True)})
+    return len(
+        {tuple(map(str, row)) for row in zip(*(column.tolist() for column in columns), strict=True)}
+    )
 
 
 @pytest.mark.parametrize(("architecture", "entropy_gradient"), [("llama", True), ("gemma2", False)])
-def test_shared_rows_match_running_every_row(architecture, entropy_gradient, row_counts, monkeypatch):
+def test_shared_rows_match_running_every_row(
+    architecture, entropy_gradient, row_counts, monkeypatch
+):
     bank = tiny_bank(SIZE, architecture, micro_batch_tokens=70)
     batch = repeated(bank)
     loss = grpo_loss(batch)
@@ -78,8 +103,14 @@ def test_shared_rows_match_running_every_row(architecture, entropy_gradient, row
         scores = bank.log_probs(batch), bank.entropies(batch), bank.reference_log_probs(batch)
         initial = torch.zeros_like(scores[0]), scores[1].clone()
         with bank.base.working():
-            learnt = bank.gradients(batch, range(SIZE), loss_with_entropies, initial, entropy_gradient=entropy_gradient)
-            return scores, [(slot, gradient.clone(), value) for slot, gradient, value in learnt], sum(sizes)
+            learnt = bank.gradients(
+                batch, range(SIZE), loss_with_entropies, initial, entropy_gradient=entropy_gradient
+            )
+            return (
+                scores,
+                [(slot, gradient.clone(), value) for slot, gradient, value in learnt],
+                sum(sizes),
+            )
 
     scores, learnt, ran = results()
     monkeypatch.setenv("EVOGRPO_SLOW", "1")  # the model stays the same
@@ -99,7 +130,8 @@ def test_base_runs_identical_rows_of_members_once(row_counts):
     batch = repeated(bank)
     alone = batch.select((batch.member_ids == 0).nonzero()[:, 0])
     copies = replace(
-        alone.select(torch.arange(len(alone)).repeat(SIZE)), member_ids=torch.arange(SIZE).repeat_interleave(len(alone))
+        alone.select(torch.arange(len(alone)).repeat(SIZE)),
+        member_ids=torch.arange(SIZE).repeat_interleave(len(alone)),
     )
     sizes = row_counts(bank)
     found = bank.reference_log_probs(copies)
@@ -107,21 +139,29 @@ def test_base_runs_identical_rows_of_members_once(row_counts):
     assert torch.equal(found, bank.reference_log_probs(alone).repeat(SIZE, 1))
     members = bank.log_probs(copies)
     assert sum(sizes) == (2 + SIZE) * distinct(alone)
-    assert not torch.allclose(members[: len(alone)], members[-len(alone) :], atol=1e-2), "their adapters differ"
+    assert not torch.allclose(members[: len(alone)], members[-len(alone) :], atol=1e-2), (
+        "their adapters differ"
+    )
 
 
 def alike(members=range(SIZE), *, copies=4, temperature=0.4, **settings):
     """Return rows of which many sample equal tokens: low temperatures, large groups."""
     rows = make_rows(members, **settings)
     order = torch.arange(len(rows)).repeat_interleave(copies)
-    draws = torch.rand(len(order), rows.uniforms.shape[1], generator=torch.Generator().manual_seed(3))
+    draws = torch.rand(
+        len(order), rows.uniforms.shape[1], generator=torch.Generator().manual_seed(3)
+    )
     rows = replace(rows.select(order), uniforms=draws.double())
     return replace(rows, temperature=torch.full_like(rows.temperature, temperature))
 
 
 def distinct_prefixes(rows, rollout, at):
     """Return the distinct prefixes of `at` tokens."""
-    unfinished = rollout.present[:, at] if at < rollout.present.shape[1] else torch.zeros(len(rows), dtype=torch.bool)
+    unfinished = (
+        rollout.present[:, at]
+        if at < rollout.present.shape[1]
+        else torch.zeros(len(rows), dtype=torch.bool)
+    )
     return {
         (int(rows.member_ids[row]), int(rows.prompt_ids[row]), *rollout.actions[row, :at].tolist())
         for row in unfinished.nonzero()[:, 0].tolist()
@@ -157,13 +197,16 @@ def test_rows_run_separately_when_few_prefixes_are_equal(monkeypatch):
     within = [least <= decode.MAX_DISTINCT_SHARE * len(rows) for least in needed]
     assert any(within)
     assert not all(within)
-    assert counts == [padded_rows(least) if few else len(rows) for least, few in zip(needed, within, strict=True)]
+    assert counts == [
+        padded_rows(least) if few else len(rows) for least, few in zip(needed, within, strict=True)
+    ]
     monkeypatch.setattr(decode, "MAX_DISTINCT_SHARE", 0.0)
     assert torch.equal(bank.sample(rows).actions, got.actions)
 
 
 @pytest.mark.parametrize(
-    "options", [SamplingOptions(), SamplingOptions(top_k=5, top_p=0.7, min_p=0.05, repetition_penalty=1.3)]
+    "options",
+    [SamplingOptions(), SamplingOptions(top_k=5, top_p=0.7, min_p=0.05, repetition_penalty=1.3)],
 )
 def test_shared_prefixes_match_with_all_options_and_different_temperatures(options, monkeypatch):
     bank = tiny_bank(SIZE)
@@ -192,7 +235,9 @@ def test_greedy_rows_never_separate(monkeypatch):
 
 def test_further_turns_resume_from_shared_prefixes(monkeypatch):
     bank = tiny_bank(SIZE)
-    rows = with_robust_uniforms(bank, replace(alike(tokens=8, min_new_tokens=8, temperature=0.2), keep=True))
+    rows = with_robust_uniforms(
+        bank, replace(alike(tokens=8, min_new_tokens=8, temperature=0.2), keep=True)
+    )
     turns = []
     for most in (1.0, 0.0):
         monkeypatch.setattr(decode, "MAX_DISTINCT_SHARE", most)
@@ -201,7 +246,9 @@ def test_further_turns_resume_from_shared_prefixes(monkeypatch):
         history = tuple((*completion, 3, 4) for completion in map(tuple, first.actions.tolist()))
         turns.append(bank.sample(replace(rows, history=history, kept=first.kept)))
     assert torch.equal(turns[0].present, turns[1].present)
-    torch.testing.assert_close(turns[0].log_probs[:, 0], turns[1].log_probs[:, 0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        turns[0].log_probs[:, 0], turns[1].log_probs[:, 0], rtol=1e-4, atol=1e-4
+    )
 
 
 LENGTHS = st.lists(st.tuples(st.integers(0, 4), st.integers(1, 12)), min_size=0, max_size=20)

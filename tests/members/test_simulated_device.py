@@ -35,7 +35,12 @@ def run_on_simulated_device(*arguments):
             eval(mixed, package)  # noqa: S307
     with pytest.raises(TypeError, match=r"Use Tensor\.cpu\(\) first"):
         there.numpy()
-    for allowed in ("there + 1.0", "there[here.long() - 1]", "there.cpu() + here", "there + here.to(there)"):
+    for allowed in (
+        "there + 1.0",
+        "there[here.long() - 1]",
+        "there.cpu() + here",
+        "there + here.to(there)",
+    ):
         eval(allowed, package)  # noqa: S307
     sys.exit(pytest.main(list(arguments)))
 

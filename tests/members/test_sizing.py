@@ -23,7 +23,9 @@ MODEL = tiny_model("llama")
 @pytest.mark.parametrize(("reduced", "logits"), [(True, 256), (False, 2048)])
 def test_default_size_follows_the_memory_estimate(reduced, logits, monkeypatch):
     bank = different_members(MODEL, 2, reduce_memory_peak=reduced)
-    taken = sizing.base_bytes(MODEL) + 3 * sum(bank.state_tensor(0, name).nbytes for name in bank.state_keys)
+    taken = sizing.base_bytes(MODEL) + 3 * sum(
+        bank.state_tensor(0, name).nbytes for name in bank.state_keys
+    )
     enough = taken + 2 * sizing.learning_bytes(MODEL, 2048, logits, 4)
     for memory, size in (
         (enough, 2048),
@@ -32,11 +34,22 @@ def test_default_size_follows_the_memory_estimate(reduced, logits, monkeypatch):
         (1000 * enough, MAX_TOKENS),
         (None, MAX_TOKENS),
     ):
-        monkeypatch.setattr(sizing, "device_memory", lambda device, memory=memory: (memory, "memory"))
+        monkeypatch.setattr(
+            sizing, "device_memory", lambda device, memory=memory: (memory, "memory")
+        )
         assert size_for_memory(bank, MODEL) == size
 
 
-ODD = ("dots3_note_text", "falcon_mamba", "gemma3n_text", "gemma4_text", "gpt2", "mamba2", "rwkv", "xlstm")
+ODD = (
+    "dots3_note_text",
+    "falcon_mamba",
+    "gemma3n_text",
+    "gemma4_text",
+    "gpt2",
+    "mamba2",
+    "rwkv",
+    "xlstm",
+)
 """Kinds of models whose configs name no heads, or no intermediate size, or have several of them."""
 
 
@@ -48,7 +61,9 @@ def test_memory_is_estimated_without_some_config_fields(name):
 
 
 def test_the_largest_layer_determines_the_estimate():
-    model = SimpleNamespace(config=CONFIG_MAPPING["gemma4_text"](num_hidden_layers=2, hidden_size=64))
+    model = SimpleNamespace(
+        config=CONFIG_MAPPING["gemma4_text"](num_hidden_layers=2, hidden_size=64)
+    )
     heads = [layer.head_dim * layer.num_key_value_heads for layer in model.config.per_layer_config]
     assert len(set(heads)) == 2
     assert widths_of(model).keys == max(heads)

@@ -25,7 +25,9 @@ class StackedBankTestCase(PolicyBankTestCase):
         return self.case.bank(size)
 
     def act(self, bank, members, *, seed=0, nudge=0.0, equal_shapes=False, base=False):
-        return acted_batch(self.case, bank, members, seed=seed, nudge=nudge, equal_shapes=equal_shapes, base=base)
+        return acted_batch(
+            self.case, bank, members, seed=seed, nudge=nudge, equal_shapes=equal_shapes, base=base
+        )
 
 
 class TestSomeAlike(StackedBankTestCase):
@@ -44,7 +46,9 @@ def act_rows(case, bank, member_ids, *, seed=0, **settings):
     """Act with the same observations and uniform numbers in row i of every call."""
     rngs = [generator(seed, "test rows", row) for row in range(len(member_ids))]
     seen = stacked([observe(case.observations, rng) for rng in rngs])
-    uniforms = np.stack([rng.random(bank.distribution.uniforms_per_action) for rng in rngs]).astype(np.float32)
+    uniforms = np.stack([rng.random(bank.distribution.uniforms_per_action) for rng in rngs]).astype(
+        np.float32
+    )
     settings = {"uniforms": uniforms} | settings
     return bank.act(seen, np.asarray(member_ids, dtype=np.int64), **settings)
 
@@ -61,15 +65,22 @@ def test_rows_act_independently_of_other_members(name, member_ids):
         alone.load_state(0, bank.state(slot))
         separate = act_rows(case, alone, [0] * len(member_ids))
         of_member = np.array(member_ids) == slot
-        np.testing.assert_allclose(acted.actions[of_member], separate.actions[of_member], rtol=1e-4, atol=1e-4)
-        np.testing.assert_allclose(acted.log_probs[of_member], separate.log_probs[of_member], rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(
+            acted.actions[of_member], separate.actions[of_member], rtol=1e-4, atol=1e-4
+        )
+        np.testing.assert_allclose(
+            acted.log_probs[of_member], separate.log_probs[of_member], rtol=1e-4, atol=1e-4
+        )
 
 
 def test_a_dict_or_tuple_of_one_box_acts_as_the_box():
     ids = np.zeros(5, np.int64)
     seen = np.random.default_rng(0).standard_normal((5, *VECTOR.shape), np.float32)
     plain = StackedBank(VECTOR, spaces.Discrete(3), size=1).act(seen, ids, uniforms=None)
-    for space, same in ((spaces.Dict({"a": VECTOR}), {"a": seen}), (spaces.Tuple([VECTOR]), (seen,))):
+    for space, same in (
+        (spaces.Dict({"a": VECTOR}), {"a": seen}),
+        (spaces.Tuple([VECTOR]), (seen,)),
+    ):
         acted = StackedBank(space, spaces.Discrete(3), size=1).act(same, ids, uniforms=None)
         np.testing.assert_allclose(acted.log_probs, plain.log_probs, rtol=1e-5)
 
@@ -81,7 +92,11 @@ def test_acting_uses_current_weights():
     rows = [0] * 20 + [1] * 20
     first = act_rows(case, bank, rows)
     batch = acted_batch(case, bank, range(2))
-    bank.update(batch, lambda r, log_probs, e: log_probs.sum(1), {0: Hyperparameters(lr=0.1, max_grad_norm=1e6)})
+    bank.update(
+        batch,
+        lambda r, log_probs, e: log_probs.sum(1),
+        {0: Hyperparameters(lr=0.1, max_grad_norm=1e6)},
+    )
     second = act_rows(case, bank, rows)
     assert (second.log_probs[:20] != first.log_probs[:20]).all()
     assert (second.log_probs[20:] == first.log_probs[20:]).all()
@@ -91,7 +106,9 @@ def test_acting_uses_current_weights():
     alike = act_rows(case, bank, [0] * 40)
     np.testing.assert_allclose(alike.log_probs[:20], third.log_probs[:20], rtol=1e-5, atol=1e-6)
     bank.rebuild(0, NetworkConfig(hidden=(20, 6)), generator(0, "test"))
-    np.testing.assert_allclose(act_rows(case, bank, rows).log_probs, third.log_probs, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        act_rows(case, bank, rows).log_probs, third.log_probs, rtol=1e-4, atol=1e-5
+    )
     bank.load_state(0, case.bank(3).state(2))
     assert (act_rows(case, bank, rows).log_probs[:20] != third.log_probs[:20]).any()
 
@@ -112,6 +129,9 @@ def test_devices_agree(name, device):
     acted = [act_rows(case, bank, rows) for bank in (cpu, moved)]
     np.testing.assert_allclose(acted[0].log_probs, acted[1].log_probs, rtol=1e-3, atol=1e-3)
     steps = dict.fromkeys(range(3), Hyperparameters(lr=1e-3))
-    reports = [bank.update(batch, lambda r, log_probs, e: log_probs.sum(1), steps).reports for bank in (cpu, moved)]
+    reports = [
+        bank.update(batch, lambda r, log_probs, e: log_probs.sum(1), steps).reports
+        for bank in (cpu, moved)
+    ]
     for slot in range(3):
         assert reports[0][slot].grad_norm == pytest.approx(reports[1][slot].grad_norm, rel=1e-2)

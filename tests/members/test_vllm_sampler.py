@@ -18,7 +18,15 @@ from evogrpo.interruption import Interrupted, Stop
 from evogrpo.members.language import vllm_sampler
 from evogrpo.members.language.loading import loadable_name
 from evogrpo.members.language.vllm_sampler import VLLMError, VLLMSampler, vllm_command
-from evogrpo.testing.samplers import EOS, PROMPTS, SamplerTestCase, as_batch, different_members, make_rows, tiny_llama
+from evogrpo.testing.samplers import (
+    EOS,
+    PROMPTS,
+    SamplerTestCase,
+    as_batch,
+    different_members,
+    make_rows,
+    tiny_llama,
+)
 from tests.tiny_batches import tiny_bank
 from tests.tiny_models import tiny_model
 from tests.tiny_training import tiny_env, tiny_population
@@ -89,9 +97,14 @@ def test_each_member_and_temperature_is_one_request_of_token_ids(server, bank, t
     sent = server.posts("/v1/completions")
     assert sorted(body["temperature"] for body in sent) == pytest.approx([0.7, 1.0, 1.3])
     assert sum(len(body["prompt"]) for body in sent) == len(rows)
-    assert all(isinstance(token, int) for body in sent for prompt in body["prompt"] for token in prompt)
+    assert all(
+        isinstance(token, int) for body in sent for prompt in body["prompt"] for token in prompt
+    )
     assert all(body["return_token_ids"] and body["logprobs"] is not None for body in sent)
-    completions = [tokens[present].tolist() for tokens, present in zip(rollout.actions, rollout.present, strict=True)]
+    completions = [
+        tokens[present].tolist()
+        for tokens, present in zip(rollout.actions, rollout.present, strict=True)
+    ]
     assert dict(finished) == dict(enumerate(completions))
     assert len(finished) == len(rows)
 
@@ -106,7 +119,9 @@ def test_large_requests_are_split(server, bank, tmp_path, monkeypatch):
     assert torch.equal(rollout.actions, bank.sample(rows).actions)
 
 
-def test_every_version_of_an_adapter_has_a_path_a_name_and_a_salt_of_its_own(server, bank, tmp_path):
+def test_every_version_of_an_adapter_has_a_path_a_name_and_a_salt_of_its_own(
+    server, bank, tmp_path
+):
     sampler = connected(bank, tmp_path, server)
     rows = make_rows(range(SIZE), tokens=2)
     sampler.sample(rows)
@@ -115,8 +130,14 @@ def test_every_version_of_an_adapter_has_a_path_a_name_and_a_salt_of_its_own(ser
     sampler.sample(rows)
     loads = server.posts("/v1/load_lora_adapter")
     assert len(loads) == SIZE + 2  # an unchanged member is not loaded again
-    assert len({body["lora_path"] for body in loads}) == len({body["lora_name"] for body in loads}) == len(loads)
-    assert not any(body.get("load_inplace") for body in loads)  # vLLM would read the files again for every batch
+    assert (
+        len({body["lora_path"] for body in loads})
+        == len({body["lora_name"] for body in loads})
+        == len(loads)
+    )
+    assert not any(
+        body.get("load_inplace") for body in loads
+    )  # vLLM would read the files again for every batch
     salts = {body["model"]: set() for body in server.posts("/v1/completions")}
     for body in server.posts("/v1/completions"):
         salts[body["model"]].add(body["cache_salt"])
@@ -124,7 +145,9 @@ def test_every_version_of_an_adapter_has_a_path_a_name_and_a_salt_of_its_own(ser
     assert len(set().union(*salts.values())) == len(salts)
     # Old adapters are unloaded and removed.
     assert len(server.adapters) == SIZE
-    assert {str(path.parent) for path in tmp_path.rglob("adapter_config.json")} == set(server.adapters.values())
+    assert {str(path.parent) for path in tmp_path.rglob("adapter_config.json")} == set(
+        server.adapters.values()
+    )
     del sampler
     assert not list(tmp_path.iterdir())
 
@@ -138,14 +161,25 @@ def test_members_are_dealt_out_over_the_servers(bank, tmp_path):
         rows = make_rows(range(SIZE), greedy=True)
         assert torch.equal(sampler.sample(rows).actions, bank.sample(rows).actions)
         assert [len(server.posts("/v1/completions")) for server in (first, second)] == [2, 1]
-        assert torch.equal(sampler.sample(rows, base=True).actions, bank.sample(rows, base=True).actions)
+        assert torch.equal(
+            sampler.sample(rows, base=True).actions, bank.sample(rows, base=True).actions
+        )
         assert [len(server.posts("/v1/completions")) for server in (first, second)] == [3, 2]
 
 
 # ---- checks at the start
 
 
-WRONG_URLS = ["127.0.0.1:8000", [], "ftp://a", "http://a:99999", "http://a:0", "http://ä", "http://a/ b", "http://a/ä"]
+WRONG_URLS = [
+    "127.0.0.1:8000",
+    [],
+    "ftp://a",
+    "http://a:99999",
+    "http://a:0",
+    "http://ä",
+    "http://a/ b",
+    "http://a/ä",
+]
 
 
 @pytest.mark.parametrize("arguments", [{"timeout": 0}, *({"url": url} for url in WRONG_URLS)])
@@ -158,7 +192,9 @@ def test_wrong_arguments_are_refused(arguments, tmp_path):
 SECRET = "sk-secret"
 
 
-@pytest.mark.parametrize("url", [f"http://user:{SECRET}@127.0.0.1:1", f"http://127.0.0.1:1/?key={SECRET}"])
+@pytest.mark.parametrize(
+    "url", [f"http://user:{SECRET}@127.0.0.1:1", f"http://127.0.0.1:1/?key={SECRET}"]
+)
 def test_secrets_in_addresses_are_not_shown(url, tmp_path):
     with pytest.raises(ValueError, match="url") as caught:
         VLLMSampler(url, tmp_path)
@@ -195,13 +231,20 @@ def other_base():
         ({"sees_files": False}, "No adapter found"),
     ],
 )
-def test_servers_with_wrong_settings_are_refused_with_the_right_command(settings, reason, bank, tmp_path):
+def test_servers_with_wrong_settings_are_refused_with_the_right_command(
+    settings, reason, bank, tmp_path
+):
     settings = {name: value() if callable(value) else value for name, value in settings.items()}
     with serving(**settings) as server, pytest.raises(VLLMError, match=reason) as caught:
         connected(bank, tmp_path, server)
     command = vllm_command("MODEL", members=SIZE, rank=3, url=server.url)
     assert str(caught.value).endswith(command)
-    for option in ("--max-loras 3", "--max-lora-rank 8", "--dtype float32", "--logprobs-mode processed_logprobs"):
+    for option in (
+        "--max-loras 3",
+        "--max-lora-rank 8",
+        "--dtype float32",
+        "--logprobs-mode processed_logprobs",
+    ):
         assert option in command
 
 
@@ -227,7 +270,9 @@ def changed_choice(**changes):
 
 
 def scores_changed(change):
-    return changed_choice(logprobs=lambda scores: {**scores, "token_logprobs": change(scores["token_logprobs"])})
+    return changed_choice(
+        logprobs=lambda scores: {**scores, "token_logprobs": change(scores["token_logprobs"])}
+    )
 
 
 WRONG = {
@@ -236,21 +281,34 @@ WRONG = {
     "no choices": lambda body, answer: {"choices": None},
     "not JSON": lambda body, answer: (200, b"<html>"),
     "nested too deeply": lambda body, answer: (200, b"[" * 200_000),
-    "refused": lambda body, answer: (400, b'{"error": {"message": "This model\'s maximum context length is 8"}}'),
+    "refused": lambda body, answer: (
+        400,
+        b'{"error": {"message": "This model\'s maximum context length is 8"}}',
+    ),
     "no log-probabilities": changed_choice(logprobs=None),
     **{
-        f"log-probability {value!r}": scores_changed(lambda values, value=value: [value, *values[1:]])
+        f"log-probability {value!r}": scores_changed(
+            lambda values, value=value: [value, *values[1:]]
+        )
         for value in (math.nan, -math.inf, -1e300, "-1.0", False, None)
     },
     "a log-probability outside float64": lambda body, answer: (
         200,
-        json.dumps(scores_changed(lambda values: ["?"] * len(values))(body, answer)).replace('"?"', "-1e400").encode(),
+        json.dumps(scores_changed(lambda values: ["?"] * len(values))(body, answer))
+        .replace('"?"', "-1e400")
+        .encode(),
     ),
     "prompts in another order": changed_choice(prompt_token_ids=lambda ids: [*ids, 5]),
     "an index that is no integer": changed_choice(index=False),
-    "too many completions": lambda body, answer: {**answer, "choices": answer["choices"][:1] * 10_000},
+    "too many completions": lambda body, answer: {
+        **answer,
+        "choices": answer["choices"][:1] * 10_000,
+    },
     "a huge token": changed_choice(token_ids=lambda ids: [10**400, *ids[1:]]),
-    "larger than requested": lambda body, answer: {**answer, "usage": "x" * (vllm_sampler.MAX_ANSWER + 10**6)},
+    "larger than requested": lambda body, answer: {
+        **answer,
+        "usage": "x" * (vllm_sampler.MAX_ANSWER + 10**6),
+    },
     "compressed": lambda body, answer: (200, gzip.compress(json.dumps(answer).encode())),
     "a positive log-probability": scores_changed(lambda values: [0.5, *values[1:]]),
     "too few log-probabilities": scores_changed(lambda values: values[1:]),
@@ -262,7 +320,9 @@ WRONG = {
     ),
     "too short": changed_choice(token_ids=[5], logprobs={"token_logprobs": [-1.0]}),
     "too long": changed_choice(token_ids=[5] * 7, logprobs={"token_logprobs": [-1.0] * 7}),
-    "too long, with an end": changed_choice(token_ids=[5, 5, 5, 5, 5, 5, 1], logprobs={"token_logprobs": [-1.0] * 7}),
+    "too long, with an end": changed_choice(
+        token_ids=[5, 5, 5, 5, 5, 5, 1], logprobs={"token_logprobs": [-1.0] * 7}
+    ),
     "empty": changed_choice(token_ids=[], logprobs={"token_logprobs": []}),
 }
 
@@ -336,7 +396,9 @@ def test_redirects_are_refused(status, bank, tmp_path, monkeypatch):
     monkeypatch.setenv("http_proxy", other.url)
     monkeypatch.setenv("HTTP_PROXY", other.url)
     location = f"HTTP/1.1 {status} Moved\r\nLocation: {other.url}/{SECRET}\r\n\r\n{SECRET}"
-    server, message = connect_raw(lambda connection, request: connection.sendall(location.encode()), bank, tmp_path)
+    server, message = connect_raw(
+        lambda connection, request: connection.sendall(location.encode()), bank, tmp_path
+    )
     other.stop()
     assert SECRET.encode() in server.requests[0]
     assert not other.requests
@@ -346,7 +408,9 @@ def test_redirects_are_refused(status, bank, tmp_path, monkeypatch):
 def test_a_key_in_an_answer_is_not_shown(bank, tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_API_KEY", SECRET)
     answer = f"HTTP/1.1 401 Unauthorized\r\n\r\nwrong key {SECRET}"
-    _, message = connect_raw(lambda connection, request: connection.sendall(answer.encode()), bank, tmp_path)
+    _, message = connect_raw(
+        lambda connection, request: connection.sendall(answer.encode()), bank, tmp_path
+    )
     assert "wrong key" in message
     assert SECRET not in message
 
@@ -459,14 +523,20 @@ def smollm2():
 @pytest.fixture(scope="module")
 def vllm(smollm2):
     """Start vLLM with the printed command."""
-    server = RealServer(vllm_command(loadable_name(smollm2), members=SIZE, rank=16, url="http://127.0.0.1:8037"))
+    server = RealServer(
+        vllm_command(loadable_name(smollm2), members=SIZE, rank=16, url="http://127.0.0.1:8037")
+    )
     yield server
     server.stop()
 
 
 def smollm2_members(model, size=SIZE, rank=16, **settings):
     return different_members(
-        model, size, std=0.08, lora_config=LoraConfig(r=rank, target_modules="all-linear"), **settings
+        model,
+        size,
+        std=0.08,
+        lora_config=LoraConfig(r=rank, target_modules="all-linear"),
+        **settings,
     )
 
 
@@ -495,7 +565,9 @@ def test_vllm_samples_with_current_weights_and_survives_a_kill(smollm2, vllm, tm
     bank = smollm2_members(smollm2)
     sampler = connected(bank, tmp_path, vllm, timeout=TIMEOUT)
     prompt = tuple(range(400, 464))  # several blocks of the prefix cache
-    rows = replace(make_rows(range(SIZE), prompts=(prompt,), tokens=8), uniforms=None, max_new_tokens=8)
+    rows = replace(
+        make_rows(range(SIZE), prompts=(prompt,), tokens=8), uniforms=None, max_new_tokens=8
+    )
 
     def check():
         for base in (False, True):
@@ -524,7 +596,9 @@ def test_vllm_for_smaller_members_is_refused(smollm2, vllm, tmp_path):
 
 @pytest.mark.vllm
 def test_vllm_with_raw_log_probabilities_is_refused(smollm2, tmp_path):
-    command = vllm_command(loadable_name(smollm2), members=SIZE, rank=16, url="http://127.0.0.1:8039")
+    command = vllm_command(
+        loadable_name(smollm2), members=SIZE, rank=16, url="http://127.0.0.1:8039"
+    )
     server = RealServer(command.replace("processed_logprobs", "raw_logprobs"))
     try:
         with pytest.raises(VLLMError, match="--logprobs-mode"):

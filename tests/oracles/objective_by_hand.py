@@ -35,7 +35,11 @@ def rows_of(batch: Batch) -> list[Row]:
     present = batch.present
     counted = batch.action_mask
     return [
-        Row(prompts[row], batch.actions[row][present[row]].tolist(), counted[row][present[row]].tolist())
+        Row(
+            prompts[row],
+            batch.actions[row][present[row]].tolist(),
+            counted[row][present[row]].tolist(),
+        )
         for row in range(len(batch))
     ]
 
@@ -56,7 +60,10 @@ def clipped(values: Sequence[float], bound: float | None) -> list[float]:
 
 
 def advantages_of(
-    batch: Batch, objective: Objective, h: Hyperparameters, penalties: Sequence[Sequence[float]] | None = None
+    batch: Batch,
+    objective: Objective,
+    h: Hyperparameters,
+    penalties: Sequence[Sequence[float]] | None = None,
 ) -> list[list[float]]:
     """Return the advantage of every counted action, in the order that `Objective` documents, without whitening."""
     kind = objective.advantage
@@ -66,20 +73,27 @@ def advantages_of(
     lengths = batch.action_mask.sum(1).tolist()
     if kind in STEP_ADVANTAGES:
         assert batch.step_rewards is not None
-        episodes = [batch.step_rewards[row][batch.action_mask[row]].tolist() for row in range(len(batch))]
+        episodes = [
+            batch.step_rewards[row][batch.action_mask[row]].tolist() for row in range(len(batch))
+        ]
         values = of_actions(kind, episodes, groups, h.gamma, eps)
     else:
         if kind == "gdpo":
             assert batch.reward_components is not None
-            scores = gdpo(batch.reward_components.tolist(), batch.component_weights, groups, members, eps)
+            scores = gdpo(
+                batch.reward_components.tolist(), batch.component_weights, groups, members, eps
+            )
         else:
             scores = of_completions(kind, batch.rewards.tolist(), groups, members, eps)
         values = []
-        for row, (score, length) in enumerate(zip(clipped(scores, objective.reward_clip), lengths, strict=True)):
+        for row, (score, length) in enumerate(
+            zip(clipped(scores, objective.reward_clip), lengths, strict=True)
+        ):
             steps = [0.0] * (length - 1) + [score] if length else []
             if penalties is not None and not batch.rewards[row].isnan():
                 steps = clipped(
-                    [step - cost for step, cost in zip(steps, penalties[row], strict=True)], objective.reward_clip
+                    [step - cost for step, cost in zip(steps, penalties[row], strict=True)],
+                    objective.reward_clip,
                 )
             values.append(returns_to_go(steps, h.gamma))
     return [clipped(row, h.advantage_clip) for row in values]
@@ -113,7 +127,9 @@ class ByHand:
         self.h = h
         self.objective = objective
         self.max_completion_length = max_completion_length
-        self.optimizer = torch.optim.AdamW(member.parameters.values(), lr=h.lr, eps=eps, weight_decay=0.0)
+        self.optimizer = torch.optim.AdamW(
+            member.parameters.values(), lr=h.lr, eps=eps, weight_decay=0.0
+        )
         with torch.no_grad():
             self.old = [self.log_probs(row) for row in self.rows]
             self.reference: list[Tensor] = []  # not needed without a weight
@@ -132,7 +148,11 @@ class ByHand:
 
     def log_probs(self, row: Row, member: PeftMember | None = None) -> Tensor:
         """Return the selected counted tokens."""
-        return row.pick((member or self.member).log_probs(row.prompt, row.tokens, temperature=self.h.temperature))
+        return row.pick(
+            (member or self.member).log_probs(
+                row.prompt, row.tokens, temperature=self.h.temperature
+            )
+        )
 
     def loss(self, chosen: Sequence[int], old: Sequence[Tensor] | None = None) -> Tensor:
         """Return the loss of an optimizer step on these rows, in float64."""
@@ -159,9 +179,13 @@ class ByHand:
         )
         actions = sum(len(values) for values in new)
         for number, row, values in zip(chosen, rows, new, strict=True):
-            extra = 0.0 * values  # so that a step in which every action is clipped has a gradient of zeros
+            extra = (
+                0.0 * values
+            )  # so that a step in which every action is clipped has a gradient of zeros
             if h.beta and objective.kl_placement == "loss":
-                extra = h.beta * divergence(objective.kl_estimator, values, self.reference[number].double())
+                extra = h.beta * divergence(
+                    objective.kl_estimator, values, self.reference[number].double()
+                )
                 if objective.kl_bias_correction:
                     difference = values - (self.old if old is None else old)[number].double()
                     per_completion = objective.loss_type in ("gspo", "luspo")
@@ -183,14 +207,19 @@ class ByHand:
         return total
 
     def learn(self, plan: Sequence[Tensor]) -> list[float]:
-        """Take one optimizer step for each entry of the plan; return the losses and keep the gradients' `norms`."""
+        """Take one optimizer step for each entry of the plan.
+
+        Return the losses and keep the gradients' `norms`.
+        """
         losses = []
         self.norms = list[float]()
         for chosen in plan:
             self.optimizer.zero_grad()
             loss = self.loss(chosen.tolist())
             loss.backward()
-            norm = torch.nn.utils.clip_grad_norm_(self.member.parameters.values(), self.h.max_grad_norm)
+            norm = torch.nn.utils.clip_grad_norm_(
+                self.member.parameters.values(), self.h.max_grad_norm
+            )
             self.norms.append(float(norm))
             self.optimizer.step()
             losses.append(float(loss.detach()))

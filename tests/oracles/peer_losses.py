@@ -34,7 +34,10 @@ def liger(
     clip_high: float,
     **options: Any,
 ) -> Tensor:
-    """Return Liger's loss; `advantages` are `[n]`, `options` are beta, delta and max_completion_length."""
+    """Return Liger's loss.
+
+    `advantages` are `[n]`, `options` are beta, delta and max_completion_length.
+    """
     name, level = NAMES[loss_type]
     counts = mask.to(log_probs.dtype)
     loss, _ = LigerFusedLinearGRPOFunction.ppo_loss_fn(
@@ -45,7 +48,9 @@ def liger(
         ref_per_token_logps=ref_log_probs,
         old_per_token_logps=old_log_probs,
         epsilon_low=clip_low,
-        epsilon_high=1 + clip_high if loss_type == "cispo" else clip_high,  # it caps at the number itself
+        epsilon_high=(
+            1 + clip_high if loss_type == "cispo" else clip_high
+        ),  # it caps at the number itself
         loss_type=name,
         importance_sampling_level=level,
         **options,
@@ -76,7 +81,9 @@ def trl(
     entropies = torch.zeros_like(log_probs) if entropies is None else entropies
     trainer = SimpleNamespace(
         _get_per_token_logps_and_entropies=lambda *_, **__: (log_probs, entropies, None),
-        get_high_entropy_mask=lambda *arguments: GRPOTrainer.get_high_entropy_mask(trainer, *arguments),
+        get_high_entropy_mask=lambda *arguments: GRPOTrainer.get_high_entropy_mask(
+            trainer, *arguments
+        ),
         accelerator=SimpleNamespace(
             num_processes=1,
             gather=lambda tensor: tensor,

@@ -23,13 +23,19 @@ class PeftMember:
     """
 
     def __init__(
-        self, base: PreTrainedModel, lora_config: LoraConfig, adapter: Mapping[str, Tensor], end_ids: Sequence[int]
+        self,
+        base: PreTrainedModel,
+        lora_config: LoraConfig,
+        adapter: Mapping[str, Tensor],
+        end_ids: Sequence[int],
     ) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # PEFT warns about GPT-2's transposed weights
             self.model = get_peft_model(copy.deepcopy(base), copy.deepcopy(lora_config)).eval()
         parameters = dict(self.model.named_parameters())
-        self.parameters = {name: parameters[name.replace(".weight", ".default.weight")] for name in adapter}
+        self.parameters = {
+            name: parameters[name.replace(".weight", ".default.weight")] for name in adapter
+        }
         trainable = {name for name, parameter in parameters.items() if parameter.requires_grad}
         assert trainable == {name.replace(".weight", ".default.weight") for name in adapter}
         with torch.no_grad():
@@ -38,17 +44,28 @@ class PeftMember:
         self.end_ids = list(end_ids)
 
     def log_probs(
-        self, prompt: Sequence[int], completion: Sequence[int], *, temperature: float, min_new_tokens: int = 0
+        self,
+        prompt: Sequence[int],
+        completion: Sequence[int],
+        *,
+        temperature: float,
+        min_new_tokens: int = 0,
     ) -> Tensor:
         """Return `[t]` log-probabilities of a completion's tokens, in nats, with gradient."""
         scores = self._scores(prompt, completion, temperature, min_new_tokens)
         return scores.gather(1, torch.tensor(completion)[:, None])[:, 0]
 
-    def entropies(self, prompt: Sequence[int], completion: Sequence[int], *, temperature: float) -> Tensor:
+    def entropies(
+        self, prompt: Sequence[int], completion: Sequence[int], *, temperature: float
+    ) -> Tensor:
         """Return `[t]` entropies of the token distributions, with gradient."""
-        return torch.distributions.Categorical(logits=self._scores(prompt, completion, temperature, 0)).entropy()
+        return torch.distributions.Categorical(
+            logits=self._scores(prompt, completion, temperature, 0)
+        ).entropy()
 
-    def _scores(self, prompt: Sequence[int], completion: Sequence[int], temperature: float, least: int) -> Tensor:
+    def _scores(
+        self, prompt: Sequence[int], completion: Sequence[int], temperature: float, least: int
+    ) -> Tensor:
         ids = torch.tensor([[*prompt, *completion]])
         logits = self.model(input_ids=ids).logits[0, len(prompt) - 1 : -1] / temperature
         ruled_out = torch.zeros_like(logits, dtype=torch.bool)
@@ -73,4 +90,6 @@ class PlainMember(PeftMember):
 
     def flat(self, read: Callable[[Tensor], Tensor]) -> Tensor:
         """Return `read` of all parameters as one vector, in the bank's order."""
-        return torch.cat([read(parameter).detach().reshape(-1) for parameter in self.parameters.values()])
+        return torch.cat(
+            [read(parameter).detach().reshape(-1) for parameter in self.parameters.values()]
+        )

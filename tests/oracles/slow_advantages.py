@@ -20,7 +20,9 @@ def of_completions(
         if kind == "reinforce":
             result.append(0.0 if math.isnan(reward) else reward)
             continue
-        peers = [r for r, g in zip(rewards, groups, strict=True) if g == group and not math.isnan(r)]
+        peers = [
+            r for r, g in zip(rewards, groups, strict=True) if g == group and not math.isnan(r)
+        ]
         if math.isnan(reward) or len(set(peers)) == 1:
             result.append(0.0)
             continue
@@ -33,7 +35,11 @@ def of_completions(
             result.append(reward - (sum(peers) - reward) / (len(peers) - 1))
         else:
             assert kind == "batch_std"
-            batch = [r for r, m in zip(rewards, members, strict=True) if m == member and not math.isnan(r)]
+            batch = [
+                r
+                for r, m in zip(rewards, members, strict=True)
+                if m == member and not math.isnan(r)
+            ]
             result.append((reward - mean) / (spread(batch)[1] + eps))
     return result
 
@@ -51,12 +57,19 @@ def gdpo(
     eps: float,
 ) -> list[float]:
     """Return one advantage per completion from several rewards each, as TRL's normalize_then_sum."""
-    scores = [of_completions("outcome", column, groups, members, eps) for column in zip(*components, strict=True)]
-    sums = [sum(w * s for w, s in zip(weights, row, strict=True)) for row in zip(*scores, strict=True)]
+    scores = [
+        of_completions("outcome", column, groups, members, eps)
+        for column in zip(*components, strict=True)
+    ]
+    sums = [
+        sum(w * s for w, s in zip(weights, row, strict=True)) for row in zip(*scores, strict=True)
+    ]
     unscorable = [all(map(math.isnan, row)) for row in components]
     result = []
     for total, member, bad in zip(sums, members, unscorable, strict=True):
-        batch = [t for t, m, b in zip(sums, members, unscorable, strict=True) if m == member and not b]
+        batch = [
+            t for t, m, b in zip(sums, members, unscorable, strict=True) if m == member and not b
+        ]
         mean, deviation = spread(batch) if batch else (0.0, 0.0)
         result.append(0.0 if bad else (total - mean) / (deviation + eps))
     return result
@@ -88,7 +101,10 @@ def of_actions(
             assert kind == "return_to_go_timestep"
             row = []
             for step, value in enumerate(returns[index]):
-                now = [returns[number][step] if step < len(returns[number]) else 0.0 for number in peers]
+                now = [
+                    returns[number][step] if step < len(returns[number]) else 0.0
+                    for number in peers
+                ]
                 mean, deviation = spread(now)
                 row.append((value - mean) / (deviation + eps))
             result.append(row)

@@ -8,14 +8,27 @@ from torch import Tensor
 
 
 def _clip(value: Tensor, low: float, high: float) -> Tensor:
-    return torch.full_like(value, low) if value < low else torch.full_like(value, high) if value > high else value
+    return (
+        torch.full_like(value, low)
+        if value < low
+        else torch.full_like(value, high)
+        if value > high
+        else value
+    )
 
 
 def _smaller(one: Tensor, other: Tensor) -> Tensor:
     return one if one <= other else other
 
 
-def _surrogate(ratio: Tensor, advantage: float, low: float, high: float, dual: float | None, delta: float | None):
+def _surrogate(
+    ratio: Tensor,
+    advantage: float,
+    low: float,
+    high: float,
+    dual: float | None,
+    delta: float | None,
+):
     free = ratio if delta is None else _clip(ratio, -math.inf, delta)
     loss = -_smaller(free * advantage, _clip(ratio, 1 - low, 1 + high) * advantage)
     if dual is not None and advantage < 0:
@@ -51,7 +64,10 @@ def completion_losses(
         factors = [min(math.exp(difference.item()), 1 + clip_high) for difference in differences]
         if cispo_clip_low:
             factors = [max(factor, 1 - clip_low) for factor in factors]
-        return [-factor * a * log_prob for factor, a, log_prob in zip(factors, advantages, new, strict=True)]
+        return [
+            -factor * a * log_prob
+            for factor, a, log_prob in zip(factors, advantages, new, strict=True)
+        ]
     if loss_type == "sapo":
         losses = []
         for difference, a in zip(differences, advantages, strict=True):
@@ -69,7 +85,9 @@ def completion_losses(
         else:
             bounded.append(0 * difference)
     # The geometric mean of the ratios.
-    product = math.prod((torch.exp(value) for value in bounded), start=torch.ones((), dtype=torch.float64))
+    product = math.prod(
+        (torch.exp(value) for value in bounded), start=torch.ones((), dtype=torch.float64)
+    )
     return [-a * product ** (1 / actions) for a in advantages]
 
 
@@ -84,7 +102,10 @@ def member_loss(
     **options: object,
 ) -> Tensor:
     """Return one member's reduced loss; completions have no padding and may be empty."""
-    rows = [completion_losses(loss_type, *row, **options) for row in zip(new, old, advantages, strict=True)]
+    rows = [
+        completion_losses(loss_type, *row, **options)
+        for row in zip(new, old, advantages, strict=True)
+    ]
     zero = torch.zeros((), dtype=torch.float64)
     sums = [sum(row, zero) for row in rows]
     if aggregation == "token-mean":
@@ -92,6 +113,8 @@ def member_loss(
     if aggregation == "seq-mean-token-sum":
         return sum(sums, zero) / len(rows)
     if aggregation == "seq-mean-token-mean":
-        return sum((total / max(len(row), 1) for total, row in zip(sums, rows, strict=True)), zero) / len(rows)
+        return sum(
+            (total / max(len(row), 1) for total, row in zip(sums, rows, strict=True)), zero
+        ) / len(rows)
     assert aggregation == "seq-mean-token-sum-norm"
     return sum(sums, zero) / (len(rows) * max_completion_length)

@@ -13,7 +13,10 @@ ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU, "elu": nn.ELU}
 
 
 class TorchMember(nn.Module):
-    """One member that observes vectors, with the weights of a slot of a bank; actions counted from 0."""
+    """One member that observes vectors, with the weights of a slot of a bank.
+
+    Actions counted from 0.
+    """
 
     def __init__(self, bank: StackedBank, slot: int, inputs: int, space: spaces.Space) -> None:
         super().__init__()
@@ -35,7 +38,12 @@ class TorchMember(nn.Module):
 
     def ordered(self) -> list[nn.Parameter]:
         """Return parameters in the order of a bank's flat vector: layer by layer, weight first, log_std last."""
-        values = [p for layer in self.layers if isinstance(layer, nn.Linear) for p in (layer.weight, layer.bias)]
+        values = [
+            p
+            for layer in self.layers
+            if isinstance(layer, nn.Linear)
+            for p in (layer.weight, layer.bias)
+        ]
         return [*values, self.log_std] if self.box else values
 
     def load(self, flat: Tensor) -> None:
@@ -50,7 +58,9 @@ class TorchMember(nn.Module):
 
     def flat(self) -> Tensor:
         """Return the weights as a flat vector of the bank's kind."""
-        return torch.cat([p.detach().T.flatten() if p.ndim == 2 else p.detach() for p in self.ordered()])
+        return torch.cat(
+            [p.detach().T.flatten() if p.ndim == 2 else p.detach() for p in self.ordered()]
+        )
 
     def log_probs_and_entropies(
         self, observations: Tensor, actions: Tensor, temperature: Tensor
@@ -60,11 +70,15 @@ class TorchMember(nn.Module):
         scale = temperature[:, None, None]
         match self.space:
             case spaces.Box():
-                low, high = (torch.from_numpy(bound.copy()) for bound in (self.space.low, self.space.high))
+                low, high = (
+                    torch.from_numpy(bound.copy()) for bound in (self.space.low, self.space.high)
+                )
                 bounded = (low.isfinite() & high.isfinite()).float()
                 middle = torch.where(bounded > 0, (low + high) / 2, 0.0)
                 half = torch.where(bounded > 0, (high - low) / 2, 1.0)
-                dist = distributions.Normal(middle + half * outputs, half * self.log_std.exp() * scale.sqrt())
+                dist = distributions.Normal(
+                    middle + half * outputs, half * self.log_std.exp() * scale.sqrt()
+                )
                 return dist.log_prob(actions).sum(2), dist.entropy().sum(2)
             case spaces.MultiBinary():
                 dist = distributions.Bernoulli(logits=outputs / scale)

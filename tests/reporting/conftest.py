@@ -15,7 +15,14 @@ EVOLVABLE = {
     "max_grad_norm": {"min": 0.1, "max": 2.0, "scale": "log", "factor": 1.2},
     "loss_type": {"choices": ["grpo", "dapo", "cispo"]},
 }
-EXAMPLE = {"reward": None, "index": 0, "step": 0, "rewards": {}, "advantage": None, "truncated": False}
+EXAMPLE = {
+    "reward": None,
+    "index": 0,
+    "step": 0,
+    "rewards": {},
+    "advantage": None,
+    "truncated": False,
+}
 
 
 def draw(name, rng, but=None):
@@ -29,14 +36,22 @@ def write_fake_run(
     run_dir, *, size=4, generations=5, evolve=("lr", "clip_coef", "group_size"), seed=0, failures=(), test=True,
     examples=(), task="chain sums", by="validation", reason="replaced slot {slot}: #{parent} is better by 1.7 SE",
 ):  # fmt: skip
-    """Write a journal; `failures` are (generation, slot) pairs. Fitness rises, and children are better."""
+    """Write a journal; `failures` are (generation, slot) pairs.
+
+    Fitness rises, and children are better.
+    """
     rng = np.random.default_rng(seed)
     members = [
         {"slot": slot, "index": slot, "parent": None, "born": 0, "changes": {}, "reason": "founder",
          "hyperparameters": {name: draw(name, rng) for name in evolve}}
         for slot in range(size)
     ]  # fmt: skip
-    begin = {"event": "run", "seed": seed, "evolvable": {name: EVOLVABLE[name] for name in evolve}, "task": task}
+    begin = {
+        "event": "run",
+        "seed": seed,
+        "evolvable": {name: EVOLVABLE[name] for name in evolve},
+        "task": task,
+    }
     begin |= {"model": "smollm2-135m", "samples_per_step": 64, "fitness": {"by": by}}
     events = [begin, baseline(0.05)]
     best_ever = None
@@ -47,8 +62,14 @@ def write_fake_run(
             failed = (number, each["slot"]) in failures
             level = (0.4 * number + 0.2 * each["born"]) / generations
             fitness = None if failed else level + 0.3 * rng.random()
-            results.append(member(**each, fitness=fitness, failed="loss became NaN in step 12" if failed else None))
-        ranked = sorted(results, key=lambda each: -1.0 if each["fitness"] is None else each["fitness"])
+            results.append(
+                member(
+                    **each, fitness=fitness, failed="loss became NaN in step 12" if failed else None
+                )
+            )
+        ranked = sorted(
+            results, key=lambda each: -1.0 if each["fitness"] is None else each["fitness"]
+        )
         best = ranked[-1]
         worst = ranked[0]
         if best["fitness"] is not None and best["fitness"] > highest:
@@ -56,7 +77,16 @@ def write_fake_run(
             highest = best["fitness"]
         shown = {"examples": [EXAMPLE | example for example in examples], "best_ever": best_ever}
         events += [step(5 * number, generation=number, seconds=40.0)]
-        events += [generation(number, *results, best=best["index"], step=5 * number, seconds=97.3 * number, **shown)]
+        events += [
+            generation(
+                number,
+                *results,
+                best=best["index"],
+                step=5 * number,
+                seconds=97.3 * number,
+                **shown,
+            )
+        ]
         members = [each | {"reason": "kept: within noise"} for each in members]
         if number < generations and size > 1:
             parent = members[best["slot"]]

@@ -31,14 +31,30 @@ def generation(number, *members, best=0, **others):
 
 
 def plan(number, parents, *children, **others):
-    """Return the plan of a generation; children are (slot, index, parent) and maybe hyperparameters."""
+    """Return the plan of a generation.
+
+    Children are (slot, index, parent) and maybe hyperparameters.
+    """
     births = [
-        {"slot": slot, "index": index, "parent": parent, "born": number, "changes": {}, "reason": "better"}
+        {
+            "slot": slot,
+            "index": index,
+            "parent": parent,
+            "born": number,
+            "changes": {},
+            "reason": "better",
+        }
         | {"hyperparameters": values[0] if values else HYPERPARAMETERS}
         for slot, index, parent, *values in children
     ]
     reasons = [f"why {slot}" for slot in range(len(parents))]
-    return {"generation": number, "parents": parents, "children": births, "reasons": reasons, **others}
+    return {
+        "generation": number,
+        "parents": parents,
+        "children": births,
+        "reasons": reasons,
+        **others,
+    }
 
 
 def baseline(fitness=0.0):
@@ -74,7 +90,9 @@ def written(folder, *events):
     for event in events:
         version = {} if lines else {"journal_version": VERSION}
         offset = {"offset": offsets[event["offset"]]} if event["event"] == "resumed" else {}
-        lines.append(json.dumps({"event": event["event"], "time": 0.0} | version | event | offset) + "\n")
+        lines.append(
+            json.dumps({"event": event["event"], "time": 0.0} | version | event | offset) + "\n"
+        )
         offsets.append(offsets[-1] + len(lines[-1]))
     (folder / "journal.jsonl").write_text("".join(lines))
     return folder

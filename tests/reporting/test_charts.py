@@ -10,7 +10,16 @@ from evogrpo.reporting.summary import summarise
 from evogrpo.storage.journal import read_journal
 from tests.reporting.journals import generation, member, step
 
-ALL_NAMES = ("lr", "clip_coef", "group_size", "beta", "temperature", "update_epochs", "max_grad_norm", "loss_type")
+ALL_NAMES = (
+    "lr",
+    "clip_coef",
+    "group_size",
+    "beta",
+    "temperature",
+    "update_epochs",
+    "max_grad_norm",
+    "loss_type",
+)
 RUN = {"event": "run", "evolvable": {}}
 
 
@@ -31,7 +40,9 @@ def test_every_fitness_is_a_point_and_every_failure_a_mark(tmp_path, fake_run):
     run = charts_of(fake_run(tmp_path, size=5, generations=6, failures=[(2, 1), (4, 0)]))
     points = {point[:2] for line in run.fitness.lines for point in line.points}
     start = (0, run.summary.start.mean)
-    assert points == {(r.generation, r.fitness) for r in results_of(run) if r.fitness is not None} | {start}
+    assert points == {
+        (r.generation, r.fitness) for r in results_of(run) if r.fitness is not None
+    } | {start}
     assert sorted(point.x for line in run.failures for point in line.points) == [2, 4]
     low, high = run.fitness.limits
     assert all(low < y < high for _, y in points)
@@ -74,10 +85,17 @@ def test_every_name_has_a_tick(tmp_path, fake_run, size):
 def test_every_member_is_in_its_slot_of_the_lineage(tmp_path, fake_run):
     run = charts_of(fake_run(tmp_path, size=4, generations=6, seed=2))
     births = {line.index: line.points[0][:2] for line in run.lineage.births}
-    assert births == {h.index: (h.results[0].generation - 1, h.results[0].slot) for h in run.histories}
+    assert births == {
+        h.index: (h.results[0].generation - 1, h.results[0].slot) for h in run.histories
+    }
     for history in run.histories:
         if history.origin is not None:
-            points = [point[:2] for line in run.lineage.lines if line.index == history.index for point in line.points]
+            points = [
+                point[:2]
+                for line in run.lineage.lines
+                if line.index == history.index
+                for point in line.points
+            ]
             assert (history.origin.generation, history.origin.slot) in points
 
 
@@ -102,7 +120,8 @@ def test_each_member_has_a_line_of_its_metrics():
 
 
 @pytest.mark.parametrize(
-    ("rates", "space", "drawn"), [((0.1, 0.2), {}, True), ((0.1, 0.1), {}, False), ((0.1, 0.2), {"lr": {}}, False)]
+    ("rates", "space", "drawn"),
+    [((0.1, 0.2), {}, True), ((0.1, 0.1), {}, False), ((0.1, 0.2), {"lr": {}}, False)],
 )
 def test_a_learning_rate_is_drawn_if_it_was_calibrated(rates, space, drawn):
     steps = [step(number, measured(0, 0, learning_rate=rate)) for number, rate in enumerate(rates)]
@@ -113,7 +132,13 @@ def test_a_learning_rate_is_drawn_if_it_was_calibrated(rates, space, drawn):
 
 def test_many_steps_are_averaged():
     rewards = np.random.default_rng(0).random(10_000)
-    events = [RUN, *(step(number, measured(0, 0, reward=reward)) for number, reward in enumerate(rewards.tolist()))]
+    events = [
+        RUN,
+        *(
+            step(number, measured(0, 0, reward=reward))
+            for number, reward in enumerate(rewards.tolist())
+        ),
+    ]
     (chart,) = run_charts(summarise([*events, generation(1, member(0, 0))])).metrics
     points = [point for line in chart.lines for point in line.points]
     assert len(points) == 5000

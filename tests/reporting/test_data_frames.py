@@ -20,17 +20,34 @@ def run_dir(stored_network_run):
 def test_frames_hold_the_journal(run_dir):
     run = read_run(run_dir)
     events = read_journal(run_dir / "journal.jsonl")
-    reported = [(event["generation"], each) for event in latest_generations(events) for each in event["members"]]
+    reported = [
+        (event["generation"], each)
+        for event in latest_generations(events)
+        for each in event["members"]
+    ]
     rows = run.members.to_dict("records")
     assert [(row["generation"], row["member"], row["fitness"], row["lr"]) for row in rows] == [
-        (number, each["index"], each["fitness"], each["hyperparameters"]["lr"]) for number, each in reported
+        (number, each["index"], each["fitness"], each["hyperparameters"]["lr"])
+        for number, each in reported
     ]
-    assert [row["mean/loss"] for row in rows] == pytest.approx([each["metrics"]["loss"] for _, each in reported])
-    steps = [(event["step"], each) for event in events if event["event"] == "step" for each in event["members"]]
-    assert [(row["step"], row["member"], row["learning_rate"]) for row in run.steps.to_dict("records")] == [
-        (step, each["index"], each["learning_rate"]) for step, each in steps
+    assert [row["mean/loss"] for row in rows] == pytest.approx(
+        [each["metrics"]["loss"] for _, each in reported]
+    )
+    steps = [
+        (event["step"], each)
+        for event in events
+        if event["event"] == "step"
+        for each in event["members"]
     ]
-    born = [child for event in latest_generations(events) if event["plan"] for child in event["plan"]["children"]]
+    assert [
+        (row["step"], row["member"], row["learning_rate"]) for row in run.steps.to_dict("records")
+    ] == [(step, each["index"], each["learning_rate"]) for step, each in steps]
+    born = [
+        child
+        for event in latest_generations(events)
+        if event["plan"]
+        for child in event["plan"]["children"]
+    ]
     assert born
     assert list(run.births["member"]) == [0, 1, 2, *(child["index"] for child in born)]
     numbers = [
@@ -40,7 +57,10 @@ def test_frames_hold_the_journal(run_dir):
         if not isinstance(new, str)
     ]
     unnamed = run.changes[run.changes["new_name"].isna()]
-    assert list(unnamed[["member", "name", "old", "new"]].itertuples(index=False, name=None)) == numbers
+    assert (
+        list(unnamed[["member", "name", "old", "new"]].itertuples(index=False, name=None))
+        == numbers
+    )
     assert run.births.loc[run.births["winner"], "member"].tolist() == [run.best]
     test = run.evaluations[run.evaluations["split"] == "test"]
     assert test["who"].tolist() == ["untrained", "member", "gain"]
@@ -53,21 +73,32 @@ def test_every_column_is_documented_and_typed(run_dir):
     for name, columns in COLUMNS.items():
         frame = getattr(run, name)
         assert list(frame)[: len(columns)] == list(columns)
-        assert {column: str(frame[column].dtype) for column in columns} == {c: kind for c, (kind, _) in columns.items()}
+        assert {column: str(frame[column].dtype) for column in columns} == {
+            c: kind for c, (kind, _) in columns.items()
+        }
         others = set(frame) - set(columns)
         measured = {column for column in others if column.startswith("mean/") or name == "steps"}
-        assert others - measured == (set(HYPERPARAMETER_NAMES) if name in ("members", "births") else set())
+        assert others - measured == (
+            set(HYPERPARAMETER_NAMES) if name in ("members", "births") else set()
+        )
         assert all(str(frame[column].dtype) == "float64" for column in measured)
 
 
 def test_dtypes_do_not_depend_on_the_run(run_dir, tmp_path):
     ended = read_run(run_dir)
     for number, events in enumerate(
-        ([], [STEP], [STEP, generation(1, member(0, 0, fitness=None, failed="NaN"), best_ever=None)])
+        (
+            [],
+            [STEP],
+            [STEP, generation(1, member(0, 0, fitness=None, failed="NaN"), best_ever=None)],
+        )
     ):
         early = read_run(written(tmp_path / str(number), RUN, *events))
         for name, columns in COLUMNS.items():
-            kinds = [{column: str(getattr(run, name)[column].dtype) for column in columns} for run in (early, ended)]
+            kinds = [
+                {column: str(getattr(run, name)[column].dtype) for column in columns}
+                for run in (early, ended)
+            ]
             assert kinds[0] == kinds[1]
         assert (early.best, early.stopped) == (None, None)
         assert len(early.members) == (number == 2)
@@ -86,7 +117,10 @@ def test_generations_repeated_after_a_resume_count_once(tmp_path):
     run = read_run(written(tmp_path / "run", *events))
     assert run.members["generation"].tolist() == [1]
     assert run.steps["step"].tolist() == [0]
-    assert run.births["member"].tolist() == [0, 1]  # the plan of the generation before the resume stays valid
+    assert run.births["member"].tolist() == [
+        0,
+        1,
+    ]  # the plan of the generation before the resume stays valid
     assert run.resumes == 1
 
 
@@ -95,7 +129,11 @@ def test_path_to_the_winner_and_initial_hyperparameters(tmp_path):
         generation(1, member(0, 0, fitness=0.2), member(1, 1, fitness=0.3), best=1),
         generation(2, member(0, 0, fitness=None), member(1, 2, 0, fitness=0.6, born=1), best=2),
         generation(
-            3, member(0, 3, 0, fitness=0.4, born=2), member(1, 2, 0, fitness=0.5, born=1), best=2, best_ever=[2, 2]
+            3,
+            member(0, 3, 0, fitness=0.4, born=2),
+            member(1, 2, 0, fitness=0.5, born=1),
+            best=2,
+            best_ever=[2, 2],
         ),
     ]
     members = read_run(written(tmp_path / "run", RUN, baseline(0.1), *family)).members.set_index(
@@ -105,7 +143,12 @@ def test_path_to_the_winner_and_initial_hyperparameters(tmp_path):
         (1, 0),
         (2, 2),
     ]  # not what the winner learned afterwards
-    before = members["fitness_before"].astype(object).where(members["fitness_before"].notna(), None).to_dict()
+    before = (
+        members["fitness_before"]
+        .astype(object)
+        .where(members["fitness_before"].notna(), None)
+        .to_dict()
+    )
     assert before == {(1, 0): 0.1, (1, 1): 0.1, (2, 0): 0.2, (2, 2): 0.2, (3, 3): None, (3, 2): 0.6}
 
 

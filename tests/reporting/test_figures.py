@@ -16,7 +16,12 @@ from evogrpo.cli.running import show_files
     "shape",
     [
         {"size": 1, "generations": 6, "evolve": ()},
-        {"size": 8, "generations": 3, "evolve": ("lr", "group_size", "loss_type", "beta"), "failures": [(2, 3)]},
+        {
+            "size": 8,
+            "generations": 3,
+            "evolve": ("lr", "group_size", "loss_type", "beta"),
+            "failures": [(2, 3)],
+        },
         {"size": 1, "generations": 2, "evolve": ("loss_type",)},  # an axis with one name
         {"size": 3, "generations": 0, "test": False},  # nothing but the base to put into the legend
         {"size": 2, "generations": 2, "failures": [(1, 0), (1, 1), (2, 0), (2, 1)], "test": False},

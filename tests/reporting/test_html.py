@@ -19,7 +19,10 @@ from evogrpo.storage.journal import Journal, read_journal
 from evogrpo.text import changes_text, number_text, printable, score_text
 from tests.reporting import journals
 
-HOSTILE = "<script>alert(1)</script> \" onload='x' </pre></table> <img src=x> &lt; \x1b[31m \0 \x9b \u202e \ud800 end"
+HOSTILE = (
+    "<script>alert(1)</script> \" onload='x' </pre></table> <img src=x> &lt; \x1b[31m \0 \x9b"
+    " \u202e \ud800 end"
+)
 VOID = {"meta", "img", "hr"}
 
 
@@ -74,7 +77,15 @@ def hostile_run(tmp_path, fake_run):
         {"prompt": HOSTILE, "completion": HOSTILE, "reward": 0.5, "advantage": -1.25},
         {"prompt": "p", "completion": "\n\nc\n"},
     ]
-    fake_run(tmp_path, size=4, generations=4, examples=examples, task=HOSTILE, reason=HOSTILE, failures=[(2, 1)])
+    fake_run(
+        tmp_path,
+        size=4,
+        generations=4,
+        examples=examples,
+        task=HOSTILE,
+        reason=HOSTILE,
+        failures=[(2, 1)],
+    )
     with closing(Journal(tmp_path / "journal.jsonl")) as journal:
         journal.append("stopped", reason=HOSTILE)
     return tmp_path
@@ -84,15 +95,25 @@ def test_the_page_loads_no_other_file(tmp_path, fake_run):
     content = markup_of(fake_run(tmp_path))
     page = Page(content)
     assert not {"link", "iframe", "object", "embed", "base", "form", "a", "img"} & set(page.tags)
-    assert not [name for _, name, _ in page.attributes if name in ("src", "href", "style", "srcset", "action")]
+    assert not [
+        name
+        for _, name, _ in page.attributes
+        if name in ("src", "href", "style", "srcset", "action")
+    ]
     _, plotly, draw = page.scripts
     assert "Plotly.newPlot" in draw
-    assert not re.search(r"https?:|url\(|@import|fetch|XMLHttp|innerHTML|eval\(", content.replace(plotly, ""))
+    assert not re.search(
+        r"https?:|url\(|@import|fetch|XMLHttp|innerHTML|eval\(", content.replace(plotly, "")
+    )
 
 
 def test_the_content_security_policy_allows_the_pages_own_scripts_only(tmp_path, fake_run):
     page = page_of(fake_run(tmp_path))
-    (policy,) = (value for tag, name, value in page.attributes if tag == "meta" and value.startswith("default-src"))
+    (policy,) = (
+        value
+        for tag, name, value in page.attributes
+        if tag == "meta" and value.startswith("default-src")
+    )
 
     def named(text):
         return "'sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() + "'"
@@ -102,7 +123,9 @@ def test_the_content_security_policy_allows_the_pages_own_scripts_only(tmp_path,
     assert rules["script-src"] == " ".join(map(named, page.scripts[1:]))  # the first is data
 
 
-def test_without_plotly_the_page_has_tables_and_the_install_command(tmp_path, fake_run, monkeypatch):
+def test_without_plotly_the_page_has_tables_and_the_install_command(
+    tmp_path, fake_run, monkeypatch
+):
     monkeypatch.setitem(sys.modules, "plotly", None)
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     page = page_of(fake_run(tmp_path))
@@ -126,9 +149,16 @@ def test_the_fitness_chart_has_all_results(tmp_path, fake_run):
     summary = summarise(read_journal(path))
     charts = json.loads(Page(html_page(summary)).scripts[0])
     traces = [trace for trace in charts["fitness"]["data"] if trace.get("hoverinfo") == "text"]
-    shown = {(x, y) for trace in traces for x, y in zip(trace["x"], trace["y"], strict=True) if y is not None}
+    shown = {
+        (x, y)
+        for trace in traces
+        for x, y in zip(trace["x"], trace["y"], strict=True)
+        if y is not None
+    }
     results = [member for generation in summary.generations for member in generation.members]
-    assert {(r.generation, float(f"{r.fitness:.5g}")) for r in results if r.fitness is not None} <= shown
+    assert {
+        (r.generation, float(f"{r.fitness:.5g}")) for r in results if r.fitness is not None
+    } <= shown
     hovers = " ".join(text for trace in traces for text in trace["hovertext"])
     for result in results:
         assert f"<b>#{result.index}</b> in generation {result.generation}<br>" in hovers
@@ -138,20 +168,33 @@ def test_ticks_of_a_logarithmic_axis_show_whole_values(tmp_path, fake_run):
     """Plotly would label 2e-5 as "2"."""
     summary = summarise(read_journal(fake_run(tmp_path, size=5, generations=7) / "journal.jsonl"))
     charts = json.loads(Page(html_page(summary)).scripts[0])
-    logarithmic = [axis for chart in charts.values() if (axis := chart["layout"]["yaxis"])["type"] == "log"]
+    logarithmic = [
+        axis for chart in charts.values() if (axis := chart["layout"]["yaxis"])["type"] == "log"
+    ]
     assert logarithmic
     for axis in logarithmic:
         assert axis["ticktext"] == [number_text(value) for value in axis["tickvals"]]
 
 
-@pytest.mark.parametrize("rates", [(0.0025, 0.0042), (2.8e-4, 3.3e-4), (0.1, 0.10001), (1e-5, 3e-2)])
+@pytest.mark.parametrize(
+    "rates", [(0.0025, 0.0042), (2.8e-4, 3.3e-4), (0.1, 0.10001), (1e-5, 3e-2)]
+)
 def test_a_logarithmic_axis_has_ticks(rates):
-    steps = [journals.step(step, {"slot": 0, "index": 0, "learning_rate": rate}) for step, rate in enumerate(rates)]
-    summary = summarise([{"event": "run", "evolvable": {}}, *steps, journals.generation(1, journals.member(0, 0))])
+    steps = [
+        journals.step(step, {"slot": 0, "index": 0, "learning_rate": rate})
+        for step, rate in enumerate(rates)
+    ]
+    summary = summarise(
+        [{"event": "run", "evolvable": {}}, *steps, journals.generation(1, journals.member(0, 0))]
+    )
     axis = json.loads(Page(html_page(summary)).scripts[0])["Learning-0"]["layout"]["yaxis"]
     low, high = (10**limit for limit in axis["range"])
     assert axis["type"] == "log"
-    shown = [text for value, text in zip(axis["tickvals"], axis["ticktext"], strict=True) if low <= value <= high]
+    shown = [
+        text
+        for value, text in zip(axis["tickvals"], axis["ticktext"], strict=True)
+        if low <= value <= high
+    ]
     assert 2 <= len(set(shown)) == len(shown) <= 14
 
 
@@ -192,7 +235,9 @@ def test_hostile_text_is_escaped(hostile_run):
     content = markup_of(hostile_run).encode("utf-8").decode("utf-8")
     page = Page(content)  # balanced tags: text stayed inside its element
     assert page.tags.count("script") == len(page.scripts) == 3
-    assert not re.search(r"alert|onload|replaced|founder with", page.scripts[0])  # charts have no text of the run
+    assert not re.search(
+        r"alert|onload|replaced|founder with", page.scripts[0]
+    )  # charts have no text of the run
     assert not {"img"} & set(page.tags)
     assert not [name for _, name, _ in page.attributes if name.startswith("on")]
     assert (
@@ -206,8 +251,12 @@ def test_hostile_text_is_escaped(hostile_run):
 
 def test_hostile_names_of_a_changed_journal_are_escaped(tmp_path):
     with closing(Journal(tmp_path / "journal.jsonl")) as journal:
-        journal.append("run", **{HOSTILE.replace("\ud800", ""): HOSTILE}, evolvable={"lr": {"<b>": ["<i>"]}})
-        changed = journals.member(0, 0, failed=HOSTILE, changes={"<u>$x_{": [1, 2]}, metrics={"<s>": 1.0})
+        journal.append(
+            "run", **{HOSTILE.replace("\ud800", ""): HOSTILE}, evolvable={"lr": {"<b>": ["<i>"]}}
+        )
+        changed = journals.member(
+            0, 0, failed=HOSTILE, changes={"<u>$x_{": [1, 2]}, metrics={"<s>": 1.0}
+        )
         event = journals.generation(1, changed)
         journal.append(event.pop("event"), **event)
     page = page_of(tmp_path)
@@ -223,9 +272,14 @@ def test_a_completion_is_shown_exactly(hostile_run):
 
 @pytest.mark.parametrize(("gain", "insignificant"), [(-0.25, True), (0.19, False)])
 def test_an_insignificant_improvement_is_labelled(tmp_path, fake_run, gain, insignificant):
-    """The journal's standard error is 0.1; differences within two standard errors are insignificant."""
+    """The journal's standard error is 0.1.
+
+    Differences within two standard errors are insignificant.
+    """
     event = journals.outcome(0, gain=gain)
-    text = Page(html_page(summarise([*read_journal(fake_run(tmp_path) / "journal.jsonl"), event]))).text
+    text = Page(
+        html_page(summarise([*read_journal(fake_run(tmp_path) / "journal.jsonl"), event]))
+    ).text
     assert ("No significant difference from the untrained base" in text) is not insignificant
     assert f"paired difference, test {score_text(gain, 0.1)}" in " ".join(text.split())
     assert (verdict(TestReport.from_json(event), LANGUAGE) is None) is insignificant

@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 
 from evogrpo.reporting.compare import compare_runs, interval
-from evogrpo.reporting.lineage import ancestors, best_member, best_schedule, fitness_estimate, tree_lines
+from evogrpo.reporting.lineage import (
+    ancestors,
+    best_member,
+    best_schedule,
+    fitness_estimate,
+    tree_lines,
+)
 from evogrpo.reporting.summary import summarise
 from evogrpo.storage.journal import read_journal
 from tests.reporting.journals import generation, member, outcome, written
@@ -32,7 +38,10 @@ def random_family(seed, generations, size):
     best_ever = None
     for number in range(1, generations + 1):
         scores = rng.standard_normal(size).tolist()
-        rows = [member(slot, index, parents[index], scores[slot], born=number - 1) for slot, index in enumerate(alive)]
+        rows = [
+            member(slot, index, parents[index], scores[slot], born=number - 1)
+            for slot, index in enumerate(alive)
+        ]
         best = alive[int(np.argmax(scores))]
         highest, best_ever = max((highest, best_ever), (max(scores), [best, number]))
         events.append(generation(number, *rows, best=best, step=4 * number, best_ever=best_ever))
@@ -51,8 +60,8 @@ def test_every_member_is_listed_once(seed, generations, size):
     summary, _, path = read(events)
     lines = tree_lines(summary.births, path)
     assert sorted(member.index for _, member in lines) == [birth.index for birth in summary.births]
-    # A side branch has at most half of the members of its parent branch, except for the winner's path, which comes
-    # first.
+    # A side branch has at most half of the members of its parent branch, except for the winner's
+    # path, which comes first.
     assert max(indent for indent, _ in lines) <= 2 + math.log2(len(summary.births))
 
 
@@ -70,9 +79,15 @@ def test_the_winner_is_the_recorded_best():
     """Members that raced compare by other means than those shown, so the journal decides."""
     events = [
         RUN,
-        generation(1, member(0, 0, fitness=0.9), member(1, 1, fitness=0.8), best=0, best_ever=[0, 1]),
-        generation(2, member(0, 0, fitness=0.7), member(1, 1, fitness=0.95), best=0, best_ever=[0, 2]),
-        generation(3, member(0, 0, fitness=0.99), member(1, 1, fitness=0.99), best=0, best_ever=[0, 2]),
+        generation(
+            1, member(0, 0, fitness=0.9), member(1, 1, fitness=0.8), best=0, best_ever=[0, 1]
+        ),
+        generation(
+            2, member(0, 0, fitness=0.7), member(1, 1, fitness=0.95), best=0, best_ever=[0, 2]
+        ),
+        generation(
+            3, member(0, 0, fitness=0.99), member(1, 1, fitness=0.99), best=0, best_ever=[0, 2]
+        ),
     ]
     won = read(events)[1]
     assert (won.index, won.generation, fitness_estimate(won).mean) == (0, 2, 0.7)
@@ -87,14 +102,25 @@ def test_an_invalid_winner_is_refused(named):
 def run_with_test(folder, scores, *, data, measure="greedy", run=None, more=()):
     """Write a run whose best member has these test scores."""
     mean = sum(scores) / len(scores)
-    error = math.sqrt(sum((score - mean) ** 2 for score in scores) / (len(scores) - 1) / len(scores))
-    test = outcome(0) | {"questions": len(scores), "after": {"fitness": mean, "standard_error": error}}
+    error = math.sqrt(
+        sum((score - mean) ** 2 for score in scores) / (len(scores) - 1) / len(scores)
+    )
+    test = outcome(0) | {
+        "questions": len(scores),
+        "after": {"fitness": mean, "standard_error": error},
+    }
     test |= {"scores": list(scores), "measure": measure}
     begin = RUN | {"data": data} | (run or {})
     return written(folder, begin, generation(1, member(0, 0)), *more, test)
 
 
-ENV = {"train starts": "100", "validation starts": "8", "test starts": "6", "seed": "0", "environment": "CartPole"}
+ENV = {
+    "train starts": "100",
+    "validation starts": "8",
+    "test starts": "6",
+    "seed": "0",
+    "environment": "CartPole",
+}
 ASKED = {"train questions": "a", "validation questions": "b", "test questions": "c", "prompts": "p", "seed": "0",
          "reward score": "weight 1, code x"}  # fmt: skip
 ONE = (1.0, 2.0, 4.0, 8.0, 16.0, 31.0)
@@ -117,7 +143,9 @@ def test_equal_questions_are_compared_in_pairs(tmp_path, data):
     assert found.paired
     assert found.questions == 6
     assert found.gain.mean == pytest.approx(mean)
-    assert found.gain.standard_error == pytest.approx(math.sqrt(sum((gain - mean) ** 2 for gain in gains) / 5 / 6))
+    assert found.gain.standard_error == pytest.approx(
+        math.sqrt(sum((gain - mean) ** 2 for gain in gains) / 5 / 6)
+    )
     assert found.beyond_noise  # their means do not differ significantly
 
 
@@ -148,7 +176,17 @@ def test_different_starts_of_one_task_are_compared_by_means(tmp_path, data, othe
         (ASKED, {"measure": "sampled"}, "measured differently"),
         (
             ASKED,
-            {"more": [{"event": "resumed", "generation": 1, "step": 4, "offset": 1, "changed_data": ["x"]}]},
+            {
+                "more": [
+                    {
+                        "event": "resumed",
+                        "generation": 1,
+                        "step": 4,
+                        "offset": 1,
+                        "changed_data": ["x"],
+                    }
+                ]
+            },
             "data changed",
         ),
     ],

@@ -13,9 +13,13 @@ RUN = {"event": "run", "time": 0.0, "evolvable": {"lr": {"min": 1e-6, "max": 1e-
 FAMILY = [
     RUN,
     generation(1, member(0, 0, fitness=0.2), member(1, 1, fitness=0.1), best=0),
-    generation(2, member(0, 0, fitness=0.3), member(1, 2, 0, 0.4, changes={"lr": [1e-4, 2e-4]}), best=2),
+    generation(
+        2, member(0, 0, fitness=0.3), member(1, 2, 0, 0.4, changes={"lr": [1e-4, 2e-4]}), best=2
+    ),
     generation(3, member(0, 3, 2, 0.9, changes={"lr": [2e-4, 3e-4]}), member(1, 2, 0, 0.6), best=3),
-    generation(4, member(0, 3, 2, 0.7), member(1, 4, 3, None, failed="NaN"), best=3, best_ever=[3, 3]),
+    generation(
+        4, member(0, 3, 2, 0.7), member(1, 4, 3, None, failed="NaN"), best=3, best_ever=[3, 3]
+    ),
 ]
 
 
@@ -36,7 +40,11 @@ def test_ancestors_are_listed_with_their_changes():
     chain = ancestors(summarise(FAMILY), best_member(summarise(FAMILY).generations))
     assert [ancestor.index for ancestor in chain] == [0, 2, 3]
     assert [ancestor.generation for ancestor in chain] == [1, 2, 3]
-    assert [dict(ancestor.changes) for ancestor in chain] == [{}, {"lr": (1e-4, 2e-4)}, {"lr": (2e-4, 3e-4)}]
+    assert [dict(ancestor.changes) for ancestor in chain] == [
+        {},
+        {"lr": (1e-4, 2e-4)},
+        {"lr": (2e-4, 3e-4)},
+    ]
     assert [ancestor.fitness for ancestor in chain] == [0.2, 0.4, 0.9]
     assert ancestors(summarise(FAMILY), None) == ()
 
@@ -44,7 +52,12 @@ def test_ancestors_are_listed_with_their_changes():
 def test_the_winner_is_the_best_of_any_generation():
     assert best_member(summarise(FAMILY).generations).index == 3
     assert best_member(summarise([RUN]).generations) is None
-    assert best_member(summarise([RUN, generation(1, member(0, 0, fitness=None), best_ever=None)]).generations) is None
+    assert (
+        best_member(
+            summarise([RUN, generation(1, member(0, 0, fitness=None), best_ever=None)]).generations
+        )
+        is None
+    )
 
 
 @pytest.mark.parametrize("more", [[], [generation(4, member(0, 7, 3, 0.8), best=7)]])
@@ -62,7 +75,8 @@ def test_a_lineage_with_a_cycle_ends():
         generation(2, member(0, 2, parent=2), best=2),
     ]
     assert [
-        ancestor.index for ancestor in ancestors(summarise(events), summarise(events).generations[-1].members[0])
+        ancestor.index
+        for ancestor in ancestors(summarise(events), summarise(events).generations[-1].members[0])
     ] == [2]
     assert len(member_histories(summarise(events))) == 3
 
@@ -93,15 +107,23 @@ def test_invalid_values_are_refused_with_their_place(event, words):
 
 
 def test_changes_may_be_names_networks_or_none():
-    changes = {"loss_type": ["grpo", "dapo"], "advantage_clip": [None, 2.0], "network": ["64 tanh", "64-64 tanh"]}
-    (result,) = summarise([RUN, generation(1, member(0, 0, changes=changes))]).generations[0].members
+    changes = {
+        "loss_type": ["grpo", "dapo"],
+        "advantage_clip": [None, 2.0],
+        "network": ["64 tanh", "64-64 tanh"],
+    }
+    (result,) = (
+        summarise([RUN, generation(1, member(0, 0, changes=changes))]).generations[0].members
+    )
     assert dict(result.changes) == {name: tuple(change) for name, change in changes.items()}
 
 
 def test_members_neither_kept_nor_replaced_are_retired():
     # Slot 0 stays, 1 is retired, 2 stays empty, 3 gets a founder.
     made = plan(1, [0, None, None, None], (3, 9, None), samples_per_step=16)
-    (report,) = summarise([RUN, generation(1, member(0, 0), member(1, 1), member(3, 3), plan=made)]).generations
+    (report,) = summarise(
+        [RUN, generation(1, member(0, 0), member(1, 1), member(3, 3), plan=made)]
+    ).generations
     assert retired_members(report) == {1: 1}
     assert changed_budgets(report.plan) == ["16 samples per step"]
     (report,) = summarise([RUN, generation(1, member(0, 0), member(1, 1))]).generations

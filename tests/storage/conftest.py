@@ -17,7 +17,11 @@ TENSORS = {
     "half": torch.tensor([0.1], dtype=torch.float16),
     "bytes": torch.arange(256, dtype=torch.uint8),
 }
-RECORD = {"generation": 3, "members": [{"lr": 1e-4, "failed": None, "name": "é\u2028\x1b"}], "big": 2**70}
+RECORD = {
+    "generation": 3,
+    "members": [{"lr": 1e-4, "failed": None, "name": "é\u2028\x1b"}],
+    "big": 2**70,
+}
 FILES = {"adapter_config.json": b'{"r": 8}\n', "adapter_model.safetensors": bytes(range(256)) * 5}
 ALL_FILES = ["population.safetensors", "population.json", "manifest.json", *FILES]
 

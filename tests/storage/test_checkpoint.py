@@ -19,7 +19,9 @@ def equal(left, right):
     return left.keys() == right.keys() and all(
         left[name].dtype == right[name].dtype
         and left[name].shape == right[name].shape
-        and torch.equal(left[name].reshape(-1).view(torch.uint8), right[name].reshape(-1).view(torch.uint8))
+        and torch.equal(
+            left[name].reshape(-1).view(torch.uint8), right[name].reshape(-1).view(torch.uint8)
+        )
         for name in left
     )
 
@@ -37,10 +39,20 @@ def test_tensors_and_records_round_trip(folder):
 
 def test_views_and_tied_tensors_are_stored_as_whole_tensors(tmp_path):
     stack = torch.randn(1000, 8, generator=torch.Generator().manual_seed(1))
-    tensors = {"row": stack[3], "transposed": stack[:4].T, "tied": stack[3], "trained": stack[5].requires_grad_()}
+    tensors = {
+        "row": stack[3],
+        "transposed": stack[:4].T,
+        "tied": stack[3],
+        "trained": stack[5].requires_grad_(),
+    }
     write_checkpoint(tmp_path / "c", tensors, {})
-    assert equal(read_checkpoint(tmp_path / "c")[0], {name: value.detach() for name, value in tensors.items()})
-    assert (tmp_path / "c" / "population.safetensors").stat().st_size < 2000  # not the stack behind the views
+    assert equal(
+        read_checkpoint(tmp_path / "c")[0],
+        {name: value.detach() for name, value in tensors.items()},
+    )
+    assert (
+        tmp_path / "c" / "population.safetensors"
+    ).stat().st_size < 2000  # not the stack behind the views
 
 
 def tensor_files(folder):
@@ -52,9 +64,14 @@ def tensor_files(folder):
     [(1, [4, 4, 8, 4, 4]), (8, [8, 8, 8]), (9, [16, 8]), (20, [20, 4]), (21, [24]), (1000, [24])],
 )
 def test_a_file_is_full_when_it_holds_file_bytes(tmp_path, file_bytes, sizes):
-    tensors = {name: torch.full((size,), float(size)) for name, size in zip("edcba", (1, 1, 2, 1, 1), strict=True)}
+    tensors = {
+        name: torch.full((size,), float(size))
+        for name, size in zip("edcba", (1, 1, 2, 1, 1), strict=True)
+    }
     write_checkpoint(tmp_path / "c", tensors, {}, file_bytes=file_bytes)
-    names = ["population.safetensors"] + [f"population-{n:05d}.safetensors" for n in range(2, len(sizes) + 1)]
+    names = ["population.safetensors"] + [
+        f"population-{n:05d}.safetensors" for n in range(2, len(sizes) + 1)
+    ]
     assert set(tensor_files(tmp_path / "c")) == set(names)
     parts = [load_file(tmp_path / "c" / name) for name in names]
     assert [sum(tensor.nbytes for tensor in part.values()) for part in parts] == sizes
@@ -116,7 +133,15 @@ def test_only_the_tensors_of_one_file_are_alive_while_writing(tmp_path):
 
 
 def test_further_files_have_plain_names(tmp_path):
-    for name in ("../x", "a\\b", ".hidden", "a\0b", "manifest.json", "population.json", "population-00007.safetensors"):
+    for name in (
+        "../x",
+        "a\\b",
+        ".hidden",
+        "a\0b",
+        "manifest.json",
+        "population.json",
+        "population-00007.safetensors",
+    ):
         with pytest.raises(ValueError, match="the name of a file"):
             write_checkpoint(tmp_path / "c", {}, {}, files={name: b""})
     assert list(tmp_path.iterdir()) == []
@@ -133,7 +158,9 @@ def test_a_failed_write_leaves_the_old_checkpoint_and_no_other_files(folder, whe
 
     given = {"tensors": (Failing(4), {}), "files": (TENSORS, {"a": b"", "b": fails})}[where]
     with pytest.raises(RuntimeError, match="out of memory"):
-        write_checkpoint(folder, given[0], {"new": True}, files=given[1], replace=True, file_bytes=1)
+        write_checkpoint(
+            folder, given[0], {"new": True}, files=given[1], replace=True, file_bytes=1
+        )
     assert read_checkpoint(folder)[1] == RECORD
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
 
@@ -151,7 +178,9 @@ def test_a_complete_checkpoint_is_replaced_only_on_request(folder):
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
 
 
-@pytest.mark.parametrize("damaged", ["population-00002.safetensors", "population.json", "manifest.json"])
+@pytest.mark.parametrize(
+    "damaged", ["population-00002.safetensors", "population.json", "manifest.json"]
+)
 def test_a_damaged_checkpoint_may_be_replaced(tmp_path, damaged):
     write_checkpoint(tmp_path / "c", TENSORS, RECORD, file_bytes=1)
     (tmp_path / "c" / damaged).write_bytes(b"")
@@ -161,7 +190,8 @@ def test_a_damaged_checkpoint_may_be_replaced(tmp_path, damaged):
 
 
 @pytest.mark.parametrize(
-    ("name", "replace"), [("cat.jpg", False), ("cat.jpg", True), (".env", True), ("adapter_config.json", False)]
+    ("name", "replace"),
+    [("cat.jpg", False), ("cat.jpg", True), (".env", True), ("adapter_config.json", False)],
 )
 def test_a_folder_with_files_of_others_is_never_touched(tmp_path, name, replace):
     (tmp_path / "mine").mkdir()
@@ -186,7 +216,9 @@ def test_a_checkpoint_of_another_version_is_not_lost_by_accident(folder, version
 
 
 def test_leftovers_that_cannot_be_removed_yet_do_not_hinder_a_write(folder, monkeypatch):
-    monkeypatch.setattr(shutil, "rmtree", lambda *args, **options: None)  # as while NFS has their files open
+    monkeypatch.setattr(
+        shutil, "rmtree", lambda *args, **options: None
+    )  # as while NFS has their files open
     for number in range(3):
         write_checkpoint(folder, {}, {"number": number}, replace=True)
         assert read_checkpoint(folder)[1] == {"number": number}

@@ -7,7 +7,13 @@ import re
 
 import pytest
 
-from evogrpo.storage.checkpoint import VERSION, CheckpointError, read_checkpoint, verify_checkpoint, write_checkpoint
+from evogrpo.storage.checkpoint import (
+    VERSION,
+    CheckpointError,
+    read_checkpoint,
+    verify_checkpoint,
+    write_checkpoint,
+)
 from tests.storage.conftest import ALL_FILES, FILES, RECORD, TENSORS, rewrite_manifest
 
 
@@ -78,7 +84,9 @@ def test_a_pipe_in_place_of_a_file_does_not_hang(folder):
     refused(folder, "population.json", "plain file")
 
 
-@pytest.mark.parametrize("name", ["../secret", "/etc/hostname", "..", "a/../b", "a\\b", "x\0", "", "manifest.json"])
+@pytest.mark.parametrize(
+    "name", ["../secret", "/etc/hostname", "..", "a/../b", "a\\b", "x\0", "", "manifest.json"]
+)
 def test_names_that_leave_the_folder_are_refused_before_any_file_is_opened(folder, tmp_path, name):
     (tmp_path / "secret").write_bytes(b"s")
     files = json.loads((folder / "manifest.json").read_text())["files"]
@@ -101,12 +109,31 @@ def test_another_version_is_refused(folder, version):
         ({"kind": "../x"}, "kind"),
         ({"kind": ["population"]}, "kind"),
         ({"files": {}}, "population.json"),
-        ({"files": {"population.safetensors": {"size": 1, "sha256": "0" * 64}}}, "must list population.json"),
+        (
+            {"files": {"population.safetensors": {"size": 1, "sha256": "0" * 64}}},
+            "must list population.json",
+        ),
         ({"files": []}, "files"),
         ({"extra": 1}, "extra"),
         ({"files": {"population.safetensors": None, "population.json": None}}, "manifest"),
-        ({"files": {"population.safetensors": {"size": -1, "sha256": "0" * 64}, "population.json": {}}}, "size"),
-        ({"files": {"population.safetensors": {"size": 1, "sha256": "../x"}, "population.json": {}}}, "sha256"),
+        (
+            {
+                "files": {
+                    "population.safetensors": {"size": -1, "sha256": "0" * 64},
+                    "population.json": {},
+                }
+            },
+            "size",
+        ),
+        (
+            {
+                "files": {
+                    "population.safetensors": {"size": 1, "sha256": "../x"},
+                    "population.json": {},
+                }
+            },
+            "sha256",
+        ),
     ],
 )
 def test_a_malformed_manifest_is_refused(folder, changes, word):
@@ -116,8 +143,30 @@ def test_a_malformed_manifest_is_refused(folder, changes, word):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{", "[1]", "null", "NaN", '{"format": 1e999}', "\xff", "[" * 100_000, '{"a": 1, "a": 1}', " " * 20_000_000],
-    ids=["empty", "open", "list", "null", "nan", "infinite", "latin-1", "deep", "repeated key", "huge"],
+    [
+        "",
+        "{",
+        "[1]",
+        "null",
+        "NaN",
+        '{"format": 1e999}',
+        "\xff",
+        "[" * 100_000,
+        '{"a": 1, "a": 1}',
+        " " * 20_000_000,
+    ],
+    ids=[
+        "empty",
+        "open",
+        "list",
+        "null",
+        "nan",
+        "infinite",
+        "latin-1",
+        "deep",
+        "repeated key",
+        "huge",
+    ],
 )
 def test_a_manifest_that_is_not_a_json_object_is_refused(folder, text):
     (folder / "manifest.json").write_text(text, encoding="latin-1")

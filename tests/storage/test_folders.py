@@ -25,7 +25,11 @@ def test_folders_with_files_links_and_unwritable_or_full_places_are_refused(tmp_
     (tmp_path / "link").symlink_to(tmp_path / "gone")
     (tmp_path / "taken" / "inner").mkdir(parents=True)
     (tmp_path / "notes").touch()
-    refused = {"link": "link is not a folder", "taken": "must be empty .*inner", "notes": "notes is not a folder"}
+    refused = {
+        "link": "link is not a folder",
+        "taken": "must be empty .*inner",
+        "notes": "notes is not a folder",
+    }
     refused |= {"notes/run": "notes is not a folder"} | (
         {"/proc/run": "run directory"} if Path("/proc").is_dir() else {}
     )

@@ -8,14 +8,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from evogrpo.storage.checkpoint import generation_folder, latest_checkpoint, prune, read_checkpoint, write_checkpoint
+from evogrpo.storage.checkpoint import (
+    generation_folder,
+    latest_checkpoint,
+    prune,
+    read_checkpoint,
+    write_checkpoint,
+)
 from tests.forking import Forked
 
 
 def write(run_dir, *generations):
     for generation in generations:
         tensors = {"x": torch.full((4,), float(generation))}
-        write_checkpoint(generation_folder(run_dir, generation), tensors, {"generation": generation})
+        write_checkpoint(
+            generation_folder(run_dir, generation), tensors, {"generation": generation}
+        )
 
 
 def damage(run_dir, generation):
@@ -56,7 +64,10 @@ def test_prune_keeps_what_was_written_and_those_before_it(tmp_path):
 
 @pytest.mark.parametrize("keep", [1, 2, 3])
 def test_prune_keeps_the_last_complete_checkpoint(tmp_path, keep):
-    """A run resumed from generation 2 while damaged ones lay ahead writes 3; only damaged ones are older and newer."""
+    """A run resumed from generation 2 while damaged ones lay ahead writes 3.
+
+    Only damaged ones are older and newer.
+    """
     write(tmp_path, 0, 1, 2, 4, 5)
     for generation in (0, 1, 2, 4, 5):
         damage(tmp_path, generation)
@@ -109,16 +120,26 @@ def die_before_every_operation(path):
     outcomes = []
 
     def write_version(version):
-        tensors = {str(number): torch.full((8,), float(version)) for number in range(2 * version - 1)}
+        tensors = {
+            str(number): torch.full((8,), float(version)) for number in range(2 * version - 1)
+        }
         write_checkpoint(
-            folder, tensors, {"version": version}, files={"more": b"m" * version}, replace=True, file_bytes=1
+            folder,
+            tensors,
+            {"version": version},
+            files={"more": b"m" * version},
+            replace=True,
+            file_bytes=1,
         )
 
     def die_before(operation):
         count = itertools.count(1)
 
         def hook(event, arguments):
-            if event in {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir"} and next(count) == operation:
+            if (
+                event in {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir"}
+                and next(count) == operation
+            ):
                 os._exit(9)
 
         sys.addaudithook(hook)
@@ -132,8 +153,12 @@ def die_before_every_operation(path):
             os._exit(0)
         finished = os.waitpid(child, 0)[1] == 0
         tensors, record = read_checkpoint(folder)
-        assert set(tensors) == {str(number) for number in range(2 * record["version"] - 1)}, operation
-        assert all(torch.equal(x, torch.full((8,), float(record["version"]))) for x in tensors.values()), operation
+        assert set(tensors) == {str(number) for number in range(2 * record["version"] - 1)}, (
+            operation
+        )
+        assert all(
+            torch.equal(x, torch.full((8,), float(record["version"]))) for x in tensors.values()
+        ), operation
         outcomes.append(record["version"])
         write_version(1)  # succeeds despite what the kill left
         assert read_checkpoint(folder)[1] == {"version": 1}, operation
@@ -147,13 +172,17 @@ def die_before_every_operation(path):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks the process that dies")
 def test_a_kill_before_any_file_operation_of_a_replace_leaves_the_old_or_the_new(tmp_path):
-    forked = Forked(die_before_every_operation, str(tmp_path / "checkpoints" / "generation-0007"), cwd=tmp_path)
+    forked = Forked(
+        die_before_every_operation, str(tmp_path / "checkpoints" / "generation-0007"), cwd=tmp_path
+    )
     _, errors = forked.communicate(120)
     assert forked.returncode == 0, errors
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="looks up what was synced in /proc")
-def test_everything_is_on_disk_before_the_rename_and_the_rename_before_the_return(tmp_path, monkeypatch):
+def test_everything_is_on_disk_before_the_rename_and_the_rename_before_the_return(
+    tmp_path, monkeypatch
+):
     real_fsync = os.fsync
     real_rename = Path.rename
     log = []
@@ -169,7 +198,9 @@ def test_everything_is_on_disk_before_the_rename_and_the_rename_before_the_retur
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(Path, "rename", rename)
     tensors = {"a": torch.zeros(2), "b": torch.zeros(3)}
-    write_checkpoint(generation_folder(tmp_path, 3), tensors, {}, files={"more": lambda: b"m"}, file_bytes=1)
+    write_checkpoint(
+        generation_folder(tmp_path, 3), tensors, {}, files={"more": lambda: b"m"}, file_bytes=1
+    )
     at = next(position for position, (operation, _) in enumerate(log) if operation == "rename")
     temporary = log[at][1]
     parts = {"population.safetensors", "population-00002.safetensors"}

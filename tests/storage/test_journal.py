@@ -82,7 +82,12 @@ def test_a_kill_at_any_byte_of_the_last_line_costs_only_that_event(path):
         assert kinds(path) == ["run", "generation", "generation"][: 3 if survived else 2]
         with closing(Journal(path)) as journal:
             journal.append("stopped")
-        assert kinds(path) == ["run", "generation", *(["generation"] if survived else []), "stopped"]
+        assert kinds(path) == [
+            "run",
+            "generation",
+            *(["generation"] if survived else []),
+            "stopped",
+        ]
 
 
 def test_a_kill_at_any_byte_of_the_first_line_leaves_an_empty_journal(path):
@@ -97,7 +102,9 @@ def test_a_kill_at_any_byte_of_the_first_line_leaves_an_empty_journal(path):
         assert [event["seed"] for event in read_journal(path)] == [2]
 
 
-@pytest.mark.parametrize("tail", [b"\0" * 300, b"\xff\xfe", b'{"event": "step", "loss": NaN}', b"[1]"])
+@pytest.mark.parametrize(
+    "tail", [b"\0" * 300, b"\xff\xfe", b'{"event": "step", "loss": NaN}', b"[1]"]
+)
 def test_any_rubbish_after_the_last_newline_is_a_torn_line(path, tail):
     with closing(Journal(path)) as journal:
         journal.append("run")
@@ -116,7 +123,9 @@ def test_any_rubbish_after_the_last_newline_is_a_torn_line(path, tail):
 )  # fmt: skip
 def test_a_corrupt_line_with_a_newline_is_an_error_that_names_the_line(path, line):
     path.parent.mkdir()
-    content = f'{{"event": "run", "journal_version": {VERSION}}}\n' + line + '\n{"event": "stopped"}\n'
+    content = (
+        f'{{"event": "run", "journal_version": {VERSION}}}\n' + line + '\n{"event": "stopped"}\n'
+    )
     path.write_bytes(content.encode("utf-8", "surrogateescape"))
     with pytest.raises(JournalError, match=r"line 2 of .*journal\.jsonl is not an event"):
         read_journal(path)
@@ -162,7 +171,8 @@ def test_a_resumed_run_leaves_out_the_events_after_its_checkpoint(path):
 
 
 def test_a_resumed_event_that_is_left_out_leaves_out_nothing(path):
-    # The run continues from checkpoint 1, as that of generation 2 is damaged; then 2 is restored from a copy.
+    # The run continues from checkpoint 1, as that of generation 2 is damaged; then 2 is restored
+    # from a copy.
     sizes = []
     with closing(Journal(path)) as journal:
         for number in range(3):
@@ -242,12 +252,17 @@ def touched(path):
 
 CHANGES = [
     *((change, False) for change in (replaced, touched)),
-    *((change, True) for change in (edited, overwritten, linked, Path.unlink, lambda path: os.truncate(path, 3))),
+    *(
+        (change, True)
+        for change in (edited, overwritten, linked, Path.unlink, lambda path: os.truncate(path, 3))
+    ),
 ]
 
 
 @pytest.mark.parametrize(("change", "warns"), CHANGES)
-def test_a_journal_that_is_replaced_removed_or_changed_meanwhile_is_written_again(path, change, warns):
+def test_a_journal_that_is_replaced_removed_or_changed_meanwhile_is_written_again(
+    path, change, warns
+):
     with closing(Journal(path)) as journal:
         journal.append("run")
         before = path.read_bytes()
@@ -259,7 +274,9 @@ def test_a_journal_that_is_replaced_removed_or_changed_meanwhile_is_written_agai
     assert kinds(path) == ["run", "step"]
     assert hashlib.sha256(path.read_bytes()).hexdigest() == digest
     kept = [each.read_bytes() for each in path.parent.glob("journal-kept-*")]
-    assert kept == ([] if before.startswith(changed) and not path.with_name("copy").exists() else [changed])
+    assert kept == (
+        [] if before.startswith(changed) and not path.with_name("copy").exists() else [changed]
+    )
 
 
 def test_a_hard_link_to_a_journal_is_not_written_through(path):

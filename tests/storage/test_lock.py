@@ -12,7 +12,10 @@ import pytest
 from evogrpo.storage.atomic_files import remove_temporary_files
 from evogrpo.storage.lock import LOCK, DirectoryLock, LockLostError
 
-HOLD = "import sys, pathlib; from evogrpo.storage import lock; c = lock.DirectoryLock(pathlib.Path(sys.argv[1])); "
+HOLD = (
+    "import sys, pathlib; from evogrpo.storage import lock; c ="
+    " lock.DirectoryLock(pathlib.Path(sys.argv[1])); "
+)
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
 
 
@@ -20,7 +23,12 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
 def holder(tmp_path):
     """Return another process that has locked the folder."""
     process = subprocess.Popen(
-        [sys.executable, "-c", HOLD + "print('locked', flush=True); sys.stdin.read()", str(tmp_path)],
+        [
+            sys.executable,
+            "-c",
+            HOLD + "print('locked', flush=True); sys.stdin.read()",
+            str(tmp_path),
+        ],
         env=ENVIRONMENT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -53,7 +61,11 @@ def test_the_content_of_a_lock_file_is_not_trusted(tmp_path, holder):
 
 def hold_elsewhere(folder):
     return subprocess.run(
-        [sys.executable, "-c", HOLD, str(folder)], env=ENVIRONMENT, capture_output=True, text=True, check=False
+        [sys.executable, "-c", HOLD, str(folder)],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        check=False,
     ).stderr
 
 
@@ -65,7 +77,10 @@ def test_a_lock_that_reading_the_folder_has_released_is_taken_again(tmp_path):
     (tmp_path / LOCK).read_bytes()
     code = HOLD + "print('locked', flush=True); sys.stdin.read()"
     with subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path)], env=ENVIRONMENT, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-c", code, str(tmp_path)],
+        env=ENVIRONMENT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
     ) as other:
         assert other.stdout.readline() == b"locked\n"
         with pytest.raises(LockLostError, match=f"in use by process {other.pid}"):

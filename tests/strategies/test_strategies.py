@@ -15,7 +15,9 @@ class TestBandit(StrategyTestCase):
         population = SimulatedPopulation(4, failures=0.3, spread=3.0)
         histories = [history for history, _ in self.follow(strategy, population)]
         earned = [record.fitness for each in histories[-1].generations for record in each.slots]
-        assert [mean for _, mean in strategy.observed] == [fitness.mean for fitness in earned if fitness is not None]
+        assert [mean for _, mean in strategy.observed] == [
+            fitness.mean for fitness in earned if fitness is not None
+        ]
         assert strategy.failures == earned.count(None) > 0
 
 

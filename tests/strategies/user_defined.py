@@ -13,7 +13,8 @@ from evogrpo.evolution import Choice, History, Mutation, Plan, Stateless, propos
 class Bandit:
     """Replace failed members and the worst one by clones of the best, with a learning rate near the best one observed.
 
-    Its state holds the fitness of every learning rate, the number of failures and a random generator.
+    Its state holds the fitness of every learning rate, the number of failures and a random
+    generator.
     """
 
     mutates = True
@@ -29,7 +30,9 @@ class Bandit:
         last, (low, high) = history.last, history.space["lr"].bounds
         ranked = last.ranked  # the best first
         best = last.member(ranked[0]).hyperparameters
-        self.observed += [(last.member(s).hyperparameters.lr, last.fitness[s].mean) for s in sorted(ranked)]
+        self.observed += [
+            (last.member(s).hyperparameters.lr, last.fitness[s].mean) for s in sorted(ranked)
+        ]
         self.failures += len(last.failed)
         replaced = {*last.failed, *ranked[1:][-1:]}
         choices = []
@@ -38,10 +41,18 @@ class Bandit:
                 center = max(self.observed, key=lambda pair: pair[1])[0]
                 step = self.width * (self.generator.standard_normal() + rng.standard_normal())
                 lr = float(np.clip(center * (high / low) ** step, low, high))
-                choices.append(Choice(parent=ranked[0], reason=f"lr {lr:.3g}", hyperparameters=replace(best, lr=lr)))
+                choices.append(
+                    Choice(
+                        parent=ranked[0],
+                        reason=f"lr {lr:.3g}",
+                        hyperparameters=replace(best, lr=lr),
+                    )
+                )
             else:
                 empty = slot in last.empty
-                choices.append(Choice(parent=None if empty else slot, reason="empty" if empty else "kept"))
+                choices.append(
+                    Choice(parent=None if empty else slot, reason="empty" if empty else "kept")
+                )
         return Plan.from_choices(history, choices)
 
     def to_json(self) -> dict[str, Any]:
@@ -62,7 +73,9 @@ class Bandit:
 
 @dataclass(frozen=True, kw_only=True)
 class Halving(Stateless):
-    """Keep the better half, at least `survivors`, and double the samples; then fill all slots and start again.
+    """Keep the better half, at least `survivors`, and double the samples.
+
+    Then fill all slots and start again.
 
     Attributes:
         survivors: Number of members that start a new round.
@@ -81,9 +94,11 @@ class Halving(Stateless):
         if len(ranked) > self.survivors:
             kept = ranked[: max(self.survivors, len(ranked) // 2)]
             choices = [
-                Choice(parent=slot, reason="kept: in the better half")
-                if slot in kept
-                else Choice(parent=None, reason="out")
+                (
+                    Choice(parent=slot, reason="kept: in the better half")
+                    if slot in kept
+                    else Choice(parent=None, reason="out")
+                )
                 for slot in range(history.capacity)
             ]
             return Plan.from_choices(history, choices, samples_per_step=2 * last.samples_per_step)
@@ -95,7 +110,9 @@ class Halving(Stateless):
             if slot in ranked:
                 choices.append(Choice(parent=slot, reason="kept: survived the round"))
                 continue
-            choices.append(Choice(parent=elite if founded else None, reason="a new round", hyperparameters=new))
+            choices.append(
+                Choice(parent=elite if founded else None, reason="a new round", hyperparameters=new)
+            )
             founded = True
         return Plan.from_choices(history, choices, rng=rng, samples_per_step=first.samples_per_step)
 
@@ -103,7 +120,9 @@ class Halving(Stateless):
         return {"survivors": self.survivors}
 
 
-def halved(hyperparameters: Hyperparameters, space: HyperparameterConfig, rng: np.random.Generator) -> Hyperparameters:
+def halved(
+    hyperparameters: Hyperparameters, space: HyperparameterConfig, rng: np.random.Generator
+) -> Hyperparameters:
     """Halve or double the learning rate within its range."""
     low, high = space["lr"].bounds
     lr = hyperparameters.lr * (0.5 if rng.random() < 0.5 else 2.0)
@@ -117,7 +136,10 @@ class Gaussian:
     width: float = 0.1
 
     def __call__(
-        self, hyperparameters: Hyperparameters, space: HyperparameterConfig, rng: np.random.Generator
+        self,
+        hyperparameters: Hyperparameters,
+        space: HyperparameterConfig,
+        rng: np.random.Generator,
     ) -> Hyperparameters:
         low, high = space["lr"].bounds
         lr = hyperparameters.lr * (high / low) ** (self.width * rng.standard_normal())

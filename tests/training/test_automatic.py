@@ -45,7 +45,9 @@ def test_given_and_evolving_learning_rates_are_not_calibrated(values):
         config = parse_config({**values, "hyperparameters": given})
         assert (config.hyperparameters.lr, config.hyperparameters.target_kl) == (3e-4, target_kl)
         assert not {"lr", "target_kl"} & set(config.search_space)
-    assert parse_config({**values, "search_space": {"lr": "auto"}}).hyperparameters.target_kl is None
+    assert (
+        parse_config({**values, "search_space": {"lr": "auto"}}).hyperparameters.target_kl is None
+    )
     with pytest.raises(ValueError, match="lr"):
         parse_config({**values, "search_space": {"lr": "auto"}, "hyperparameters": {"lr": "auto"}})
 
@@ -78,7 +80,9 @@ def strategy_of(values, **changes):
 
 
 class TestDefaultStrategy:
-    @pytest.mark.parametrize("changes", [{}, {"search_space": {"clip_coef": "auto"}}], ids=["nothing", "search_space"])
+    @pytest.mark.parametrize(
+        "changes", [{}, {"search_space": {"clip_coef": "auto"}}], ids=["nothing", "search_space"]
+    )
     def test_networks_are_halved_and_language_models_hold_tournaments(self, changes):
         assert strategy_of(PLAY, **changes) == SuccessiveHalving()
         assert strategy_of(QUESTIONS, **changes) == Tournament()
@@ -100,7 +104,9 @@ class TestDefaultStrategy:
 
         def default(**options):
             spaces = env.observation_space, env.action_space
-            return evolve(GRPO.population(4, *spaces, **options), env, generations=1).trainer.strategy
+            return evolve(
+                GRPO.population(4, *spaces, **options), env, generations=1
+            ).trainer.strategy
 
         assert default() == SuccessiveHalving()
         assert default(evolve_network=ArchitectureLimits()) == Tournament()
@@ -108,7 +114,9 @@ class TestDefaultStrategy:
 
 @pytest.mark.parametrize("section", ["hyperparameters", "search_space"])
 @pytest.mark.parametrize(
-    ("values", "ranges"), [(QUESTIONS, LANGUAGE_RANGES), (PLAY, NETWORK_RANGES)], ids=["questions", "play"]
+    ("values", "ranges"),
+    [(QUESTIONS, LANGUAGE_RANGES), (PLAY, NETWORK_RANGES)],
+    ids=["questions", "play"],
 )
 def test_any_hyperparameter_may_be_auto_in_either_section(values, ranges, section):
     for name in HYPERPARAMETER_NAMES:
@@ -122,7 +130,10 @@ def test_ineffective_hyperparameters_do_not_evolve():
     assert "clip_coef" not in parse_config({**QUESTIONS, "hyperparameters": once}).search_space
     soft = {"agent": {"objective": {"loss_type": "sapo"}}}  # a soft gate instead of a clip
     assert "clip_coef" not in parse_config({**QUESTIONS, **soft}).search_space
-    indivisible = {"schedule": {"generations": 1, "samples_per_step": 34}, "hyperparameters": {"batch_size": 8}}
+    indivisible = {
+        "schedule": {"generations": 1, "samples_per_step": 34},
+        "hyperparameters": {"batch_size": 8},
+    }
     with pytest.raises(ValueError, match="group_size must divide"):
         parse_config({**QUESTIONS, **indivisible})
 
@@ -132,10 +143,20 @@ def test_populations_search_missing_hyperparameters():
     assert set(members.space) == set(DEFAULT_SEARCHED) - {"target_kl"}
     assert {agent.hyperparameters.lr for agent in members} == {1e-3}
     assert len({agent.hyperparameters.update_epochs for agent in members}) > 1
-    assert "group_size" not in GRPO.population(2, *SPACES, hp_config="auto").space  # unknown samples per step
-    language = {"actor_network": tiny_model(), "pad_token_id": 0, "hp_config": "auto", "samples_per_step": 16}
+    assert (
+        "group_size" not in GRPO.population(2, *SPACES, hp_config="auto").space
+    )  # unknown samples per step
+    language = {
+        "actor_network": tiny_model(),
+        "pad_token_id": 0,
+        "hp_config": "auto",
+        "samples_per_step": 16,
+    }
     assert GRPO.population(2, **language).space["update_epochs"] == LANGUAGE_RANGES["update_epochs"]
-    assert "clip_coef" not in GRPO.population(2, **language, objective=Objective(loss_type="sapo")).space
+    assert (
+        "clip_coef"
+        not in GRPO.population(2, **language, objective=Objective(loss_type="sapo")).space
+    )
     with pytest.raises(ValueError, match="hp_config must be"):
         GRPO(*SPACES, hp_config="auto")  # a single agent evolves nothing
     with pytest.raises(ValueError, match="hp_config must be"):

@@ -69,14 +69,20 @@ def test_an_error_in_a_hook_ends_a_run_that_can_be_resumed(tmp_path):
 
     env = cart_pole()
     with pytest.raises(LookupError):
-        list(evolve(step_population(2), env, callbacks=[Broken()], run_dir=tmp_path / "run", **QUICK))
+        list(
+            evolve(step_population(2), env, callbacks=[Broken()], run_dir=tmp_path / "run", **QUICK)
+        )
     assert [report.generation for report in resume(tmp_path / "run", env, generations=2)] == [2]
 
 
 def test_every_field_of_an_event_is_documented(stored_language_run):
-    table = (ROOT / "docs" / "howto" / "callbacks.md").read_text(encoding="utf-8").split("## Events")[1]
+    table = (
+        (ROOT / "docs" / "howto" / "callbacks.md").read_text(encoding="utf-8").split("## Events")[1]
+    )
     fields = {
-        row.split("`")[1]: set(re.findall(r"`(\w+)`", row)) for row in table.splitlines() if row.startswith("| `")
+        row.split("`")[1]: set(re.findall(r"`(\w+)`", row))
+        for row in table.splitlines()
+        if row.startswith("| `")
     }
     for event in stored_language_run.events():
         missing = event.keys() - fields[event["event"]] - {"event", "time"}
@@ -84,7 +90,8 @@ def test_every_field_of_an_event_is_documented(stored_language_run):
 
 
 @pytest.mark.parametrize(
-    ("name", "hook"), [("on_steps", "on_step"), ("on_train_end", "on_run_end"), ("_on_step", "on_step")]
+    ("name", "hook"),
+    [("on_steps", "on_step"), ("on_train_end", "on_run_end"), ("_on_step", "on_step")],
 )
 def test_a_misspelt_hook_is_refused(name, hook):
     with pytest.raises(ValueError, match=rf"'{hook}'"):

@@ -37,25 +37,38 @@ CHANGED = [
     (lambda: tiny_env(reward_fn=generous), "reward generous: none -> weight 1"),
     (lambda: tiny_env(reward_fn=variety), "reward variety: weight 1, code "),
     (lambda: gym(QUESTIONS[:60], reward_fn=generous), "train questions: 56, content "),
-    (lambda: gym([{**row, "answer": "3"} for row in QUESTIONS[:64]], reward_fn=generous), "validation questions: 8,"),
-    (lambda: tiny_env(conversation_template=[{"role": "user", "content": "{question} ="}]), "prompts: "),
+    (
+        lambda: gym([{**row, "answer": "3"} for row in QUESTIONS[:64]], reward_fn=generous),
+        "validation questions: 8,",
+    ),
+    (
+        lambda: tiny_env(conversation_template=[{"role": "user", "content": "{question} ="}]),
+        "prompts: ",
+    ),
     (lambda: tiny_env(seed=1), "seed: 0 -> 1"),
 ]
 
 
 @pytest.mark.parametrize(("make", "message"), CHANGED)
-def test_changed_dataset_template_or_reward_is_refused_before_members_are_restored(begun, make, message):
+def test_changed_dataset_template_or_reward_is_refused_before_members_are_restored(
+    begun, make, message
+):
     with pytest.raises(ValueError, match=f"(?s){message}.*allow_changed_data=True"):
         resume(begun, make(), actor_network=None)  # without a base nothing could be restored
 
 
-DATED = "{{ strftime_now('%d %b %Y') }}{% for message in messages %}{{ message['content'] }}{% endfor %}="
+DATED = (
+    "{{ strftime_now('%d %b %Y') }}{% for message in messages %}{{ message['content'] }}{%"
+    " endfor %}="
+)
 
 
 def dated_env(reward_fn):
     tokenizer = copy(shared_tokenizer())
     tokenizer.chat_template = DATED
-    return HuggingFaceGym(QUESTIONS[:64], QUESTIONS[64:], tokenizer, validation_size=8, reward_fn=reward_fn)
+    return HuggingFaceGym(
+        QUESTIONS[:64], QUESTIONS[64:], tokenizer, validation_size=8, reward_fn=reward_fn
+    )
 
 
 class Counting:
@@ -87,13 +100,19 @@ def test_a_run_with_a_date_in_its_prompts_and_a_counting_reward_resumes_on_anoth
 
 def test_an_allowed_change_is_recorded(begun):
     run = resume(
-        begun, tiny_env(reward_fn=generous), actor_network=tiny_model(), allow_changed_data=True, generations=4
+        begun,
+        tiny_env(reward_fn=generous),
+        actor_network=tiny_model(),
+        allow_changed_data=True,
+        generations=4,
     )
     list(run)
     events = read_journal(begun / "journal.jsonl")
     (resumed,) = [event for event in events if event["event"] == "resumed"]
     assert any(change.startswith("reward generous: none -> ") for change in resumed["changed_data"])
-    assert [event["data"] for event in events if event["event"] == "run"] == [tiny_env().fingerprint()]
+    assert [event["data"] for event in events if event["event"] == "run"] == [
+        tiny_env().fingerprint()
+    ]
     assert open_run(begun).record.data == tiny_env(reward_fn=generous).fingerprint()
     page = html_page(summarise(events))
     assert "changed during the run" in page
@@ -113,9 +132,16 @@ class Silent:
 
 
 def test_a_missing_fingerprint_warns_once(tmp_path):
-    list(evolve(tiny_population(1), Silent(tiny_env()), run_dir=tmp_path, **QUICK | {"generations": 1}))
+    list(
+        evolve(
+            tiny_population(1), Silent(tiny_env()), run_dir=tmp_path, **QUICK | {"generations": 1}
+        )
+    )
     assert open_run(tmp_path).record.data is None
-    for env, reason in ((Silent(tiny_env()), "Silent has no fingerprint"), (tiny_env(), "checkpoint")):
+    for env, reason in (
+        (Silent(tiny_env()), "Silent has no fingerprint"),
+        (tiny_env(), "checkpoint"),
+    ):
         with pytest.warns(UserWarning, match=reason) as caught:
             resume(tmp_path, env, actor_network=tiny_model(), generations=9)
         assert [each.filename for each in caught] == [__file__]
@@ -129,8 +155,15 @@ def test_changed_environment_arguments_are_refused(stored_network_run, tmp_path)
 
 
 def test_changes_are_refused_without_a_baseline(tmp_path):
-    options = {"generations": 1, "steps_per_generation": 4, "samples_per_step": 4, "options": {"hp_config": None}}
+    options = {
+        "generations": 1,
+        "steps_per_generation": 4,
+        "samples_per_step": 4,
+        "options": {"hp_config": None},
+    }
     list(step_run(tmp_path, size=1, fitness="rollouts", **options))
-    assert open_run(tmp_path).record.run_state.baseline is None  # one episode start in the first step
+    assert (
+        open_run(tmp_path).record.run_state.baseline is None
+    )  # one episode start in the first step
     with pytest.raises(ValueError, match="max_episode_steps: 40 -> 11"):
         resume(tmp_path, cart_pole(max_episode_steps=11))

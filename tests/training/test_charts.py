@@ -38,7 +38,11 @@ def run(tmp_path_factory):
     for file in (folder / "tensorboard").glob("events.out.tfevents.*"):
         # Resumes a second later: TensorBoard reads files of the same second in any order.
         file.rename(
-            file.with_name(re.sub(r"(?<=tfevents\.)\d+", lambda second: f"{int(second[0]) - 1:010d}", file.name))
+            file.with_name(
+                re.sub(
+                    r"(?<=tfevents\.)\d+", lambda second: f"{int(second[0]) - 1:010d}", file.name
+                )
+            )
         )
     reports += list(resume(folder, cart_pole(), generations=2))
     return folder, reports
@@ -50,9 +54,13 @@ def test_members_population_and_best_have_curves(run):
     slots = range(len(reports[0].members))
     for name in ("fitness", "reward"):
         member_curves = [curve(logs, f"{name}/slot_{slot}") for slot in slots]
-        assert [step for step, _ in member_curves[0]] == ([1, 3] if name == "fitness" else [0, 1, 2, 3])
+        assert [step for step, _ in member_curves[0]] == (
+            [1, 3] if name == "fitness" else [0, 1, 2, 3]
+        )
         at_once = [[value for _, value in each] for each in zip(*member_curves, strict=True)]
-        assert [value for _, value in curve(logs, f"{name}/best")] == pytest.approx([max(each) for each in at_once])
+        assert [value for _, value in curve(logs, f"{name}/best")] == pytest.approx(
+            [max(each) for each in at_once]
+        )
         means = [sum(each) / len(each) for each in at_once]
         assert [value for _, value in curve(logs, f"{name}/mean")] == pytest.approx(means)
     fitness = [value for _, value in curve(logs, "fitness/best")]
@@ -69,10 +77,17 @@ def test_a_resumed_run_continues_the_curves_of_the_journal(run):
     steps = [event for event in read_journal(folder / "journal.jsonl") if event["event"] == "step"]
     written = [(event["step"], pytest.approx(event["members"][1]["reward"])) for event in steps]
     assert curve(logs, "reward/slot_1") == written
-    measured = {name for event in steps for name, value in event["members"][1].items() if isinstance(value, float)}
+    measured = {
+        name
+        for event in steps
+        for name, value in event["members"][1].items()
+        if isinstance(value, float)
+    }
     assert {f"{name}/slot_1" for name in measured} <= set(tags)
-    assert {name for tag in tags if (name := tag.partition("/")[0]) in HYPERPARAMETER_NAMES} == {"lr"}
-    (first, *_) = logs.Tensors("custom_scalars__config__")
+    assert {name for tag in tags if (name := tag.partition("/")[0]) in HYPERPARAMETER_NAMES} == {
+        "lr"
+    }
+    first, *_ = logs.Tensors("custom_scalars__config__")
     assert b"^fitness/" in first.tensor_proto.string_val[0]  # fitness curves share one chart
 
 
@@ -82,7 +97,9 @@ def test_steps_after_the_checkpoint_of_a_killed_run_are_replaced(tmp_path, repor
     population = step_population(2, cart_pole(), hp_config=EVOLVING)
     folder = tmp_path / "run"
     schedule = Schedule(**QUICK)
-    killed = Trainer(population, env, schedule=schedule, strategy=Tournament(), run_dir=RunDir(folder))
+    killed = Trainer(
+        population, env, schedule=schedule, strategy=Tournament(), run_dir=RunDir(folder)
+    )
     reports = killed.reports()
     for _ in range(reports_before):  # two steps; with 4 also their generation and a third step
         next(reports)
@@ -100,11 +117,19 @@ def test_steps_after_the_checkpoint_of_a_killed_run_are_replaced(tmp_path, repor
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts what is open in /proc")
 def test_finished_runs_leave_no_open_files(tmp_path):
     def held():
-        names = [entry.readlink().name for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
-        writers = [thread for thread in threading.enumerate() if "tensorboard" in type(thread).__module__]
-        return [name for name in names if tmp_path.name in name or name.startswith("events.")], writers
+        names = [
+            entry.readlink().name for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()
+        ]
+        writers = [
+            thread for thread in threading.enumerate() if "tensorboard" in type(thread).__module__
+        ]
+        return [
+            name for name in names if tmp_path.name in name or name.startswith("events.")
+        ], writers
 
-    run = evolve(step_population(2), cart_pole(), run_dir=tmp_path / "run", **QUICK | {"generations": 1}).finish()
+    run = evolve(
+        step_population(2), cart_pole(), run_dir=tmp_path / "run", **QUICK | {"generations": 1}
+    ).finish()
     assert len(logs_of(tmp_path / "run").Tags()["scalars"]) > 10  # it was logged
     assert held() == ([], [])
     assert run.result.complete

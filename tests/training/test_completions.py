@@ -10,7 +10,15 @@ from evogrpo.envs.protocol import SPLITS
 from evogrpo.reporting.records import Example
 from evogrpo.storage.journal import read_journal
 from evogrpo.training.run_dir import RunDir, open_run
-from tests.tiny_training import SPACE, resumed_run, stop_after, tiny_env, tiny_population, tiny_run, variety
+from tests.tiny_training import (
+    SPACE,
+    resumed_run,
+    stop_after,
+    tiny_env,
+    tiny_population,
+    tiny_run,
+    variety,
+)
 
 STEPS = {"steps_per_generation": 2, "samples_per_step": 8, "generations": 2, "test_questions": 0}
 
@@ -26,7 +34,8 @@ def lengths(completions, **columns):
 
 def sometimes(completions, answer, **columns):
     return [
-        None if int(number) % 2 else variety(text, "", "") for text, number in zip(completions, answer, strict=True)
+        None if int(number) % 2 else variety(text, "", "")
+        for text, number in zip(completions, answer, strict=True)
     ]
 
 
@@ -37,7 +46,9 @@ def test_every_step_writes_completions_rewards_and_advantages(tmp_path):
     names = [f"step-{step:06d}.jsonl" for step in range(4)]
     assert sorted(path.name for path in (tmp_path / "run" / "completions").iterdir()) == names
     questions = {
-        row["prompt"]: row["answer"] for split in SPLITS for row in env.open(split, range(env.size(split))).rows
+        row["prompt"]: row["answer"]
+        for split in SPLITS
+        for row in env.open(split, range(env.size(split))).rows
     }
     for step in range(4):
         rows = rows_of(tmp_path / "run", step)
@@ -51,7 +62,9 @@ def test_every_step_writes_completions_rewards_and_advantages(tmp_path):
             assert row["step"] == step
             assert row["rewards/lengths"] == len(row["completion"])
             is_odd = int(questions[row["prompt"]]) % 2
-            assert row["rewards/sometimes"] == (None if is_odd else pytest.approx(len(set(row["completion"])) / 8))
+            assert row["rewards/sometimes"] == (
+                None if is_odd else pytest.approx(len(set(row["completion"])) / 8)
+            )
             total = 0.1 * row["rewards/lengths"] + 2.0 * (row["rewards/sometimes"] or 0.0)
             assert row["reward"] == pytest.approx(total)
     # Repeat the first step: the same rows with the members' advantages.
@@ -62,13 +75,17 @@ def test_every_step_writes_completions_rewards_and_advantages(tmp_path):
         advantages = [row["advantage"] for row in first if row["index"] == slot]
         assert advantages == pytest.approx(learned[slot].advantages[: len(advantages)], abs=1e-5)
     assert any(row["advantage"] for row in first)
-    assert [example.index for example in reports[-1].examples] == [m.index for m in reports[-1].members]
+    assert [example.index for example in reports[-1].examples] == [
+        m.index for m in reports[-1].members
+    ]
     assert {example.step for example in reports[-1].examples} == {3}
 
 
 def test_a_resumed_run_writes_the_same_tables(stored_language_run, tmp_path):
     stop_after(tiny_run(tmp_path), 3)
-    (tmp_path / "completions" / "step-000003.jsonl").write_text("torn")  # as if killed during a step that is repeated
+    (tmp_path / "completions" / "step-000003.jsonl").write_text(
+        "torn"
+    )  # as if killed during a step that is repeated
     stop_after(resumed_run(tmp_path), 4)
     for step in range(4):
         assert rows_of(tmp_path, step) == rows_of(stored_language_run.folder, step)
@@ -76,7 +93,13 @@ def test_a_resumed_run_writes_the_same_tables(stored_language_run, tmp_path):
 
 def hostile(text="\x1b[31m\x7f\u202e\u2028\n{}<script>"):
     return Example(
-        prompt=text, completion=text, reward=None, index=3, step=12, rewards={"f": 0.5, "g": None}, advantage=-1.5
+        prompt=text,
+        completion=text,
+        reward=None,
+        index=3,
+        step=12,
+        rewards={"f": 0.5, "g": None},
+        advantage=-1.5,
     )
 
 
@@ -89,7 +112,13 @@ def test_lines_are_json_without_control_characters(tmp_path):
     assert content.count(b"\n") == 1
     assert all(32 <= byte < 127 for byte in content[:-1])
     row = json.loads(content)
-    assert (row["step"], row["index"], row["reward"], row["advantage"], row["truncated"]) == (12, 3, None, -1.5, False)
+    assert (row["step"], row["index"], row["reward"], row["advantage"], row["truncated"]) == (
+        12,
+        3,
+        None,
+        -1.5,
+        False,
+    )
     assert row["prompt"] == row["completion"] == hostile().prompt
     assert (row["rewards/f"], row["rewards/g"]) == (0.5, None)
 
@@ -105,13 +134,20 @@ def logging_reward(completions, trainer_state, log_extra, log_metric, **_):
 
 def test_values_logged_by_reward_functions_are_in_tables_and_metrics(tmp_path):
     env = tiny_env(reward_funcs=logging_reward)
-    options = {"generations": 1, "steps_per_generation": 2, "samples_per_step": 8, "test_questions": 0}
+    options = {
+        "generations": 1,
+        "steps_per_generation": 2,
+        "samples_per_step": 8,
+        "test_questions": 0,
+    }
     population = tiny_population(2, objective=Objective(dynamic_sampling=1))
     list(evolve(population, env, run_dir=tmp_path, **options))
-    steps = [event for event in read_journal(tmp_path / "journal.jsonl") if event["event"] == "step"]
+    steps = [
+        event for event in read_journal(tmp_path / "journal.jsonl") if event["event"] == "step"
+    ]
     assert [member["step"] for event in steps for member in event["members"]] == [0, 0, 1, 1]
     assert all(member["longest"] >= 1 for event in steps for member in event["members"])
-    (first, *_) = sorted((tmp_path / "completions").iterdir())
+    first, *_ = sorted((tmp_path / "completions").iterdir())
     assert open_run(tmp_path).record.run_state.examples[0].columns["huge"] is None
     for row in map(json.loads, first.open()):
         assert row["length"] == len(row["completion"])
@@ -120,7 +156,10 @@ def test_values_logged_by_reward_functions_are_in_tables_and_metrics(tmp_path):
 
 
 def test_logged_values_replace_no_other_column(tmp_path):
-    rows = [replace(hostile(), columns={"logged": value, "reward": 9, "rewards/f": 9}) for value in (True, "x", None)]
+    rows = [
+        replace(hostile(), columns={"logged": value, "reward": 9, "rewards/f": 9})
+        for value in (True, "x", None)
+    ]
     RunDir(tmp_path).write_completions(0, rows)
     written = [json.loads(line) for line in (tmp_path / "completions" / "step-000000.jsonl").open()]
     assert [row["logged"] for row in written] == [True, "x", None]

@@ -23,13 +23,25 @@ from evogrpo.training.configuration.reading import (
 from evogrpo.training.configuration.sections import CONFIG_FILE, Config
 from evogrpo.training.launch import write_config
 
-MINIMAL = {"model": "smollm2-135m", "task": {"name": "two_digit_sums"}, "schedule": {"generations": 2}}
+MINIMAL = {
+    "model": "smollm2-135m",
+    "task": {"name": "two_digit_sums"},
+    "schedule": {"generations": 2},
+}
 OWN = {"dataset": {"train": "a.jsonl"}, "reward": "r.py:f", "form": "agilerl"}
 
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("1e-4", 1e-4), ("1E5", 1e5), ("-2.5e3", -2.5e3), ("1.0e-4", 1e-4), ("12", 12), ("0.5", 0.5), ("1e-4x", "1e-4x")],
+    [
+        ("1e-4", 1e-4),
+        ("1E5", 1e5),
+        ("-2.5e3", -2.5e3),
+        ("1.0e-4", 1e-4),
+        ("12", 12),
+        ("0.5", 0.5),
+        ("1e-4x", "1e-4x"),
+    ],
 )
 def test_numbers_in_scientific_notation_are_read(text, value):
     read = load_yaml(text, "test")
@@ -38,7 +50,9 @@ def test_numbers_in_scientific_notation_are_read(text, value):
 
 
 def test_the_resolved_configuration_has_all_defaults_and_round_trips(tmp_path):
-    config = parse_config({**MINIMAL, "search_space": {"lr": {"min": 1e-5, "max": 1e-3, "scale": "log"}}})
+    config = parse_config(
+        {**MINIMAL, "search_space": {"lr": {"min": 1e-5, "max": 1e-3, "scale": "log"}}}
+    )
     write_config(config, tmp_path)
     stored = read_yaml_file(tmp_path / CONFIG_FILE)
     assert parse_config(stored) == config
@@ -67,7 +81,9 @@ def test_every_task_type_round_trips(tmp_path, task):
 
 
 def test_overrides_are_typed_and_the_last_one_wins():
-    values = override(MINIMAL, ["schedule.generations=5", "hyperparameters.lr=1e-5", "schedule.generations=7"])
+    values = override(
+        MINIMAL, ["schedule.generations=5", "hyperparameters.lr=1e-5", "schedule.generations=7"]
+    )
     config = parse_config(values)
     assert config.schedule.generations == 7
     assert config.hyperparameters.lr == 1e-5
@@ -108,13 +124,20 @@ def test_paths_are_relative_to_their_source(tmp_path, monkeypatch):
 
 
 def test_an_imported_configuration_is_valid():
-    keys = {"adv_estimator": "grpo", "rollout_batch_size": 4, "num_return_sequences_in_group": 8, "gamma": 0.9}
+    keys = {
+        "adv_estimator": "grpo",
+        "rollout_batch_size": 4,
+        "num_return_sequences_in_group": 8,
+        "gamma": 0.9,
+    }
     keys |= {"response_length": 64, "prompt_length": 32, "seed": 3, "dual_clip_loss": True}
     imported = Objective.from_roll(keys)
     config = parse_config(merge_sections(imported.to_config(), MINIMAL))
     assert config.agent.objective == imported.objective
     assert config.agent.optimizer == imported.optimizer
-    assert config.hyperparameters == Hyperparameters(target_kl=DEFAULT_TARGET_KL, **imported.hyperparameters)
+    assert config.hyperparameters == Hyperparameters(
+        target_kl=DEFAULT_TARGET_KL, **imported.hyperparameters
+    )
     assert (config.agent.max_output_tokens, config.seed) == (64, 3)
     assert (config.schedule.samples_per_step, config.task.max_prompt_length) == (32, 32)
 
@@ -124,7 +147,10 @@ def test_an_imported_configuration_is_valid():
     [
         ("a.csv", '\ufeffquestion,answer\n2+2?,4\n"a, b",x\n'),
         ("a.csv", "question\tanswer\n2+2?\t4\na, b\tx\n"),
-        ("a.jsonl", '\ufeff{"question": "2+2?", "answer": "4"}\n\n{"question": "a, b", "answer": "x"}\n'),
+        (
+            "a.jsonl",
+            '\ufeff{"question": "2+2?", "answer": "4"}\n\n{"question": "a, b", "answer": "x"}\n',
+        ),
         ("a.json", '[{"question": "2+2?", "answer": "4"}, {"question": "a, b", "answer": "x"}]'),
     ],
 )
@@ -161,7 +187,9 @@ def test_a_task_without_a_reward_is_refused(reward):
 def test_a_missing_file_lists_the_existing_ones(tmp_path, ending):
     pytest.importorskip("datasets", reason="reads .parquet files")
     asked = tmp_path / f"sum.{ending}"
-    with pytest.raises(ValueError, match=r"there is no such file\. Paths in a configuration are relative to it"):
+    with pytest.raises(
+        ValueError, match=r"there is no such file\. Paths in a configuration are relative to it"
+    ):
         read_rows(asked)
     (tmp_path / "train.jsonl").write_text("")
     with pytest.raises(ValueError, match=r"there is no such file\. .* has train\.jsonl\.$"):
@@ -178,7 +206,9 @@ def test_a_local_folder_is_read_like_the_hub(tmp_path, monkeypatch):
     for split, count in (("train", 5), ("test", 3)):
         lines = [json.dumps({"question": f"{split} {n}", "answer": n}) for n in range(count)]
         (folder / f"{split}.jsonl").write_text("\n".join(lines))
-    values = absolute_paths({**MINIMAL, "task": {**OWN, "dataset": {"hub": "mine", "test": "test"}}}, tmp_path)
+    values = absolute_paths(
+        {**MINIMAL, "task": {**OWN, "dataset": {"hub": "mine", "test": "test"}}}, tmp_path
+    )
     tables = parse_config(values).task.dataset.tables()
     assert [None if table is None else len(table) for table in tables.values()] == [5, None, 3]
     assert tables["test"][1] == {"question": "test 1", "answer": 1}
@@ -187,7 +217,10 @@ def test_a_local_folder_is_read_like_the_hub(tmp_path, monkeypatch):
 def test_subclasses_of_text_and_numbers_are_stored(tmp_path):
     values = {"text": type("Text", (str,), {})("1e5"), "number": np.float64(0.1)}
     write_config(parse_config({"task": {"env": "CartPole-v1", "env_kwargs": values}}), tmp_path)
-    assert read_yaml_file(tmp_path / CONFIG_FILE)["task"]["env_kwargs"] == {"text": "1e5", "number": 0.1}
+    assert read_yaml_file(tmp_path / CONFIG_FILE)["task"]["env_kwargs"] == {
+        "text": "1e5",
+        "number": 0.1,
+    }
 
 
 def test_the_schema_names_every_key():
@@ -199,7 +232,9 @@ def test_the_schema_names_every_key():
 
 
 def test_the_schema_accepts_what_is_read(tmp_path):
-    accepts = pytest.importorskip("jsonschema").Draft202012Validator(configuration_schema()).is_valid
+    accepts = (
+        pytest.importorskip("jsonschema").Draft202012Validator(configuration_schema()).is_valid
+    )
     write_config(parse_config(MINIMAL), tmp_path)
     for packaged in (tmp_path / CONFIG_FILE, files("evogrpo.training.configuration") / "demo.yaml"):
         assert accepts(read_yaml_file(packaged))

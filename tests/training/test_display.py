@@ -28,7 +28,9 @@ def on_a_terminal(monkeypatch):
 
 def quick_run(**options):
     return evolve(
-        tiny_population(2, hp_config=SPACE, update_epochs=2), tiny_env(), **{**QUICK, "generations": 2} | options
+        tiny_population(2, hp_config=SPACE, update_epochs=2),
+        tiny_env(),
+        **{**QUICK, "generations": 2} | options,
     )
 
 
@@ -58,7 +60,11 @@ def test_a_terminal_shows_the_run(monkeypatch, tmp_path):
     output = CONTROL.sub("", terminal.getvalue())
     for text in ("untrained base: fitness", "mine 1"):
         assert text in output, text
-    assert output.index("Generation 1 of 2") < output.index("mine 1") < output.index("Generation 2 of 2")
+    assert (
+        output.index("Generation 1 of 2")
+        < output.index("mine 1")
+        < output.index("Generation 2 of 2")
+    )
     assert output.index("mine 2") < output.index("Test: ") < output.index("Finished: ")
     for _ in resume(tmp_path / "run", tiny_env(), actor_network=tiny_model(), generations=3):
         pass
@@ -75,7 +81,9 @@ def test_printed_text_stays_above_the_display(monkeypatch):
     for _ in evolve(tiny_population(2), tiny_env(reward_fn=chatty), **QUICK | {"generations": 1}):
         assert sys.stdout is terminal
     lines = terminal.getvalue().replace("\r", "\n").split("\n")
-    assert all(CONTROL.sub("", line).strip() == "thinking of it" for line in lines if "thinking" in line)
+    assert all(
+        CONTROL.sub("", line).strip() == "thinking of it" for line in lines if "thinking" in line
+    )
 
 
 def test_leaving_the_loop_cleans_the_terminal(monkeypatch):
@@ -123,7 +131,9 @@ def test_the_bar_advances_and_names_every_part_of_a_run():
     updates = []
 
     def looking(completion, answer, question):
-        assert ("untrained base: fitness" in console.file.getvalue()) is (run.run_state.baseline is not None)
+        assert ("untrained base: fitness" in console.file.getvalue()) is (
+            run.run_state.baseline is not None
+        )
         updates.append((display._phase().plain, drawn(display)))
         return float(len(set(completion)))
 
@@ -167,7 +177,9 @@ def test_the_star_marks_the_best_member():
         assert f"★ best so far: #{run.run_state.best.index} of generation 1" in table
 
 
-@pytest.mark.parametrize(("fitness", "head"), [("validation", "fitness ± SE"), ("rollouts", "training ± SE")])
+@pytest.mark.parametrize(
+    ("fitness", "head"), [("validation", "fitness ± SE"), ("rollouts", "training ± SE")]
+)
 def test_new_members_are_those_born_in_this_run(fitness, head):
     """The second run of a population begins with members that were born in the first one."""
     population = step_population(3, hp_config=STEP_SPACE)
@@ -179,29 +191,46 @@ def test_new_members_are_those_born_in_this_run(fitness, head):
     generations = [report for report in finish(run) if isinstance(report, GenerationReport)]
     tables = console.file.getvalue().split("Generation ")[1:]
     assert all(head in table for table in tables)
-    noted = [sum("clone of" in line and "selection:" not in line for line in table.split("\n")) for table in tables]
+    noted = [
+        sum("clone of" in line and "selection:" not in line for line in table.split("\n"))
+        for table in tables
+    ]
     assert any(member.born == 2 for member in generations[0].members)
     assert noted == [0, *(len(report.plan.children) for report in generations[:-1])]
 
 
 @pytest.mark.parametrize(
     ("rewards", "shown"),
-    [((0.5, 0.004), "#0 0.50 #1 0.00"), ((2e-5, 0.0), "#0 2e-05 #1 0"), ((1e30, -1.5), "#0 1e+30 #1 -1.5")],
+    [
+        ((0.5, 0.004), "#0 0.50 #1 0.00"),
+        ((2e-5, 0.0), "#0 2e-05 #1 0"),
+        ((1e30, -1.5), "#0 1e+30 #1 -1.5"),
+    ],
 )
 def test_rewards_of_every_size_are_short(stored_language_run, rewards, shown):
     report = next(each for each in stored_language_run.reports if isinstance(each, StepReport))
     learned = {slot: MemberStep(index=slot, metrics={"reward": reward}, samples=1, failed=None)
                for slot, reward in enumerate(rewards)}  # fmt: skip
-    assert " ".join(rewards_text(dataclasses.replace(report, learned=learned)).plain.split()) == shown
+    assert (
+        " ".join(rewards_text(dataclasses.replace(report, learned=learned)).plain.split()) == shown
+    )
 
 
 @pytest.mark.parametrize(("width", "label"), [(140, "no learning signal"), (80, "no signal")])
 def test_a_member_with_constant_rewards_is_marked(stored_language_run, width, label):
-    report = next(each for each in stored_language_run.reports if isinstance(each, GenerationReport))
+    report = next(
+        each for each in stored_language_run.reports if isinstance(each, GenerationReport)
+    )
 
     def with_zero_std(share):
-        members = [dataclasses.replace(each, metrics={"frac_reward_zero_std": share}) for each in report.members]
-        return drawn(generation_table(dataclasses.replace(report, members=members), [], width, LANGUAGE), width)
+        members = [
+            dataclasses.replace(each, metrics={"frac_reward_zero_std": share})
+            for each in report.members
+        ]
+        return drawn(
+            generation_table(dataclasses.replace(report, members=members), [], width, LANGUAGE),
+            width,
+        )
 
     assert with_zero_std(1.0).count(label) == len(report.members)
     assert "equal" not in with_zero_std(0.9)

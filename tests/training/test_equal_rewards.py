@@ -9,7 +9,12 @@ from evogrpo import HuggingFaceGym, Objective, evolve, resume
 from evogrpo.envs.text.reward_functions import RewardError
 from tests.tiny_training import QUESTIONS, shared_model, shared_tokenizer, tiny_env, tiny_population
 
-BRIEF = {"generations": 2, "steps_per_generation": 2, "samples_per_step": 8, "validation_questions": 2}
+BRIEF = {
+    "generations": 2,
+    "steps_per_generation": 2,
+    "samples_per_step": 8,
+    "validation_questions": 2,
+}
 BRIEF |= {"test_questions": 0}
 
 
@@ -18,21 +23,25 @@ def run(env, population=None, **schedule):
         warnings.simplefilter("always")
         for _ in evolve(population or tiny_population(2), env, **(BRIEF | schedule)):
             pass
-    return [str(each.message) for each in caught if "No learning signal" in str(each.message)], caught
+    return [
+        str(each.message) for each in caught if "No learning signal" in str(each.message)
+    ], caught
 
 
 def test_constant_rewards_warn_once():
     (message,), caught = run(tiny_env(reward_fn=lambda completion, answer, question: -2.5))
     assert "the first 3 learning steps: all rewards within each group were equal" in message
     assert "partial credit" in message
-    assert {each.filename for each in caught if str(each.message) == message} == {__file__}  # the user's line
+    assert {each.filename for each in caught if str(each.message) == message} == {
+        __file__
+    }  # the user's line
 
 
 def test_rewards_that_depend_on_the_question_only_warn():
     def by_question(completion, answer, question):
         return float(answer)
 
-    ((message,), _) = run(tiny_env(reward_fn=by_question), generations=1)
+    (message,), _ = run(tiny_env(reward_fn=by_question), generations=1)
     assert "the first 2 learning steps: all rewards within each group were equal" in message
 
 
@@ -51,8 +60,14 @@ def test_a_resumed_run_does_not_warn(tmp_path):
         return 1.0
 
     with pytest.warns(UserWarning, match="No learning signal in the first 3"):
-        list(evolve(tiny_population(2), tiny_env(reward_fn=solved), run_dir=tmp_path / "run", **BRIEF))
-    again = resume(tmp_path / "run", tiny_env(reward_fn=solved), actor_network=shared_model(), generations=4)
+        list(
+            evolve(
+                tiny_population(2), tiny_env(reward_fn=solved), run_dir=tmp_path / "run", **BRIEF
+            )
+        )
+    again = resume(
+        tmp_path / "run", tiny_env(reward_fn=solved), actor_network=shared_model(), generations=4
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert len(list(again)) == 2
@@ -77,16 +92,26 @@ def test_samples_left_out_of_the_loss_are_the_reason_given(settings, reason):
 
 def test_rewards_that_read_messages_as_text_are_told_their_form():
     def contains(completions, answer, **columns):
-        return [float(right in completion) for completion, right in zip(completions, answer, strict=True)]
+        return [
+            float(right in completion)
+            for completion, right in zip(completions, answer, strict=True)
+        ]
 
-    rows = [{"prompt": [{"role": "user", "content": row["question"]}], "answer": row["answer"]} for row in QUESTIONS]
-    env = HuggingFaceGym(rows, None, shared_tokenizer(), reward_funcs=contains, validation_size=4, test_size=4)
+    rows = [
+        {"prompt": [{"role": "user", "content": row["question"]}], "answer": row["answer"]}
+        for row in QUESTIONS
+    ]
+    env = HuggingFaceGym(
+        rows, None, shared_tokenizer(), reward_funcs=contains, validation_size=4, test_size=4
+    )
     (message,), _ = run(env, tiny_population(1), generations=1)
     assert "lists of messages" in message
 
     def length(completions, **columns):
         return [len(completion.strip()) for completion in completions]
 
-    env = HuggingFaceGym(rows, None, shared_tokenizer(), reward_funcs=length, validation_size=4, test_size=4)
+    env = HuggingFaceGym(
+        rows, None, shared_tokenizer(), reward_funcs=length, validation_size=4, test_size=4
+    )
     with pytest.raises(RewardError, match="lists of messages"):
         run(env, tiny_population(1))

@@ -14,7 +14,16 @@ from evogrpo.reporting.records import GenerationReport, StepReport, TestReport
 from evogrpo.training.evolve import Run
 from tests.tiny_models import tiny_model
 from tests.tiny_steps import step_run
-from tests.tiny_training import SPACE, equal_states, finish, shared_model, state_of, tiny_env, tiny_population, tiny_run
+from tests.tiny_training import (
+    SPACE,
+    equal_states,
+    finish,
+    shared_model,
+    state_of,
+    tiny_env,
+    tiny_population,
+    tiny_run,
+)
 
 STEPS = {"steps_per_generation": 2, "samples_per_step": 8}
 SPENDING = {"samples_per_step": 8, "validation_questions": 6, "test_questions": 12}
@@ -37,8 +46,15 @@ def test_reported_members_are_those_of_the_last_plan(any_stored_run):
         for old, new in zip(before.members, after.members, strict=True):
             if new.slot in born:
                 child = born[new.slot]
-                assert (new.index, new.parent, new.born) == (child.index, child.parent, before.generation)
-                assert (new.hyperparameters, dict(new.changes)) == (child.hyperparameters, dict(child.changes))
+                assert (new.index, new.parent, new.born) == (
+                    child.index,
+                    child.parent,
+                    before.generation,
+                )
+                assert (new.hyperparameters, dict(new.changes)) == (
+                    child.hyperparameters,
+                    dict(child.changes),
+                )
                 assert new.reason == child.reason
             else:
                 assert (new.index, new.parent, new.born) == (old.index, old.parent, old.born)
@@ -56,10 +72,14 @@ def test_the_journal_holds_the_events_in_order(stored_language_run):
     assert opening["task"] == "HuggingFaceGym"  # a configured run names its task
     assert opening["evolvable"] == plain(SPACE.to_json())
     assert opening["strategy"] == {"name": "tournament", **Tournament(z=0.0).to_json()}
-    assert [set(member) for member in opening["members"]] == [{"slot", "index", "parent", "hyperparameters"}] * 3
+    assert [set(member) for member in opening["members"]] == [
+        {"slot", "index", "parent", "hyperparameters"}
+    ] * 3
     (baseline,) = run.events("baseline")
     assert baseline["questions"] == 8
-    assert all("kl" not in member for event in run.events("step") for member in event["members"])  # beta is 0
+    assert all(
+        "kl" not in member for event in run.events("step") for member in event["members"]
+    )  # beta is 0
     assert run.events("test")[0]["questions"] == 36
     assert run.events()[-1]["reason"] == "3 generations"
 
@@ -69,13 +89,17 @@ def test_the_base_is_measured_first(stored_language_run):
     scores = evaluate(tiny_population(1).members, [0], env, "validation")[0]
     assert stored_language_run.events("baseline")[0]["fitness"] == pytest.approx(scores.mean())
     before = evaluate(tiny_population(1).members, [0], env, "test")[0]
-    assert stored_language_run.events("test")[0]["before"]["fitness"] == pytest.approx(before.mean())
+    assert stored_language_run.events("test")[0]["before"]["fitness"] == pytest.approx(
+        before.mean()
+    )
 
 
 def test_the_best_member_is_saved_with_the_state_of_its_fitness(stored_language_run):
     run = stored_language_run
     fitness = {
-        (report.generation, member.index): member.fitness for report in generations_of(run) for member in report.members
+        (report.generation, member.index): member.fitness
+        for report in generations_of(run)
+        for member in report.members
     }
     best = max(fitness.values())
     first = min(key for key, value in fitness.items() if value == best)
@@ -91,17 +115,24 @@ def test_the_best_member_is_saved_with_the_state_of_its_fitness(stored_language_
 def test_costs_are_recorded_and_equal_for_equal_group_sizes():
     # With beta, completions without signal are evaluated as well.
     space = HyperparameterConfig(lr=RLParameter(min=1e-4, max=1e-2, scale="log"))
-    reports = finish(tiny_run(None, options={"hp_config": space, "min_output_tokens": 6, "beta": 0.01}, generations=2))
+    reports = finish(
+        tiny_run(
+            None, options={"hp_config": space, "min_output_tokens": 6, "beta": 0.01}, generations=2
+        )
+    )
     steps = [report for report in reports if isinstance(report, StepReport)]
     for report in reports:
         if isinstance(report, GenerationReport):
             taken = [step for step in steps if step.generation == report.generation]
             (tokens,) = {member.tokens for member in report.members}
             assert 3 * tokens == sum(step.tokens for step in taken)
-            # Sampled once; one pass for the reference and two epochs over the same prompts and completions.
+            # Sampled once; one pass for the reference and two epochs over the same prompts and
+            # completions.
             prompt = len(tiny_env().open("train", [0]).prompts[0])
             assert tokens == 2 * 4 * (2 * prompt + 8 * 6)
-            assert sum(member.seconds for member in report.members) == pytest.approx(sum(s.seconds for s in taken))
+            assert sum(member.seconds for member in report.members) == pytest.approx(
+                sum(s.seconds for s in taken)
+            )
             assert all(member.seconds > 0 for member in report.members)
 
 
@@ -111,7 +142,9 @@ def test_a_finished_run_has_a_result(stored_language_run):
     assert (result.complete, result.generations, result.steps) == (True, 3, 6)
     assert result.reason == "3 generations"
     assert result.run_dir == stored_language_run.folder
-    members = [member for report in generations_of(stored_language_run) for member in report.members]
+    members = [
+        member for report in generations_of(stored_language_run) for member in report.members
+    ]
     best = max(members, key=lambda member: member.fitness)
     assert (result.best.index, result.best.fitness.mean) == (best.index, best.fitness)
     assert result.best.hyperparameters == best.hyperparameters
@@ -123,7 +156,9 @@ def test_a_finished_run_has_a_result(stored_language_run):
     gains = (np.array(after) - np.array(before))[0]
     assert result.test.gain.mean == pytest.approx(gains.mean())
     assert result.test.gain.standard_error == pytest.approx(gains.std(ddof=1) / len(gains) ** 0.5)
-    assert result.test.beyond_noise == (abs(gains.mean()) > 2 * gains.std(ddof=1) / len(gains) ** 0.5)
+    assert result.test.beyond_noise == (
+        abs(gains.mean()) > 2 * gains.std(ddof=1) / len(gains) ** 0.5
+    )
 
 
 def test_the_test_can_be_skipped():
@@ -135,7 +170,9 @@ def test_the_test_can_be_skipped():
 
     env = tiny_env(reward_fn=reward)
     held_out = {row["question"] for row in env.open("test", range(env.size("test"))).rows}
-    reports = finish(tiny_run(None, env=env, generations=1, steps_per_generation=1, test_questions=0))
+    reports = finish(
+        tiny_run(None, env=env, generations=1, steps_per_generation=1, test_questions=0)
+    )
     assert not any(isinstance(report, TestReport) for report in reports)
     assert not held_out & set(asked)
 
@@ -186,7 +223,10 @@ def test_the_elite_is_unchanged_and_children_copy_their_parents():
         assert plan.parents[report.best.slot] == report.best.slot
         assert report.best.slot not in [child.slot for child in plan.children]
         elite = run.population[report.best.slot]
-        assert (elite.index, elite.hyperparameters) == (report.best.index, report.best.hyperparameters)
+        assert (elite.index, elite.hyperparameters) == (
+            report.best.index,
+            report.best.hyperparameters,
+        )
         mutated = {child.slot for child in plan.children if "network" in child.changes}
         for slot, parent in enumerate(plan.parents):
             assert slot in mutated or equal_states(state_of(run.population[slot]), before[parent])
@@ -205,7 +245,9 @@ def test_a_token_limit_ends_a_generation_early(stored_language_run):
         *(StepReport, StepReport, GenerationReport),
         *(StepReport, GenerationReport, TestReport),
     ]
-    assert [report.tokens for report in reports if isinstance(report, StepReport)] == [s.tokens for s in all_steps[:3]]
+    assert [report.tokens for report in reports if isinstance(report, StepReport)] == [
+        s.tokens for s in all_steps[:3]
+    ]
     assert reports[-2].plan is None
 
 
@@ -218,5 +260,11 @@ def test_a_target_ends_the_run(stored_language_run):
 def test_an_existing_run_is_never_overwritten(stored_language_run):
     journal = (stored_language_run.folder / "journal.jsonl").read_bytes()
     with pytest.raises(ValueError, match=r"already holds a run.*evogrpo resume"):
-        evolve(tiny_population(2), tiny_env(), run_dir=stored_language_run.folder, generations=1, **STEPS)
+        evolve(
+            tiny_population(2),
+            tiny_env(),
+            run_dir=stored_language_run.folder,
+            generations=1,
+            **STEPS,
+        )
     assert (stored_language_run.folder / "journal.jsonl").read_bytes() == journal

@@ -43,14 +43,20 @@ def run_in(where, folder):
 
 
 @pytest.mark.parametrize(
-    ("where", "error"), [("reward", RewardError), ("async reward", RewardError), ("plan", StrategyError)]
+    ("where", "error"),
+    [("reward", RewardError), ("async reward", RewardError), ("plan", StrategyError)],
 )
 def test_an_exit_during_a_run_is_an_error_and_the_run_is_saved(where, error, tmp_path):
     with pytest.raises(error, match="SystemExit"):
         run_in(where, tmp_path / "run")
     assert (tmp_path / "run" / "checkpoints" / "generation-0000").is_dir()
     if where != "plan":  # the plan comes after the checkpoint
-        assert read_journal(tmp_path / "run" / "journal.jsonl")[-1]["event"] in ("run", "baseline", "step", "stopped")
+        assert read_journal(tmp_path / "run" / "journal.jsonl")[-1]["event"] in (
+            "run",
+            "baseline",
+            "step",
+            "stopped",
+        )
 
 
 LEFT = """
@@ -68,5 +74,7 @@ raise RuntimeError("mine")
 def test_an_error_in_the_loop_over_a_run_is_all_that_the_program_prints_at_its_end(tmp_path):
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", LEFT]
-    ended = subprocess.run(command, check=False, cwd=tmp_path, env=env, capture_output=True, text=True)
+    ended = subprocess.run(
+        command, check=False, cwd=tmp_path, env=env, capture_output=True, text=True
+    )
     assert ended.stderr.splitlines()[-1] == "RuntimeError: mine"

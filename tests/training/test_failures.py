@@ -35,7 +35,9 @@ def events(folder, name):
 
 def with_rates(folder, rates, **choices):
     """Return a run whose members have these learning rates and equal group sizes."""
-    run = tiny_run(folder, size=len(rates), options={"hp_config": None, "max_grad_norm": 1.0}, **choices)
+    run = tiny_run(
+        folder, size=len(rates), options={"hp_config": None, "max_grad_norm": 1.0}, **choices
+    )
     for agent, rate in zip(run.population, rates, strict=True):
         agent.lr = rate
     return run
@@ -80,8 +82,20 @@ def test_a_network_with_nan_outputs_fails_despite_equal_rewards():
 
     env = GymnasiumGroups("CartPole-v1", max_episode_steps=4)
     population = GRPO.population(2, env.observation_space, env.action_space, actor_network=Broken())
-    with pytest.raises(AllFailedError, match=r"\(member 0: log-probabilities were NaN at \d+ of 64 actions; member 1"):
-        list(evolve(population, env, generations=1, steps_per_generation=1, samples_per_step=16, progress=False))
+    with pytest.raises(
+        AllFailedError,
+        match=r"\(member 0: log-probabilities were NaN at \d+ of 64 actions; member 1",
+    ):
+        list(
+            evolve(
+                population,
+                env,
+                generations=1,
+                steps_per_generation=1,
+                samples_per_step=16,
+                progress=False,
+            )
+        )
 
 
 def test_other_members_are_bit_equal_in_the_failing_step(tmp_path):
@@ -90,7 +104,9 @@ def test_other_members_are_bit_equal_in_the_failing_step(tmp_path):
     assert one.learned[1].failed is not None
     assert other.learned[1].failed is None
     for slot in (0, 2):
-        assert without_times(one.learned[slot].metrics) == without_times(other.learned[slot].metrics)
+        assert without_times(one.learned[slot].metrics) == without_times(
+            other.learned[slot].metrics
+        )
         assert equal_states(state_of(broken.population[slot]), state_of(healthy.population[slot]))
 
 
@@ -106,11 +122,15 @@ def test_a_run_ends_if_all_members_failed(tmp_path):
 
 def test_a_run_with_a_budget_for_evaluations_ends_if_all_members_failed():
     with pytest.raises(AllFailedError, match="All members failed"):
-        finish(with_rates(None, [DEADLY], generations=None, max_tokens=10**9, count_evaluations=True))
+        finish(
+            with_rates(None, [DEADLY], generations=None, max_tokens=10**9, count_evaluations=True)
+        )
 
 
 def test_a_failed_member_stays_failed_after_a_resume(tmp_path):
-    run, uninterrupted = (with_rates(tmp_path / name, [1e-3, DEADLY], generations=2) for name in ("run", "whole"))
+    run, uninterrupted = (
+        with_rates(tmp_path / name, [1e-3, DEADLY], generations=2) for name in ("run", "whole")
+    )
     stop_after(run, 1)
     finish(uninterrupted)
     finish(resumed_run(tmp_path / "run"))
@@ -148,14 +168,20 @@ MOMENTS = {
 SELDOM = ("the baseline", "the first validation")
 
 
-@pytest.mark.parametrize("moment", [pytest.param(m, marks=[pytest.mark.slow] * (m in SELDOM)) for m in MOMENTS])
+@pytest.mark.parametrize(
+    "moment", [pytest.param(m, marks=[pytest.mark.slow] * (m in SELDOM)) for m in MOMENTS]
+)
 def test_a_raising_reward_function_stops_the_run_resumably(stored_language_run, tmp_path, moment):
     call, steps = MOMENTS[moment]
     run = tiny_run(tmp_path / "run", env=tiny_env(reward_fn=Fragile(call)))
-    with pytest.raises(RewardError, match=r"'variety' raised ZeroDivisionError.*own mistake.*for the completion"):
+    with pytest.raises(
+        RewardError, match=r"'variety' raised ZeroDivisionError.*own mistake.*for the completion"
+    ):
         finish(run)
     if moment == "the second step":
-        assert [event["reason"] for event in events(tmp_path / "run", "stopped")] == ["RewardError in learning step 1"]
+        assert [event["reason"] for event in events(tmp_path / "run", "stopped")] == [
+            "RewardError in learning step 1"
+        ]
     again = resumed_run(tmp_path / "run")
     assert again.run_state.step == steps  # all learned steps are saved
     finish(again)
@@ -178,7 +204,9 @@ def test_members_are_compared_on_questions_with_rewards_for_all():
     population = random_population(3)
     members = random_population(3).members
     full = evaluate(members, [0, 1, 2], tiny_env(reward_fn=sure), "validation")
-    part = evaluate(members, [0, 1, 2], tiny_env(reward_fn=picky, on_reward_error="exclude"), "validation")
+    part = evaluate(
+        members, [0, 1, 2], tiny_env(reward_fn=picky, on_reward_error="exclude"), "validation"
+    )
     rewarded = np.isfinite(part).all(0)
     assert 4 <= rewarded.sum() < len(rewarded)  # some but not all failed
     assert np.array_equal(part[:, rewarded], full[:, rewarded])
@@ -191,19 +219,32 @@ def test_members_are_compared_on_questions_with_rewards_for_all():
 def test_a_run_records_the_number_of_rewarded_questions(tmp_path):
     env = tiny_env(reward_fn=picky, on_reward_error="exclude")
     run = evolve(
-        random_population(3), env, run_dir=tmp_path / "run", generations=2, steps_per_generation=1, samples_per_step=8
+        random_population(3),
+        env,
+        run_dir=tmp_path / "run",
+        generations=2,
+        steps_per_generation=1,
+        samples_per_step=8,
     )
     with pytest.warns(UserWarning, match="validation questions"):
         reports = list(run)
-    counted = [event["questions"] for event in read_journal(tmp_path / "run" / "journal.jsonl") if "plan" in event]
+    counted = [
+        event["questions"]
+        for event in read_journal(tmp_path / "run" / "journal.jsonl")
+        if "plan" in event
+    ]
     assert [report.questions for report in reports] == counted
     assert min(counted) < 8
     assert run.result.complete
     assert run.result.test.questions < env.size("test")
     before = run.result.test.before
     after = run.result.test.after
-    assert run.result.test.gain.mean == pytest.approx(after.mean - before.mean)  # the same questions for both
-    assert finish(resumed_run(tmp_path / "run", env=env)) == []  # a finished run is not tested again
+    assert run.result.test.gain.mean == pytest.approx(
+        after.mean - before.mean
+    )  # the same questions for both
+    assert (
+        finish(resumed_run(tmp_path / "run", env=env)) == []
+    )  # a finished run is not tested again
 
 
 def test_failed_calls_are_retried_on_held_out_questions_only():

@@ -55,8 +55,21 @@ def test_train_returns_a_best_member_that_acts_saves_and_loads(tmp_path):
 
 
 def test_the_signature_shows_the_defaults(tmp_path):
-    own = ("env", "total_timesteps", "preset", "run_dir", "progress", "callback", "callbacks", "skip_memory_check")
-    defaults = {name: each.default for name, each in inspect.signature(train).parameters.items() if name not in own}
+    own = (
+        "env",
+        "total_timesteps",
+        "preset",
+        "run_dir",
+        "progress",
+        "callback",
+        "callbacks",
+        "skip_memory_check",
+    )
+    defaults = {
+        name: each.default
+        for name, each in inspect.signature(train).parameters.items()
+        if name not in own
+    }
     del defaults["target_fitness"]  # the environment's reward threshold
     short = {"generations": 1, "steps_per_generation": 1}
     stored = []
@@ -69,21 +82,38 @@ def test_the_signature_shows_the_defaults(tmp_path):
 
 
 def test_train_equals_population_and_evolve():
-    settings = {"lr": 3e-3, "gamma": 0.95, "group_size": 4, "batch_size": 64, "update_epochs": 1, "clip_coef": 0.2}
+    settings = {
+        "lr": 3e-3,
+        "gamma": 0.95,
+        "group_size": 4,
+        "batch_size": 64,
+        "update_epochs": 1,
+        "clip_coef": 0.2,
+    }
     space = HyperparameterConfig(gamma=RLParameter(min=0.9, max=1.0))
     network = NetworkConfig(hidden=(5,), activation="relu")
     short = train(
         "CartPole-v1", None, generations=2, seed=4, network=network, hp_config=space, strategy=Fixed(),
         **{**SMALL, **settings},
     )  # fmt: skip
-    env = GymnasiumGroups("CartPole-v1", max_episode_steps=20, validation_size=4, test_size=4, seed=4)
+    env = GymnasiumGroups(
+        "CartPole-v1", max_episode_steps=20, validation_size=4, test_size=4, seed=4
+    )
     population = GRPO.population(
-        2, env.observation_space, env.action_space, seed=4, network=network, hp_config=space, **settings
+        2,
+        env.observation_space,
+        env.action_space,
+        seed=4,
+        network=network,
+        hp_config=space,
+        **settings,
     )
     by_hand = evolve(
         population, env, strategy=Fixed(), generations=2, steps_per_generation=2, samples_per_step=8
     ).finish()
-    tests = [dataclasses.replace(each.result.test, cost=None) for each in (by_hand, short)]  # seconds differ
+    tests = [
+        dataclasses.replace(each.result.test, cost=None) for each in (by_hand, short)
+    ]  # seconds differ
     assert tests[0] == tests[1]
     for one, other in zip(population, short.population, strict=True):
         assert equal_states(one.state(), other.state())
@@ -97,13 +127,19 @@ class Wait:
 
 
 def make_cart_pole():
-    return gymnasium.wrappers.TimeLimit(gymnasium.make("CartPole-v1").unwrapped, max_episode_steps=20)
+    return gymnasium.wrappers.TimeLimit(
+        gymnasium.make("CartPole-v1").unwrapped, max_episode_steps=20
+    )
 
 
 def test_factories_and_groups_are_accepted_instead_of_ids(tmp_path):
     settings = {name: value for name, value in SMALL.items() if name != "max_episode_steps"}
     assert train(make_cart_pole, 300, run_dir=tmp_path / "run", **settings).result.complete
-    settings = {name: value for name, value in settings.items() if name not in ("validation_size", "test_size")}
+    settings = {
+        name: value
+        for name, value in settings.items()
+        if name not in ("validation_size", "test_size")
+    }
     assert train(cart_pole(seed=1), 300, **settings).result.complete
 
 
@@ -137,7 +173,9 @@ class Fails(Callback):
 
 
 def test_a_run_that_ended_by_an_error_continues_from_its_checkpoint(tmp_path):
-    run = evolve(step_population(2), cart_pole(), run_dir=tmp_path / "run", callbacks=[Fails()], **SCHEDULE)
+    run = evolve(
+        step_population(2), cart_pole(), run_dir=tmp_path / "run", callbacks=[Fails()], **SCHEDULE
+    )
     with pytest.raises(OSError, match="no space left"):
         run.finish()
     with pytest.raises(ValueError, match=r"evogrpo\.resume"):
@@ -183,8 +221,16 @@ def test_callbacks_run_with_the_callers_number_of_threads(monkeypatch):
         (("CartPol-v1", 100), {}, "not a registered Gymnasium environment"),
         (("mine.py:Walk-v0", 100), {}, "without .py: 'mine:Walk-v0'"),
         (("CartPole-v1", 100), {"max_timesteps": 5}, "it is called 'total_timesteps' here"),
-        (("CartPole-v1", 100), {"hp_config": {"lr": 1}}, "hp_config must be a HyperparameterConfig"),
-        ((cart_pole(), 100), {"preset": True}, "preset requires the id of a registered environment"),
+        (
+            ("CartPole-v1", 100),
+            {"hp_config": {"lr": 1}},
+            "hp_config must be a HyperparameterConfig",
+        ),
+        (
+            (cart_pole(), 100),
+            {"preset": True},
+            "preset requires the id of a registered environment",
+        ),
         (
             (cart_pole(), 100),
             {"env_kwargs": {}},
@@ -192,8 +238,16 @@ def test_callbacks_run_with_the_callers_number_of_threads(monkeypatch):
         ),
         ((gymnasium.make("CartPole-v1"), 100), {}, "got <.*CartPole.* Write train"),
         (("Acrobot-v1", "MlpPolicy"), {}, r"Write train\('Acrobot-v1', total_timesteps=100_000\)"),
-        (("CartPole-v1", 100), {"callback": Wait()}, "callback must be a function of the run, got Wait"),
-        ((tiny_env(), 100), {}, r"HuggingFaceGym.* For several agents or language models, .*evolve\("),
+        (
+            ("CartPole-v1", 100),
+            {"callback": Wait()},
+            "callback must be a function of the run, got Wait",
+        ),
+        (
+            (tiny_env(), 100),
+            {},
+            r"HuggingFaceGym.* For several agents or language models, .*evolve\(",
+        ),
         ((team_env(), 100), {}, r"PettingZooGroups.* .*evolve\("),
         ((5, 100), {}, "env must be an id, a callable .* got 5. Write train"),
     ],

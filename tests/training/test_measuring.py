@@ -21,7 +21,13 @@ from evogrpo.training.run_dir import generation_curves
 from tests.envs import joint_probes
 from tests.tiny_steps import cart_pole, start_run, step_population, step_run
 from tests.tiny_teams import team_env, team_population
-from tests.tiny_training import finish, random_population, randomise_adapter, tiny_env, tiny_population
+from tests.tiny_training import (
+    finish,
+    random_population,
+    randomise_adapter,
+    tiny_env,
+    tiny_population,
+)
 
 
 def language():
@@ -42,7 +48,9 @@ KINDS = {"language": language, "networks": networks, "teams": teams}
 
 
 def validation(questions, slots, answers=None):
-    return EvaluationRequest(split="validation", questions=tuple(questions), slots=slots, answers=answers)
+    return EvaluationRequest(
+        split="validation", questions=tuple(questions), slots=slots, answers=answers
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -51,7 +59,10 @@ def test_sampled_evaluations_depend_on_weights_and_question_only(kind):
     complete, spent = evaluate_questions(members, env, validation(range(6), (0, 1, 2), answers=3))
     again, _ = evaluate_questions(members, env, validation((4, 1), (2,), answers=3))
     np.testing.assert_array_equal(again[0], complete[2, [4, 1]])
-    parts = [evaluate_questions(members, env, validation((number,), (0, 1, 2), answers=3)) for number in range(6)]
+    parts = [
+        evaluate_questions(members, env, validation((number,), (0, 1, 2), answers=3))
+        for number in range(6)
+    ]
     assert tuple(np.sum([tokens for _, tokens in parts], axis=0)) == spent
     members.banks.inherit([1, 1, 1])
     rewards, tokens = evaluate_questions(members, env, validation(range(4), (0, 1, 2), answers=4))
@@ -107,7 +118,16 @@ def test_a_sampler_with_other_weights_is_warned_of_once(old):
     population.members.sample_with(Engine())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        finish(start_run(population, tiny_env(), None, generations=1, steps_per_generation=2, samples_per_step=8))
+        finish(
+            start_run(
+                population,
+                tiny_env(),
+                None,
+                generations=1,
+                steps_per_generation=2,
+                samples_per_step=8,
+            )
+        )
     assert sum("Sampler.sync" in str(each.message) for each in caught) == old
 
 
@@ -132,7 +152,9 @@ def unequal():
     env = GymnasiumGroups(Choice, validation_size=40)
     population = step_population(3, env, lr=0.1)
     for step in range(6):
-        population.learn(population.collect(env, step=step, samples_per_step=16, block=4).experience, step=step)
+        population.learn(
+            population.collect(env, step=step, samples_per_step=16, block=4).experience, step=step
+        )
     population.members.banks.inherit([0, None, None])
     return population.members, env
 
@@ -140,10 +162,16 @@ def unequal():
 @pytest.mark.parametrize("rival", [None, 1e6])
 def test_races_evaluate_prefixes_and_the_leader_completely(unequal, rival):
     members, env = unequal
-    best = None if rival is None else Fitness.from_scores(np.linspace(rival, rival + 1, 40).tolist())
+    best = (
+        None if rival is None else Fitness.from_scores(np.linspace(rival, rival + 1, 40).tolist())
+    )
     config = FitnessConfig(sampled=True, racing=True)
-    found, tokens = measure_fitness(members, [0, 1, 2], env, "validation", config=config, rival=best)
-    complete, _ = measure_fitness(members, [0, 1, 2], env, "validation", config=replace(config, racing=False))
+    found, tokens = measure_fitness(
+        members, [0, 1, 2], env, "validation", config=config, rival=best
+    )
+    complete, _ = measure_fitness(
+        members, [0, 1, 2], env, "validation", config=replace(config, racing=False)
+    )
     counts = {slot: len(fitness.scores) for slot, fitness in found.items()}
     for slot, fitness in found.items():
         assert fitness.scores == complete[slot].scores[: counts[slot]]
@@ -165,10 +193,17 @@ def rewards_by_member(reports):
 
 
 def test_rollout_fitness_is_the_mean_reward_of_the_last_half_of_the_steps():
-    run = step_run(None, fitness="rollouts", steps_per_generation=3, generations=2, samples_per_step=16)
+    run = step_run(
+        None, fitness="rollouts", steps_per_generation=3, generations=2, samples_per_step=16
+    )
     reports = finish(run)
     earned = rewards_by_member(reports)
-    members = [member for report in reports if isinstance(report, GenerationReport) for member in report.members]
+    members = [
+        member
+        for report in reports
+        if isinstance(report, GenerationReport)
+        for member in report.members
+    ]
     assert len(members) == 6
     for member in members:
         last = earned[member.generation, member.index][1:]
@@ -188,7 +223,14 @@ def test_members_of_different_group_sizes_are_paired_by_common_starts():
 
 def test_rollout_fitness_evaluates_only_the_test():
     env = cart_pole()
-    run = step_run(None, fitness="rollouts", env=env, generations=2, samples_per_step=8, options={"hp_config": None})
+    run = step_run(
+        None,
+        fitness="rollouts",
+        env=env,
+        generations=2,
+        samples_per_step=8,
+        options={"hp_config": None},
+    )
     reports = finish(run)
     first = next(report for report in reports if isinstance(report, StepReport))
     rewards = [member.reward for member in first.learned.values()]
@@ -227,16 +269,27 @@ class Doors(gymnasium.Env):
         return np.zeros(1, np.float32), float(found), bool(found or not self.left_over), False, {}
 
 
-@pytest.mark.parametrize(("tries", "fitness", "warnings_expected"), [(12, {}, 1), (12, {"sampled": True}, 0)])
-def test_a_large_gap_between_greedy_and_training_rewards_warns_once(tries, fitness, warnings_expected, recwarn):
+@pytest.mark.parametrize(
+    ("tries", "fitness", "warnings_expected"), [(12, {}, 1), (12, {"sampled": True}, 0)]
+)
+def test_a_large_gap_between_greedy_and_training_rewards_warns_once(
+    tries, fitness, warnings_expected, recwarn
+):
     env = GymnasiumGroups(lambda: Doors(tries), validation_size=40, test_size=2)
     finish(
         step_run(
-            None, size=2, env=env, fitness=fitness, samples_per_step=32, generations=2, options={"hp_config": None}
+            None,
+            size=2,
+            env=env,
+            fitness=fitness,
+            samples_per_step=32,
+            generations=2,
+            options={"hp_config": None},
         )
     )
     assert (
-        sum("with greedy answers to validation questions" in str(each.message) for each in recwarn) == warnings_expected
+        sum("with greedy answers to validation questions" in str(each.message) for each in recwarn)
+        == warnings_expected
     )
 
 
@@ -249,7 +302,9 @@ def test_costs_of_evaluations_add_up(tmp_path):
         each = [member.evaluation.tokens for member in report.members]
         assert min(each) > 0
         total = report.evaluation.tokens
-        assert sum(each) == total - spent or spent == 0  # the first total includes the untrained network's
+        assert (
+            sum(each) == total - spent or spent == 0
+        )  # the first total includes the untrained network's
         spent = total
     curves = generation_curves(generations[-1].members, [])
     for member in generations[-1].members:
@@ -261,7 +316,12 @@ def test_costs_of_evaluations_add_up(tmp_path):
 
 
 def test_limits_that_count_evaluations_reserve_room_for_them():
-    limits = {"generations": None, "max_timesteps": 6000, "test_questions": 0, "samples_per_step": 16}
+    limits = {
+        "generations": None,
+        "max_timesteps": 6000,
+        "test_questions": 0,
+        "samples_per_step": 16,
+    }
     plain, counting = (step_run(None, count_evaluations=count, **limits) for count in (False, True))
     for run in (plain, counting):
         finish(run)
@@ -308,8 +368,12 @@ def test_the_plan_counts_the_answers_to_held_out_questions(fitness, evaluations,
 
 def test_discarded_groups_of_dynamic_sampling_count():
     population = tiny_population(2, objective=Objective(dynamic_sampling=2))
-    constant = tiny_env(reward_fn=lambda completion, answer, question: float(question.startswith(("1", "2", "3"))))
+    constant = tiny_env(
+        reward_fn=lambda completion, answer, question: float(question.startswith(("1", "2", "3")))
+    )
     collected = population.collect(constant, step=0, samples_per_step=16, block=8)
     starts = constant.open("train", collected.starts[:4]).questions
-    expected = {index: float(question.startswith(("1", "2", "3"))) for index, question in enumerate(starts)}
+    expected = {
+        index: float(question.startswith(("1", "2", "3"))) for index, question in enumerate(starts)
+    }
     assert collected.earned == {0: expected, 1: expected}

@@ -46,30 +46,50 @@ def test_without_a_limit_the_machines_memory_counts(tmp_path):
 def test_processes_on_one_machine_share_the_memory():
     available = process_memory()
     for count, fits in ((2, True), (3, False)):
-        need = MemoryNeed(size=available * 2 // 5, device="cpu", savings="population.size", processes=count)
+        need = MemoryNeed(
+            size=available * 2 // 5, device="cpu", savings="population.size", processes=count
+        )
         assert need.total == count * need.size
         if fits:
             check_memory(need)
             continue
-        with pytest.raises(ValueError, match=r"\(3 processes, each with its own base .* start fewer processes"):
+        with pytest.raises(
+            ValueError, match=r"\(3 processes, each with its own base .* start fewer processes"
+        ):
             check_memory(need)
 
 
 def test_too_much_memory_is_refused_unless_allowed():
-    small, large = (MemoryNeed(size=size, device="cpu", savings="population.size") for size in (1, 1 << 60))
+    small, large = (
+        MemoryNeed(size=size, device="cpu", savings="population.size") for size in (1, 1 << 60)
+    )
     assert check_memory(small).endswith(" GB of memory")
-    with pytest.raises(ValueError, match=r"needs about 1,152,921,505 GB, .* Lower population.size, or set --so"):
+    with pytest.raises(
+        ValueError, match=r"needs about 1,152,921,505 GB, .* Lower population.size, or set --so"
+    ):
         check_memory(large, remedy="--so")
     assert check_memory(large, allowed=True) == check_memory(small)
 
 
 @pytest.mark.parametrize("turns", [1, 2])
 def test_kept_caches_are_limited(turns):
-    """Prompts of 56 tokens and 72 after them: 256 rows are sampled at once. Between turns, as many caches are kept."""
-    sizes = {"members": 2, "validation": 1, "weights": 10, "precision": 4, "base": 0, "device": "cuda:0"}
+    """Prompts of 56 tokens and 72 after them: 256 rows are sampled at once.
+
+    Between turns, as many caches are kept.
+    """
+    sizes = {
+        "members": 2,
+        "validation": 1,
+        "weights": 10,
+        "precision": 4,
+        "base": 0,
+        "device": "cuda:0",
+    }
     agent = LanguageAgent(max_output_tokens=72, max_episode_tokens=72)
     for samples, rows in ((64, 128), (10**6, 256)):
-        memory = peak_memory(tiny_model(), agent=agent, samples=samples, turns=turns, longest_prompt=56, **sizes)
+        memory = peak_memory(
+            tiny_model(), agent=agent, samples=samples, turns=turns, longest_prompt=56, **sizes
+        )
         bytes_per_token = 2 * 2 * (2 * 8) * 4  # layers, keys and values, their width, float32
         assert memory.sampling == (1 if turns == 1 else 3) * rows * 128 * bytes_per_token
 
@@ -94,6 +114,10 @@ def test_images_of_a_batch_count():
     population = GRPO.population(2, *spaces, network=NetworkConfig(hidden=(4,)))
     run = {"generations": 1, "samples_per_step": 64}
     # 2 members x 64 episodes x a million steps x 12 kB, 3.5 times over
-    with pytest.raises(ValueError, match=r"5,[56]\d\d GB.*samples_per_step.*skip_memory_check=True"):
+    with pytest.raises(
+        ValueError, match=r"5,[56]\d\d GB.*samples_per_step.*skip_memory_check=True"
+    ):
         evolve(population, env, **run)
-    evolve(population, env, **run, skip_memory_check=True)  # nothing is played before the first iteration
+    evolve(
+        population, env, **run, skip_memory_check=True
+    )  # nothing is played before the first iteration

@@ -36,8 +36,15 @@ STEPS = {"steps_per_generation": 1, "samples_per_step": 8, "test_questions": 0}
 
 
 def test_children_have_the_returned_hyperparameters():
-    arm = Simulation(Tournament(z=0.0, mutation=halved), Surface(), wrong_founders(6, lr=1e-3), seed=0).run(4)
-    changes = [child.changes["lr"] for plan in arm.plans for child in plan.children if "nothing" not in child.reason]
+    arm = Simulation(
+        Tournament(z=0.0, mutation=halved), Surface(), wrong_founders(6, lr=1e-3), seed=0
+    ).run(4)
+    changes = [
+        child.changes["lr"]
+        for plan in arm.plans
+        for child in plan.children
+        if "nothing" not in child.reason
+    ]
     # The first two children of a parent; later ones find both values taken and get any other.
     ratios = [new / old for old, new in changes]
     assert {0.5, 2.0} <= {round(ratio, 6) for ratio in ratios}
@@ -49,7 +56,10 @@ def test_children_have_the_returned_hyperparameters():
         (lambda values, space, rng: values.to_json(), "must return Hyperparameters, got {'lr'"),
         (lambda values, space, rng: None, "must return Hyperparameters, got None"),
         (lambda values, space, rng: Hyperparameters(lr=0.5), r"lr must be in its range .* got 0.5"),
-        (lambda values, space, rng: dataclasses.replace(values, beta=0.5), "may only change lr, got beta=0.5"),
+        (
+            lambda values, space, rng: dataclasses.replace(values, beta=0.5),
+            "may only change lr, got beta=0.5",
+        ),
     ],
 )
 def test_invalid_results_are_refused(wrong, message):
@@ -72,7 +82,10 @@ def test_mutations_that_cannot_be_found_again_are_refused_first():
     def local(hyperparameters, space, rng):
         return hyperparameters
 
-    for strategy in (Tournament(mutation=local), MutationOnly(mutation=lambda values, space, rng: values)):
+    for strategy in (
+        Tournament(mutation=local),
+        MutationOnly(mutation=lambda values, space, rng: values),
+    ):
         with pytest.raises(ValueError, match="mutation of its strategy"):
             check_resumable(strategy)
     with pytest.raises(ValueError, match=r"settings of .*:Sealed.*width"):
@@ -102,7 +115,9 @@ def test_half_retires_at_doubled_cost_until_all_slots_fill(halving):
     assert [each.samples_per_step for each in run.run_state.history] == [8, 16, 32, 8, 16]
     for report in reports:
         if isinstance(report, StepReport):
-            assert sorted(report.learned) == [member.slot for member in generations[report.generation - 1].members]
+            assert sorted(report.learned) == [
+                member.slot for member in generations[report.generation - 1].members
+            ]
             samples = run.run_state.history[report.generation - 1].samples_per_step
             assert {learned.samples for learned in report.learned.values()} == {samples}
     newcomers = [birth for birth in run.population.lineage if birth.born == 3]
@@ -119,28 +134,41 @@ def test_half_retires_at_doubled_cost_until_all_slots_fill(halving):
 def test_journal_and_display_show_retirements_and_costs(halving):
     folder, _, reports, _ = halving
     events = read_journal(folder / "journal.jsonl")
-    assert events[0]["strategy"] == {"name": "tests.strategies.user_defined:Halving", "survivors": 1}
+    assert events[0]["strategy"] == {
+        "name": "tests.strategies.user_defined:Halving",
+        "survivors": 1,
+    }
     plans = [event["plan"] for event in events if event["event"] == "generation"][:-1]
     assert [plan["samples_per_step"] for plan in plans] == [16, 32, 8, 16]
     assert [plan["parents"].count(None) for plan in plans] == [2, 3, 1, 2]
     assert [len(plan["children"]) for plan in plans] == [0, 0, 3, 0]
     assert [len(each.members) for each in summarise(events).generations] == [4, 2, 1, 4, 2]
-    shown = [[str(line) for line in plan_lines(r)] for r in reports if isinstance(r, GenerationReport)]
+    shown = [
+        [str(line) for line in plan_lines(r)] for r in reports if isinstance(r, GenerationReport)
+    ]
     assert [lines[-1] for lines in shown[:2]] == [
         f"selection: {samples} samples per step from the next generation" for samples in (16, 32)
     ]
     assert all(" removed (" in line for line in shown[0][:2])
-    assert ["a founder" in line for line in shown[2] if "samples" not in line] == [True, False, False]
+    assert ["a founder" in line for line in shown[2] if "samples" not in line] == [
+        True,
+        False,
+        False,
+    ]
 
 
 def test_evaluation_and_best_ignore_retired_slots(halving):
     _, run, _, _ = halving
     population = run.population
     population.evaluate(run.env)
-    assert [agent.fitness is None for agent in population] == [agent.retired for agent in population]
+    assert [agent.fitness is None for agent in population] == [
+        agent.retired for agent in population
+    ]
     assert sum(agent.retired for agent in population) == 2
     assert not population.best.retired
-    assert [agent.slot for agent in population.healthy] == [agent.slot for agent in population if not agent.retired]
+    assert [agent.slot for agent in population.healthy] == [
+        agent.slot for agent in population if not agent.retired
+    ]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -189,7 +217,11 @@ def test_integers_of_numpy_may_be_parents(tmp_path):
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
-    [({"reason": None}, "reason must be text"), ({"steps": 2.0}, "steps_per_generation"), ({"steps": 10**7}, "steps")],
+    [
+        ({"reason": None}, "reason must be text"),
+        ({"steps": 2.0}, "steps_per_generation"),
+        ({"steps": 10**7}, "steps"),
+    ],
 )
 def test_plans_that_a_journal_cannot_hold_are_refused(tmp_path, wrong, message):
     run = step_run(tmp_path / "run", strategy=Numpy(**wrong), generations=2)
@@ -255,14 +287,26 @@ LOCAL = type("Local", (Fixed,), {})
         (Opaque(), "is a set, which JSON cannot hold"),
     ],
 )
-def test_strategies_that_cannot_be_used_or_restored_are_refused_before_training(tmp_path, strategy, message):
+def test_strategies_that_cannot_be_used_or_restored_are_refused_before_training(
+    tmp_path, strategy, message
+):
     with pytest.raises(ValueError, match=message):
-        evolve(step_population(2), cart_pole(), strategy=strategy, run_dir=tmp_path / "run", generations=1, **STEPS)
+        evolve(
+            step_population(2),
+            cart_pole(),
+            strategy=strategy,
+            run_dir=tmp_path / "run",
+            generations=1,
+            **STEPS,
+        )
     assert not (tmp_path / "run").exists()
 
 
 def test_a_strategy_that_cannot_be_restored_may_run_without_a_folder():
-    assert len(list(evolve(step_population(2), cart_pole(), strategy=LOCAL(), generations=1, **STEPS))) == 1
+    assert (
+        len(list(evolve(step_population(2), cart_pole(), strategy=LOCAL(), generations=1, **STEPS)))
+        == 1
+    )
 
 
 def begun(folder, strategy):
@@ -309,13 +353,19 @@ MUTATED = Tournament(mutation=Gaussian(width=0.3))
         (Halving(survivors=2), [Halving(), None], [Halving]),
         (Tournament(z=0.5), [Fixed(), Fixed, Relative, Tournament(z=1.0)], [None, Tournament]),
         (Relative(z=0.5), [Tournament, None], [Relative]),
-        (MUTATED, [Tournament(mutation=Gaussian()), Tournament(), Tournament(mutation=halved), None], [MUTATED]),
+        (
+            MUTATED,
+            [Tournament(mutation=Gaussian()), Tournament(), Tournament(mutation=halved), None],
+            [MUTATED],
+        ),
     ],
 )
 def test_a_resumed_run_keeps_its_strategy(tmp_path, begin, wrong, right):
     folder = begun(tmp_path / "run", begin)
     for given in wrong:
-        with pytest.raises(ValueError, match=r"strategy must be the one|unknown setting|not imported"):
+        with pytest.raises(
+            ValueError, match=r"strategy must be the one|unknown setting|not imported"
+        ):
             resume(folder, cart_pole(), strategy=given, generations=2)
     for given in (begin, *right):
         assert resume(folder, cart_pole(), strategy=given, generations=2).trainer.strategy == begin
@@ -374,9 +424,15 @@ def test_a_configuration_names_a_strategy_in_a_file(configured, tmp_path, monkey
     assert config.to_json()["strategy"] == {"name": f"{tmp_path}/mine.py:Clones", "share": 0.7}
     assert parse_config(config.to_json()).strategy == config.strategy
     for override, message in (
-        ("strategy.shrae=1", "strategy: unknown setting of .*mine.py:Clones 'shrae': did you mean 'share'"),
+        (
+            "strategy.shrae=1",
+            "strategy: unknown setting of .*mine.py:Clones 'shrae': did you mean 'share'",
+        ),
         ("strategy.name=tornament", "did you mean 'tournament'"),
-        (f"strategy.name={tmp_path}/mine.py:Clone", r"has no class 'Clone'\. Did you mean 'Clones'\? It has"),
+        (
+            f"strategy.name={tmp_path}/mine.py:Clone",
+            r"has no class 'Clone'\. Did you mean 'Clones'\? It has",
+        ),
         ("strategy.name=nowhere.py:Clones", "there is no file .*nowhere.py"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -391,16 +447,24 @@ def test_a_configuration_names_a_strategy_in_a_file(configured, tmp_path, monkey
     ("strategy", "given", "stored"),
     [
         ("tournament", "mine.py:doubled", {"name": "mine.py:doubled"}),
-        ("mutation_only", {"name": "mine.py:Times", "factor": 3.0}, {"name": "mine.py:Times", "factor": 3.0}),
+        (
+            "mutation_only",
+            {"name": "mine.py:Times", "factor": 3.0},
+            {"name": "mine.py:Times", "factor": 3.0},
+        ),
     ],
 )
 def test_a_configuration_names_a_mutation_in_a_file(configured, tmp_path, strategy, given, stored):
     config = configured({"name": strategy, "mutation": given})
-    assert config.to_json()["strategy"]["mutation"] == stored | {"name": f"{tmp_path}/{stored['name']}"}
+    assert config.to_json()["strategy"]["mutation"] == stored | {
+        "name": f"{tmp_path}/{stored['name']}"
+    }
     again = parse_config(config.to_json())
     assert again.to_json() == config.to_json()
     start = Hyperparameters(lr=1e-4)
-    assert again.strategy.mutation(start, SPACE, None).lr == pytest.approx(stored.get("factor", 2.0) * 1e-4)
+    assert again.strategy.mutation(start, SPACE, None).lr == pytest.approx(
+        stored.get("factor", 2.0) * 1e-4
+    )
     check_resumable(config.strategy)
 
 
@@ -411,14 +475,22 @@ class Wide(Stateless):
 
     def plan(self, history, rng):
         wide = dataclasses.replace(history.last.member(0).hyperparameters, clip_high=0.5)
-        choices = [Choice(parent=0, reason="wide", hyperparameters=wide) for _ in history.last.slots]
+        choices = [
+            Choice(parent=0, reason="wide", hyperparameters=wide) for _ in history.last.slots
+        ]
         return Plan.from_choices(history, choices)
 
 
 def test_children_that_the_objective_refuses_change_nothing(tmp_path):
-    options = {"hp_config": None, "evolve_network": None, "objective": Objective(loss_type="dapo", delta=1.4)}
+    options = {
+        "hp_config": None,
+        "evolve_network": None,
+        "objective": Objective(loss_type="dapo", delta=1.4),
+    }
     run = step_run(tmp_path / "run", size=2, options=options, strategy=Wide(), generations=2)
     with pytest.raises(StrategyError, match=r"delta .* got 1\.4"):
         finish(run)
     assert [member.index for member in run.population.lineage] == [0, 1]
-    assert all(event.get("plan") is None for event in read_journal(tmp_path / "run" / "journal.jsonl"))
+    assert all(
+        event.get("plan") is None for event in read_journal(tmp_path / "run" / "journal.jsonl")
+    )

@@ -48,7 +48,10 @@ def uninterrupted(tmp_path_factory):
 
 
 def killed_at(operation: int, folder: Path) -> bool:
-    """Run in a forked process that ends before its n-th file operation; return True if it came to its end."""
+    """Run in a forked process that ends before its n-th file operation.
+
+    Return True if it came to its end.
+    """
     if child := os.fork():
         status = os.waitpid(child, 0)[1]
         assert status in (0, 9 << 8)
@@ -94,7 +97,9 @@ def test_a_run_killed_before_any_file_operation_ends_as_if_never_killed(uninterr
         torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("number", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 6))])
+@pytest.mark.parametrize(
+    "number", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 6))]
+)
 def test_a_run_killed_again_and_again_ends_as_if_never_killed(uninterrupted, tmp_path, number):
     rng = generator(number, "kills")
     folder = tmp_path / "run"
@@ -114,16 +119,25 @@ def damaged(content: bytes, rng) -> list[bytes]:
 
 
 def test_damage_at_any_byte_of_the_journal_is_found(uninterrupted, tmp_path):
-    """Checkpoints that fit the beginning of the journal are used; others are refused, and nothing is lost."""
+    """Checkpoints that fit the beginning of the journal are used.
+
+    Others are refused, and nothing is lost.
+    """
     folder = Path(shutil.copytree(uninterrupted, tmp_path / "run"))
     journal = folder / "journal.jsonl"
     content = journal.read_bytes()
-    ends = {number: read_checkpoint(generation_folder(folder, number))[1]["journal"]["bytes"] for number in (1, 2)}
+    ends = {
+        number: read_checkpoint(generation_folder(folder, number))[1]["journal"]["bytes"]
+        for number in (1, 2)
+    }
     outcomes = set()
     for number in range(4):
         for bytes_ in damaged(content, generator(number, "journal")):
             journal.write_bytes(bytes_)
-            same = next((n for n, (a, b) in enumerate(zip(bytes_, content, strict=False)) if a != b), len(bytes_))
+            same = next(
+                (n for n, (a, b) in enumerate(zip(bytes_, content, strict=False)) if a != b),
+                len(bytes_),
+            )
             usable = [generation for generation, end in ends.items() if end <= same]
             outcomes.add(len(usable))
             if not usable:
@@ -139,7 +153,9 @@ def test_damage_at_any_byte_of_the_journal_is_found(uninterrupted, tmp_path):
     assert outcomes >= {0, 1}
 
 
-def test_killed_between_the_end_and_its_checkpoint_the_run_is_complete_and_tested_again(uninterrupted, tmp_path):
+def test_killed_between_the_end_and_its_checkpoint_the_run_is_complete_and_tested_again(
+    uninterrupted, tmp_path
+):
     folder = Path(shutil.copytree(uninterrupted, tmp_path / "run"))
     shutil.rmtree(generation_folder(folder, 2))  # holds `tested` and `ended`
     summary = summarise(read_journal(folder / "journal.jsonl"))
@@ -153,7 +169,9 @@ def test_killed_between_the_end_and_its_checkpoint_the_run_is_complete_and_teste
 
 def test_a_generation_costs_the_same_at_any_length(tmp_path):
     """Bytes of the checkpoint and of the journal's events, by generation."""
-    run = step_run(tmp_path / "run", generations=8, size=2, steps_per_generation=1, test_questions=0)
+    run = step_run(
+        tmp_path / "run", generations=8, size=2, steps_per_generation=1, test_questions=0
+    )
     sizes = []
     journal = 0
     for report in run.reports():

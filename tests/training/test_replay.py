@@ -53,7 +53,10 @@ def line_by_hand(folder):
     generations = {event["generation"]: event["members"] for event in latest_generations(events)}
     index = next(event["index"] for event in reversed(events) if event["event"] == "test")
     results = [
-        (each["fitness"], -number) for number, all_ in generations.items() for each in all_ if each["index"] == index
+        (each["fitness"], -number)
+        for number, all_ in generations.items()
+        for each in all_
+        if each["index"] == index
     ]
     line = {}
     number = -max(results)[1]
@@ -82,7 +85,15 @@ def test_a_replay_uses_the_hyperparameters_of_the_winners_lineage(found, tmp_pat
 
 def test_a_replay_uses_the_same_micro_batches(tmp_path):
     folder = tmp_path / "run"
-    finish(tiny_run(folder, size=1, options={"micro_batch_tokens": 32}, generations=1, steps_per_generation=1))
+    finish(
+        tiny_run(
+            folder,
+            size=1,
+            options={"micro_batch_tokens": 32},
+            generations=1,
+            steps_per_generation=1,
+        )
+    )
     (folder / CONFIG_FILE).write_text("task: {name: two_digit_sums}\nagent: {top_k: 9}\n")
     agent = HyperparameterSchedule.read(folder).config().agent
     assert (agent.micro_batch_tokens, agent.top_k) == (32, 9)
@@ -93,7 +104,9 @@ def test_the_file_is_plain_yaml_and_round_trips(found, tmp_path):
     schedule.write(tmp_path / "new" / "schedule.yaml")
     assert HyperparameterSchedule.read(tmp_path / "new" / "schedule.yaml") == schedule
     values = yaml.safe_load((tmp_path / "new" / "schedule.yaml").read_text())
-    assert [each["generations"] for each in values["stages"]] == [list(each.generations) for each in schedule.stages]
+    assert [each["generations"] for each in values["stages"]] == [
+        list(each.generations) for each in schedule.stages
+    ]
     assert set(values["stages"][0]["hyperparameters"]) == set(HYPERPARAMETER_NAMES)
     with pytest.raises(ValueError, match="already exists"):
         schedule.write(tmp_path / "new" / "schedule.yaml")
@@ -115,12 +128,18 @@ def test_a_configured_run_is_replayed_with_its_settings(tmp_path):
     train("CartPole-v1", run_dir=tmp_path / "run", progress=False, **settings)
     stored = HyperparameterSchedule.read(tmp_path / "run")
     stored.write(tmp_path / "found.yaml")
-    run = replay(tmp_path / "found.yaml", run_dir=tmp_path / "again", overrides=["seed=3"], progress=False).finish()
+    run = replay(
+        tmp_path / "found.yaml", run_dir=tmp_path / "again", overrides=["seed=3"], progress=False
+    ).finish()
     assert run.result.generations == sum(len(stage.generations) for stage in stored.stages)
     config = load_config(tmp_path / "again" / "config.yaml")
     original = load_config(tmp_path / "run" / "config.yaml")
     assert (config.seed, config.population.size) == (3, 1)
-    assert (config.task, config.agent, config.fitness) == (original.task, original.agent, original.fitness)
+    assert (config.task, config.agent, config.fitness) == (
+        original.task,
+        original.agent,
+        original.fitness,
+    )
 
 
 @pytest.mark.parametrize(
@@ -129,9 +148,16 @@ def test_a_configured_run_is_replayed_with_its_settings(tmp_path):
         ({"stagess": 1}, "did you mean 'stages'"),
         ({"version": 2}, "version must"),
         ({"stages": "x"}, "stages must be a list"),
-        *(({"origin": {"run": value}}, r"origin\.run is") for value in (date(2026, 1, 1), b"x", {"a"}, float("inf"))),
+        *(
+            ({"origin": {"run": value}}, r"origin\.run is")
+            for value in (date(2026, 1, 1), b"x", {"a"}, float("inf"))
+        ),
         (
-            {"stages": [{"hyperparameters": {"lr": -1.0}, "generations": [1], "samples_per_step": 8}]},
+            {
+                "stages": [
+                    {"hyperparameters": {"lr": -1.0}, "generations": [1], "samples_per_step": 8}
+                ]
+            },
             "lr must be above 0",
         ),
     ],
@@ -157,23 +183,43 @@ def at(rate):
 def test_later_training_of_an_ancestor_is_excluded():
     one = generation(1, member(0, 0, **at(1e-3)), member(1, 1, **at(1e-4)), step=5)
     two = generation(2, member(0, 0, **at(1e-3)), member(1, 2, parent=0, **at(2e-3)), step=9)
-    three = generation(3, member(0, 0, **at(1e-3)), member(1, 2, parent=0, fitness=0.9, **at(2e-3)), best=2, step=12)
+    three = generation(
+        3,
+        member(0, 0, **at(1e-3)),
+        member(1, 2, parent=0, fitness=0.9, **at(2e-3)),
+        best=2,
+        step=12,
+    )
     found = best_schedule(summarise([RUN, one, two, three]))
     assert found.member.index == 2
-    assert [(stage.hyperparameters.lr, stage.generations) for stage in found.stages] == [(1e-3, (5,)), (2e-3, (4, 3))]
+    assert [(stage.hyperparameters.lr, stage.generations) for stage in found.stages] == [
+        (1e-3, (5,)),
+        (2e-3, (4, 3)),
+    ]
 
 
 def test_changed_budgets_are_part_of_the_schedule():
     other = member(1, 1, **at(1e-4))
     events = [
         RUN,
-        generation(1, member(0, 0, **at(1e-3)), other, step=2, plan=plan(1, [0, 1], samples_per_step=4)),
         generation(
-            2, member(0, 0, **at(1e-3)), other, step=4, samples_per_step=4, plan=plan(2, [0, 1], samples_per_step=16)
+            1, member(0, 0, **at(1e-3)), other, step=2, plan=plan(1, [0, 1], samples_per_step=4)
+        ),
+        generation(
+            2,
+            member(0, 0, **at(1e-3)),
+            other,
+            step=4,
+            samples_per_step=4,
+            plan=plan(2, [0, 1], samples_per_step=16),
         ),
         generation(3, member(0, 0, fitness=0.9, **at(1e-3)), other, step=6, samples_per_step=16),
     ]
-    assert [stage.samples_per_step for stage in best_schedule(summarise(events)).stages] == [8, 4, 16]
+    assert [stage.samples_per_step for stage in best_schedule(summarise(events)).stages] == [
+        8,
+        4,
+        16,
+    ]
 
 
 def test_a_stage_must_match_its_run():

@@ -8,7 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from evogrpo import GymnasiumGroups, HyperparameterConfig, Hyperparameters, Objective, RLParameter, Tournament
+from evogrpo import (
+    GymnasiumGroups,
+    HyperparameterConfig,
+    Hyperparameters,
+    Objective,
+    RLParameter,
+    Tournament,
+)
 from evogrpo.evolution import Choice, Plan, Replay, ScheduleStage, Stateless, SuccessiveHalving
 from evogrpo.reporting.records import GenerationReport, StepReport
 from evogrpo.storage.checkpoint import CheckpointError, generation_folder
@@ -38,7 +45,11 @@ LAST = 3 * 2  # learning steps of a stored run
 @pytest.fixture(scope="module")
 def uninterrupted(stored_language_run):
     """Return the folder of an uninterrupted run."""
-    assert any(event["plan"]["children"] for event in stored_language_run.events("generation") if event["plan"])
+    assert any(
+        event["plan"]["children"]
+        for event in stored_language_run.events("generation")
+        if event["plan"]
+    )
     return stored_language_run.folder
 
 
@@ -51,23 +62,33 @@ def test_a_run_stopped_after_every_step_resumes_equal(stored_network_run, tmp_pa
         stop_after(resumed_run(tmp_path / "run"), steps)
     finish(resumed_run(tmp_path / "run"))
     check_same_run(tmp_path / "run", stored_network_run.folder)
-    assert sum(event["event"] == "resumed" for event in read_journal(tmp_path / "run" / "journal.jsonl")) == LAST
+    assert (
+        sum(
+            event["event"] == "resumed"
+            for event in read_journal(tmp_path / "run" / "journal.jsonl")
+        )
+        == LAST
+    )
 
 
 SPACE_OF_RATES = HyperparameterConfig(lr=RLParameter(min=1e-3, max=3e-2, scale="log"))
 SAME_GROUPS = {"hp_config": SPACE_OF_RATES, "evolve_network": None, "group_size": 4}
 STAGES = tuple(
-    ScheduleStage(hyperparameters=Hyperparameters(lr=rate, group_size=4), generations=(2,), samples_per_step=8)
+    ScheduleStage(
+        hyperparameters=Hyperparameters(lr=rate, group_size=4), generations=(2,), samples_per_step=8
+    )
     for rate in (1e-3, 2e-3, 3e-3)
 )
-CARRIED = Objective(  # running statistics of rewards, an adaptive KL factor and references that follow
-    reward_norm="running",
-    reward_scale=True,
-    advantage="mean_only",
-    kl_target=0.05,
-    kl_horizon=100,
-    reference="snapshot",
-    reference_sync_steps=2,
+CARRIED = (
+    Objective(  # running statistics of rewards, an adaptive KL factor and references that follow
+        reward_norm="running",
+        reward_scale=True,
+        advantage="mean_only",
+        kl_target=0.05,
+        kl_horizon=100,
+        reference="snapshot",
+        reference_sync_steps=2,
+    )
 )
 QUICK_RUNS = {
     "strategy with a state": {"strategy": Bandit, "generations": 2},
@@ -87,16 +108,23 @@ QUICK_RUNS = {
     "sampled and raced fitness": {"fitness": {"sampled": True, "answers": 2, "racing": True}},
 }
 SLOW_RUNS = {
-    "replay": {"strategy": lambda: Replay(stages=STAGES), "options": SAME_GROUPS | {"hp_config": None, "lr": 1e-3}},
+    "replay": {
+        "strategy": lambda: Replay(stages=STAGES),
+        "options": SAME_GROUPS | {"hp_config": None, "lr": 1e-3},
+    },
     "object as mutation": {"strategy": lambda: Tournament(z=0.0, mutation=Gaussian(width=0.3))},
     "teams": {"start": team_run},
     "fitness by rollouts": {"fitness": "rollouts", "samples_per_step": 16},
 }
 
 
-@pytest.mark.parametrize("name", [*QUICK_RUNS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_RUNS)])
+@pytest.mark.parametrize(
+    "name", [*QUICK_RUNS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_RUNS)]
+)
 def test_a_run_stopped_twice_resumes_equal(name, tmp_path):
-    settings = {"start": step_run, "strategy": lambda: Tournament(z=0.0)} | (QUICK_RUNS | SLOW_RUNS)[name]
+    settings = {"start": step_run, "strategy": lambda: Tournament(z=0.0)} | (
+        QUICK_RUNS | SLOW_RUNS
+    )[name]
     start = settings.pop("start")
     strategy = settings.pop("strategy")
     uninterrupted = start(tmp_path / "whole", strategy=strategy(), **settings)
@@ -137,8 +165,12 @@ class Overthrow(Stateless):
     mutates = False
 
     def plan(self, history, rng):
-        parents = [1 if history.last.member(slot).index == 0 else slot for slot in range(history.capacity)]
-        return Plan.from_choices(history, [Choice(parent=parent, reason="overthrown") for parent in parents])
+        parents = [
+            1 if history.last.member(slot).index == 0 else slot for slot in range(history.capacity)
+        ]
+        return Plan.from_choices(
+            history, [Choice(parent=parent, reason="overthrown") for parent in parents]
+        )
 
     def to_json(self):
         return {}
@@ -153,14 +185,20 @@ def test_the_oldest_of_equally_good_members_is_the_best():
 
 
 def test_the_order_of_questions_is_kept_without_the_members_that_caused_it(tmp_path):
-    """A founder with groups smaller than the search space's makes blocks long; they stay long without it."""
+    """A founder with groups smaller than the search space's makes blocks long.
+
+    They stay long without it.
+    """
 
     def founded(folder):
         options = {"hp_config": HyperparameterConfig(group_size=RLParameter(choices=[4, 8]))}
         return tiny_run(folder, strategy=Overthrow(), options=options, first_group=2, generations=2)
 
     finish(founded(tmp_path / "whole"))
-    assert all(member["hyperparameters"]["group_size"] > 2 for member in events_of(tmp_path / "whole")[-1]["members"])
+    assert all(
+        member["hyperparameters"]["group_size"] > 2
+        for member in events_of(tmp_path / "whole")[-1]["members"]
+    )
     stop_after(founded(tmp_path / "run"), 3)
     finish(resumed_run(tmp_path / "run", strategy=Overthrow))
     check_same_run(tmp_path / "run", tmp_path / "whole")
@@ -175,8 +213,13 @@ def test_a_folder_without_a_run_and_another_base_are_refused(uninterrupted, tmp_
 
 @pytest.mark.slow
 def test_a_run_killed_at_random_moments_ends_as_if_never_killed(uninterrupted, tmp_path):
-    """Real kills, -9, of a training process; every restart continues from the last complete generation."""
-    context = multiprocessing.get_context("fork")  # children start at once, with everything imported
+    """Real kills, -9, of a training process.
+
+    Every restart continues from the last complete generation.
+    """
+    context = multiprocessing.get_context(
+        "fork"
+    )  # children start at once, with everything imported
     delays = random.Random(0)
     kills = 0
     finished = 0
@@ -215,7 +258,9 @@ def test_leftovers_of_a_kill_are_removed_on_resume(uninterrupted, tmp_path):
     open_run(folder)
     assert all(path.exists() for path in junk)  # reading alone removes nothing
     saved = open_run(folder, writable=True)
-    assert sorted(path.relative_to(folder) for path in folder.rglob("*")) == sorted({*before, Path(LOCK)})
+    assert sorted(path.relative_to(folder) for path in folder.rglob("*")) == sorted(
+        {*before, Path(LOCK)}
+    )
     assert saved.folder == generation_folder(folder, 3)
 
 
@@ -263,7 +308,9 @@ def test_progress_counts_the_steps_of_generations_of_different_length():
     env = Progress(validation_size=2, test_size=2)
     options = {"hp_config": None, "evolve_network": None}
     schedule = {"generations": 3, "steps_per_generation": 1, "test_questions": 2}
-    finish(step_run(None, size=2, env=env, options=options, strategy=SuccessiveHalving(), **schedule))
+    finish(
+        step_run(None, size=2, env=env, options=options, strategy=SuccessiveHalving(), **schedule)
+    )
     # One step of both members, then two steps of one member in each generation.
     assert list(dict.fromkeys(env.seen)) == [(0, 3), (1, 3), *((step, 5) for step in range(1, 6))]
 

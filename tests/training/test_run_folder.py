@@ -43,7 +43,10 @@ def pair(stored_network_run, tmp_path_factory):
 
 @pytest.fixture
 def copies(pair, tmp_path):
-    return [Path(shutil.copytree(folder, tmp_path / name)) for folder, name in zip(pair, ("one", "two"), strict=True)]
+    return [
+        Path(shutil.copytree(folder, tmp_path / name))
+        for folder, name in zip(pair, ("one", "two"), strict=True)
+    ]
 
 
 @pytest.fixture
@@ -117,14 +120,18 @@ def exports_removed(folder):
 
 
 @pytest.mark.filterwarnings("ignore:.*is written again")
-@pytest.mark.parametrize("change", [journal_replaced, journal_changed, journal_removed, exports_removed])
+@pytest.mark.parametrize(
+    "change", [journal_replaced, journal_changed, journal_removed, exports_removed]
+)
 def test_files_that_another_program_changes_in_a_run_are_written_again(change, tmp_path):
     folder = tmp_path / "run"
     run = run_in(folder, generations=3)
     next(run)
     change(folder)
     assert run.finish().result.complete
-    assert [event["generation"] for event in read_journal(folder / "journal.jsonl") if "plan" in event] == [1, 2, 3]
+    assert [
+        event["generation"] for event in read_journal(folder / "journal.jsonl") if "plan" in event
+    ] == [1, 2, 3]
     GRPO.load(folder / "best")
     assert len(list(resume(folder, cart_pole(), generations=4))) == 1
 
@@ -192,7 +199,11 @@ def test_a_forked_copy_of_the_program_does_not_write(tmp_path):
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 17
     list(run)
-    numbers = [event["generation"] for event in read_journal(tmp_path / "run" / "journal.jsonl") if "plan" in event]
+    numbers = [
+        event["generation"]
+        for event in read_journal(tmp_path / "run" / "journal.jsonl")
+        if "plan" in event
+    ]
     assert numbers == [1, 2, 3]
 
 
@@ -201,10 +212,14 @@ def test_an_empty_journal_names_the_remaining_files(copy):
     with pytest.raises(ValueError, match=r"GRPO\.load"):
         read_summary(copy)
     assert GRPO.load(copy / "best").predict([0.0, 0.0, 0.0, 0.0])[0] in (0, 1)
-    files = {path: path.read_bytes() for path in copy.rglob("*") if path.is_file() and path.name != LOCK}
+    files = {
+        path: path.read_bytes() for path in copy.rglob("*") if path.is_file() and path.name != LOCK
+    }
     with pytest.raises(JournalChangedError, match="members_only"):
         resume(copy, cart_pole(), generations=4)
-    assert {path: path.read_bytes() for path in copy.rglob("*") if path.is_file() and path.name != LOCK} == files
+    assert {
+        path: path.read_bytes() for path in copy.rglob("*") if path.is_file() and path.name != LOCK
+    } == files
 
 
 @pytest.mark.parametrize("damage", ["lost", "changed", "cut"])
@@ -219,8 +234,13 @@ def test_members_without_their_journal_found_a_new_run(copy, tmp_path, damage):
         open_run(copy, writable=True)
     population, _ = open_run(copy, members_only=True).restore()
     tensors = read_checkpoint(generation_folder(copy, 3))[0]
-    assert all(torch.equal(tensors[f"{agent.slot}.weights"], agent.state()["weights"]) for agent in population)
-    assert evolve(population, cart_pole(), run_dir=tmp_path / "new", **SHORT).finish().result.complete
+    assert all(
+        torch.equal(tensors[f"{agent.slot}.weights"], agent.state()["weights"])
+        for agent in population
+    )
+    assert (
+        evolve(population, cart_pole(), run_dir=tmp_path / "new", **SHORT).finish().result.complete
+    )
 
 
 def test_a_journal_without_a_checkpoint_is_begun_again(pair, tmp_path):
@@ -257,7 +277,10 @@ def test_a_forged_task_type_is_a_checkpoint_error(copy):
 
 
 def test_a_header_with_many_empty_tensors_is_refused(tmp_path):
-    names = {f"{number}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for number in range(MAX_TENSORS + 1)}
+    names = {
+        f"{number}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+        for number in range(MAX_TENSORS + 1)
+    }
     header = json.dumps(names).encode()
     content = len(header).to_bytes(8, "little") + header
     (tmp_path / "x.safetensors").write_bytes(content)
@@ -267,7 +290,11 @@ def test_a_header_with_many_empty_tensors_is_refused(tmp_path):
 
 
 def swap(one, other):
-    for source, target in ((one, one.with_name("aside")), (other, one), (one.with_name("aside"), other)):
+    for source, target in (
+        (one, one.with_name("aside")),
+        (other, one),
+        (one.with_name("aside"), other),
+    ):
         source.rename(target)
 
 
@@ -294,7 +321,9 @@ def rewrite(best, change):
     [
         lambda best, other: shutil.rmtree(best),
         swap,
-        lambda best, other: rewrite(best, lambda tensors, record: record["note"].update(generation=1)),
+        lambda best, other: rewrite(
+            best, lambda tensors, record: record["note"].update(generation=1)
+        ),
         lambda best, other: rewrite(best, lambda tensors, record: tensors["weights"].add_(1)),
     ],
     ids=["missing", "another run", "another generation", "other weights"],

@@ -21,8 +21,16 @@ from tests.tiny_training import finish, tiny_env, tiny_population
     [
         (8, {}, 4),
         (8, {"group_size": RLParameter(choices=[4, 16])}, 8),
-        (2, {"group_size": RLParameter(choices=[4, 16])}, 16),  # a member outside the search space counts
-        (8, {"group_size": RLParameter(min=3, max=20)}, 8),  # 4 is the smallest divisor of 32 in the range
+        (
+            2,
+            {"group_size": RLParameter(choices=[4, 16])},
+            16,
+        ),  # a member outside the search space counts
+        (
+            8,
+            {"group_size": RLParameter(min=3, max=20)},
+            8,
+        ),  # 4 is the smallest divisor of 32 in the range
     ],
 )
 def test_the_block_holds_the_questions_of_the_smallest_group_size(group_size, space, expected):
@@ -52,7 +60,11 @@ def test_evolving_hyperparameters_without_effect_warn(options, space, neutral):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         Schedule(generations=1, samples_per_step=64).warn_without_effect(population)
-    assert [str(each.message).split()[0] for each in caught if "evolves without effect" in str(each.message)] == neutral
+    assert [
+        str(each.message).split()[0]
+        for each in caught
+        if "evolves without effect" in str(each.message)
+    ] == neutral
 
 
 CLIPS_SET = {"clip_low": 0.1, "clip_high": 0.3}
@@ -68,7 +80,12 @@ RATES = HyperparameterConfig(lr=RLParameter(min=1e-4, max=1e-3))
         (1, {"lr": 0.2, "target_kl": 0.03}, None, ["lr=0.2", "target_kl=0.03"]),
         (2, {"clip_coef": 0.1}, None, ["clip_coef has no effect"]),
         (2, {"beta": 0.1, "objective": Objective(reference="old")}, None, ["beta has no effect"]),
-        (2, CLIPS_SET | {"update_epochs": 2, "loss_type": "sapo"}, None, ["clip_low has no", "clip_high has no"]),
+        (
+            2,
+            CLIPS_SET | {"update_epochs": 2, "loss_type": "sapo"},
+            None,
+            ["clip_low has no", "clip_high has no"],
+        ),
         (2, {"hp_config": RATES}, Narrowing(), []),
         (1, {}, None, []),
         (1, {"lr": 1e-4, "target_kl": 0.03}, Fixed(), []),
@@ -89,11 +106,15 @@ def test_settings_without_effect_warn_once(size, options, strategy, named):
 
 def test_explicit_sizes_beyond_the_held_out_questions_warn():
     env = cart_pole(validation_size=4, test_size=2)
-    with pytest.warns(UserWarning, match="validation_questions=5 exceeds the validation split. All 4 "):
+    with pytest.warns(
+        UserWarning, match="validation_questions=5 exceeds the validation split. All 4 "
+    ):
         evolve(step_population(2, env), env, generations=1, validation_questions=5)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        evolve(step_population(2, env), env, generations=1, validation_questions=4, test_questions=2)
+        evolve(
+            step_population(2, env), env, generations=1, validation_questions=4, test_questions=2
+        )
 
 
 def played(run):
@@ -102,7 +123,9 @@ def played(run):
     counted = []
     for report in run.reports():
         if isinstance(report, StepReport):
-            lengths = [member.metrics["completions/mean_length"] for member in report.learned.values()]
+            lengths = [
+                member.metrics["completions/mean_length"] for member in report.learned.values()
+            ]
             total += QUICK["samples_per_step"] * sum(lengths)
             counted.append(round(total))
     return counted
@@ -116,7 +139,12 @@ def test_a_run_ends_with_the_step_that_reaches_the_limit():
         assert sum(isinstance(report, StepReport) for report in reports) == steps
         assert isinstance(reports[-2], GenerationReport)  # every trained generation is evaluated
         assert isinstance(reports[-1], TestReport)
-        assert run.result.timesteps == reports[-2].timesteps == timesteps[steps - 1] < run.result.tokens
+        assert (
+            run.result.timesteps
+            == reports[-2].timesteps
+            == timesteps[steps - 1]
+            < run.result.tokens
+        )
         assert run.result.complete
         assert run.result.reason == f"max_timesteps {budget:,} reached"
         assert RunDisplay(Console(), run).fraction() == 1.0
@@ -125,9 +153,13 @@ def test_a_run_ends_with_the_step_that_reaches_the_limit():
 @pytest.mark.usefixtures("without_charts")
 def test_a_resumed_run_counts_earlier_steps_and_may_raise_the_limit(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    words = "schedule.samples_per_step=8 schedule.steps_per_generation=1 population.size=2 task.validation_size=2"
+    words = (
+        "schedule.samples_per_step=8 schedule.steps_per_generation=1 population.size=2"
+        " task.validation_size=2"
+    )
     words += (
-        " hyperparameters.group_size=4 schedule.test_questions=0 task.max_episode_steps=20 schedule.generations=null"
+        " hyperparameters.group_size=4 schedule.test_questions=0 task.max_episode_steps=20"
+        " schedule.generations=null"
     )
     words += " schedule.max_timesteps=20 fitness=validation"
     assert main(["train", "--env", "CartPole-v1", "--run-dir", "run", *words.split()]) == 0
@@ -137,7 +169,9 @@ def test_a_resumed_run_counts_earlier_steps_and_may_raise_the_limit(tmp_path, mo
     assert main(["resume", "run", "max_timesteps=400"]) == 0
     shown = capsys.readouterr().out
     generations = [
-        event for event in read_journal(tmp_path / "run" / "journal.jsonl") if event["event"] == "generation"
+        event
+        for event in read_journal(tmp_path / "run" / "journal.jsonl")
+        if event["event"] == "generation"
     ]
     counts = [event["timesteps"] for event in generations]
     assert counts[-2] < 400 <= counts[-1]

@@ -18,7 +18,16 @@ from evogrpo.training.evolve import Run
 from evogrpo.training.run_dir import open_run
 from tests.forking import Forked
 from tests.tiny_steps import step_run
-from tests.tiny_training import QUICK, check_same_run, finish, resumed_run, tiny_env, tiny_population, tiny_run, variety
+from tests.tiny_training import (
+    QUICK,
+    check_same_run,
+    finish,
+    resumed_run,
+    tiny_env,
+    tiny_population,
+    tiny_run,
+    variety,
+)
 
 
 class After(RunStop):
@@ -39,7 +48,9 @@ class After(RunStop):
         assert value is None
 
 
-@pytest.mark.parametrize("kind", ["language", "network", pytest.param("team", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind", ["language", "network", pytest.param("team", marks=pytest.mark.slow)]
+)
 def test_a_run_stopped_anywhere_again_and_again_resumes_equal(request, kind, tmp_path):
     """In the baseline, amid sampling, playing, learning, validation and test."""
     stored = request.getfixturevalue(f"stored_{kind}_run")
@@ -53,7 +64,9 @@ def test_a_run_stopped_anywhere_again_and_again_resumes_equal(request, kind, tmp
         finish(run)
         if run.result.complete:
             break
-        assert read_journal(tmp_path / "run" / "journal.jsonl")[-1]["reason"] == "stopped by the test"
+        assert (
+            read_journal(tmp_path / "run" / "journal.jsonl")[-1]["reason"] == "stopped by the test"
+        )
         run = resumed_run(tmp_path / "run")
     else:
         finish(run)
@@ -112,7 +125,9 @@ def test_a_loop_that_gets_a_signal_is_saved_before_it_ends(tmp_path, number):
     output, errors = process.communicate(timeout=100)
     assert "ended" not in output
     assert "Stopped after learning step 0. Continue with evogrpo.resume('run', ...)." in errors
-    assert process.returncode in ((1, -signal.SIGINT, 130) if number == signal.SIGINT else (128 + number,))
+    assert process.returncode in (
+        (1, -signal.SIGINT, 130) if number == signal.SIGINT else (128 + number,)
+    )
     stopped = read_journal(tmp_path / "run" / "journal.jsonl")[-1]
     name = "the user" if number == signal.SIGINT else "SIGTERM"
     assert (stopped["event"], stopped["reason"]) == ("stopped", f"stopped by {name}")
@@ -139,7 +154,9 @@ def test_a_run_stopped_by_a_signal_resumes_equal(stored_network_run, tmp_path, m
 
 
 @pytest.mark.parametrize(("swallows", "number"), [(2, signal.SIGHUP), (10**9, signal.SIGTERM)])
-def test_code_that_catches_everything_is_interrupted_again(tmp_path, monkeypatch, capfd, swallows, number):
+def test_code_that_catches_everything_is_interrupted_again(
+    tmp_path, monkeypatch, capfd, swallows, number
+):
     """User code that retries is interrupted repeatedly; if it never ends, the process does."""
     monkeypatch.setattr(interruption, "PATIENCE_SECONDS", 0.2)
     monkeypatch.setattr(interruption, "RETRY_SECONDS", 0.1)
@@ -204,7 +221,9 @@ class InterruptedLog(io.StringIO):
 def test_ctrl_c_while_something_is_shown_stops_the_run(tmp_path, words):
     trainer = tiny_run(tmp_path / "run", generations=100)
     run = Run(trainer, Console(file=InterruptedLog(words), width=80))
-    with pytest.raises(KeyboardInterrupt, match=r"Stopped after learning step \d+. Continue with evogrpo.resume"):
+    with pytest.raises(
+        KeyboardInterrupt, match=r"Stopped after learning step \d+. Continue with evogrpo.resume"
+    ):
         run.finish()
     assert trainer.result.reason == "stopped by the user"
     assert not trainer.result.complete

@@ -30,7 +30,10 @@ class TaskTypeTestCase(ABC):
 
     @abstractmethod
     def values(self, folder):
-        """Return a configuration as in YAML with `schedule.generations` of 1; files may be put into the folder."""
+        """Return a configuration as in YAML with `schedule.generations` of 1.
+
+        Files may be put into the folder.
+        """
 
     @pytest.fixture
     def given(self, tmp_path):
@@ -58,7 +61,9 @@ class TaskTypeTestCase(ABC):
         assert config.agent.objective == kind.objective
         partial = parse_config({**given, "agent": {"objective": {"advantage_eps": 1e-5}}})
         assert partial.agent.objective == replace(kind.objective, advantage_eps=1e-5)
-        assert {name: getattr(config.hyperparameters, name) for name in kind.hyperparameters} == kind.hyperparameters
+        assert {
+            name: getattr(config.hyperparameters, name) for name in kind.hyperparameters
+        } == kind.hyperparameters
         assert config.logging.completions == kind.completions
         write_config(config, tmp_path)
         assert load_config(tmp_path / CONFIG_FILE) == config
@@ -73,16 +78,22 @@ class TaskTypeTestCase(ABC):
 
     def test_memory_does_not_depend_on_how_a_run_starts(self, kind, prepared):
         need = prepared.forecast().memory
-        assert need == kind.memory_need(prepared.population(), prepared.env, prepared.config.schedule)
+        assert need == kind.memory_need(
+            prepared.population(), prepared.env, prepared.config.schedule
+        )
         assert need.size > 0
         assert need.savings
 
-    def test_founders_have_the_right_class_and_number_and_are_deterministic(self, kind, prepared, given):
+    def test_founders_have_the_right_class_and_number_and_are_deterministic(
+        self, kind, prepared, given
+    ):
         population = prepared.population()
         assert len(population) == prepared.config.population.size
         assert population.members.kind == kind.word
         population.check(prepared.env)
-        for member, same in zip(population, kind.prepare(parse_config(given)).population(), strict=True):
+        for member, same in zip(
+            population, kind.prepare(parse_config(given)).population(), strict=True
+        ):
             assert member.hyperparameters == same.hyperparameters
             assert equal_states(member.state(), same.state())
 
@@ -120,9 +131,17 @@ SCHEDULE = {"generations": 1, "steps_per_generation": 2, "samples_per_step": 8}
 class TestLanguage(TaskTypeTestCase):
     def values(self, folder):
         write_project(folder)
-        task = {**CONFIG["task"], "dataset": {"train": str(folder / "train.jsonl")}, "validation_size": 4}
+        task = {
+            **CONFIG["task"],
+            "dataset": {"train": str(folder / "train.jsonl")},
+            "validation_size": 4,
+        }
         task |= {"reward": f"{folder / 'rewards.py'}:score", "test_size": 4}
-        parts = {"hyperparameters": {"group_size": 4}, "agent": {"max_output_tokens": 4}, "population": {"size": 2}}
+        parts = {
+            "hyperparameters": {"group_size": 4},
+            "agent": {"max_output_tokens": 4},
+            "population": {"size": 2},
+        }
         return {"model": str(folder / "model"), "task": task, "schedule": SCHEDULE, **parts}
 
 
@@ -136,10 +155,20 @@ class TestEnvironments(TaskTypeTestCase):
         tokenizer = build("{{ 'a template without tools' }}")
         tokenizer.save_pretrained(folder / "model")
         tiny_language_model(len(tokenizer)).save_pretrained(folder / "model")
-        task = {"dataset": {"starts": 40}, "environment_factory": f"{folder / 'increment.py'}:IncrementEnv"}
+        task = {
+            "dataset": {"starts": 40},
+            "environment_factory": f"{folder / 'increment.py'}:IncrementEnv",
+        }
         task |= {"max_turns": 2, "validation_size": 4, "test_size": 4}
-        task |= {"chat_template": str(folder / "tools.jinja"), "response_template": str(folder / "hermes.json")}
-        parts = {"hyperparameters": {"group_size": 4}, "agent": {"max_output_tokens": 4}, "population": {"size": 2}}
+        task |= {
+            "chat_template": str(folder / "tools.jinja"),
+            "response_template": str(folder / "hermes.json"),
+        }
+        parts = {
+            "hyperparameters": {"group_size": 4},
+            "agent": {"max_output_tokens": 4},
+            "population": {"size": 2},
+        }
         return {"model": str(folder / "model"), "task": task, "schedule": SCHEDULE, **parts}
 
     def test_templates_come_from_files(self, prepared):
@@ -147,19 +176,26 @@ class TestEnvironments(TaskTypeTestCase):
         assert prepared.outline.tokenizer.response_template == hermes_template(build(None))
 
     def test_each_start_has_its_own_task(self, prepared):
-        prompts = [prepared.env.tokenizer.decode(each) for each in prepared.env.open("train", range(20)).prompts]
+        prompts = [
+            prepared.env.tokenizer.decode(each)
+            for each in prepared.env.open("train", range(20)).prompts
+        ]
         tasks = {prompt.partition("<u>")[2] for prompt in prompts}
         assert tasks <= {f"Increment the counter by {number}.<eos>\n<a>" for number in range(1, 7)}
         assert len(tasks) > 1
 
     def test_the_token_forecast_counts_turns(self, kind, given):
         def tokens(turns=2, **agent):
-            parts = {"task": {**given["task"], "max_turns": turns}, "agent": {**given["agent"], **agent}}
+            parts = {
+                "task": {**given["task"], "max_turns": turns},
+                "agent": {**given["agent"], **agent},
+            }
             values = {**given, **parts, "population": {"size": 1}}
             row = kind.prepare(parse_config(values)).forecast().rows["tokens"]
             return row.split()[0], int(re.search(r"([\d,]+) per", row)[1].replace(",", ""))
 
-        # 8 conversations are sampled and learnt from once; a turn adds a completion and a reply of 4 tokens each.
+        # 8 conversations are sampled and learnt from once; a turn adds a completion and a reply of
+        # 4 tokens each.
         (about, two), (_, four) = tokens(), tokens(turns=4)
         assert four - two == 2 * 8 * 2 * (4 + 4)
         at_most, limited = tokens(max_episode_tokens=10)
@@ -208,7 +244,12 @@ class TestTeam(TaskTypeTestCase):
 
 
 def test_every_task_type_is_tested():
-    tried = {TestLanguage: "language", TestEnvironments: "language", TestNetworks: "networks", TestTeam: "joint"}
+    tried = {
+        TestLanguage: "language",
+        TestEnvironments: "language",
+        TestNetworks: "networks",
+        TestTeam: "joint",
+    }
     assert set(tried.values()) == set(TASK_TYPES) == set(TERMS)
 
 

@@ -48,21 +48,26 @@ def costly(clock, steps=25, seconds=0.01, growth=1.0, after=0.0, **options):
 
 
 def members(env, size=3):
-    return GRPO.population(size, env.observation_space, env.action_space, group_size=4, batch_size=64)
+    return GRPO.population(
+        size, env.observation_space, env.action_space, group_size=4, batch_size=64
+    )
 
 
 def run(env, *, size=3, **schedule):
     """Run to the end; return the run and its warnings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        finished = evolve(members(env, size), env, **{"steps_per_generation": 2, "samples_per_step": 8} | schedule)
+        finished = evolve(
+            members(env, size), env, **{"steps_per_generation": 2, "samples_per_step": 8} | schedule
+        )
         list(finished)
     return finished, [str(warning.message) for warning in caught]
 
 
 @pytest.mark.parametrize("limit", [0.1, 60.0])
 def test_a_step_begins_only_if_a_step_an_evaluation_and_the_test_still_fit(clock, limit):
-    # 25 steps an episode: a step takes 6 s, an evaluation of three members 12 s, that of the base 4 s, the test 16 s.
+    # 25 steps an episode: a step takes 6 s, an evaluation of three members 12 s, that of the base 4
+    # s, the test 16 s.
     env = costly(clock, validation_size=16, test_size=32)
     before = clock.now
     finished, messages = run(env, max_seconds=limit)
@@ -72,7 +77,10 @@ def test_a_step_begins_only_if_a_step_an_evaluation_and_the_test_still_fit(clock
     assert result.test is not None or not result.steps
     if limit < 12 + 16 + 4:
         assert not result.steps
-        assert any("fewer members (now 3) or a smaller samples_per_step (now 8)" in words for words in messages)
+        assert any(
+            "fewer members (now 3) or a smaller samples_per_step (now 8)" in words
+            for words in messages
+        )
     else:
         assert limit - 6 - 12 <= result.seconds <= limit
         assert result.reason == f"max_seconds {limit:g} reached"
@@ -81,7 +89,9 @@ def test_a_step_begins_only_if_a_step_an_evaluation_and_the_test_still_fit(clock
 
 def test_the_test_fits_without_validation(clock):
     # As above; the test is expected to cost as much per episode as a step.
-    finished, _ = run(costly(clock, validation_size=16, test_size=32), max_seconds=60.0, fitness="rollouts")
+    finished, _ = run(
+        costly(clock, validation_size=16, test_size=32), max_seconds=60.0, fitness="rollouts"
+    )
     assert finished.result.test is not None
     assert 60 - 6 <= finished.result.seconds <= 60
 
@@ -89,7 +99,9 @@ def test_the_test_fits_without_validation(clock):
 def test_a_resumed_run_knows_how_long_a_step_and_an_evaluation_take(clock, tmp_path):
     quick = {"steps_per_generation": 2, "samples_per_step": 8, "test_questions": 0}
     env = costly(clock, validation_size=16)
-    first = evolve(members(env), env, run_dir=tmp_path / "run", max_seconds=30.0, fitness="validation", **quick)
+    first = evolve(
+        members(env), env, run_dir=tmp_path / "run", max_seconds=30.0, fitness="validation", **quick
+    )
     assert len(list(first)) == 1  # 4 s for the base, 2 x 6 s of steps, 12 s of evaluation
     again = resume(tmp_path / "run", env, max_seconds=40.0)
     assert list(again) == []
@@ -120,11 +132,19 @@ def test_a_run_that_ran_out_of_time_goes_on_with_more(clock, tmp_path):
     assert list(further)
     assert further.result.steps > first.result.steps
     assert clock.now - before <= 40.0 + 16.0
-    reasons = [event["reason"] for event in read_journal(tmp_path / "run/journal.jsonl") if event["event"] == "ended"]
-    assert [reason.split(",")[0] for reason in reasons] == [f"max_seconds {limit} reached" for limit in (60, 100)]
+    reasons = [
+        event["reason"]
+        for event in read_journal(tmp_path / "run/journal.jsonl")
+        if event["event"] == "ended"
+    ]
+    assert [reason.split(",")[0] for reason in reasons] == [
+        f"max_seconds {limit} reached" for limit in (60, 100)
+    ]
 
 
-def test_time_that_ran_out_while_the_last_generation_was_saved_stays_spent(clock, monkeypatch, tmp_path):
+def test_time_that_ran_out_while_the_last_generation_was_saved_stays_spent(
+    clock, monkeypatch, tmp_path
+):
     save = RunDir.save
 
     def slowly(run_dir, *records):
@@ -133,7 +153,12 @@ def test_time_that_ran_out_while_the_last_generation_was_saved_stays_spent(clock
             clock.now += 100.0
 
     monkeypatch.setattr(RunDir, "save", slowly)
-    given = {"max_seconds": 100.0, "steps_per_generation": 4, "samples_per_step": 8, "test_questions": 0}
+    given = {
+        "max_seconds": 100.0,
+        "steps_per_generation": 4,
+        "samples_per_step": 8,
+        "test_questions": 0,
+    }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         first = evolve(members(costly(clock)), costly(clock), run_dir=tmp_path / "run", **given)
@@ -147,7 +172,14 @@ def test_time_that_ran_out_while_the_last_generation_was_saved_stays_spent(clock
 
 def test_the_callers_own_time_between_reports_is_not_counted(clock):
     env = costly(clock)
-    timed = evolve(members(env, 1), env, generations=2, steps_per_generation=2, samples_per_step=8, max_seconds=1000.0)
+    timed = evolve(
+        members(env, 1),
+        env,
+        generations=2,
+        steps_per_generation=2,
+        samples_per_step=8,
+        max_seconds=1000.0,
+    )
     for _ in timed.trainer.reports():  # after every step
         clock.now += 5000.0
     assert timed.result.steps == 4

@@ -85,7 +85,11 @@ def test_cart_pole_is_played_as_in_evaluation(tmp_path):
     next_draw = agent.clone().predict(np.zeros(4, np.float32))
     (record,) = record_video(agent, env, tmp_path / "best.mp4")
     assert record.seed == env.reset_seed("validation", 0)
-    assert record.length == record.episode_return == evaluate(agent.members, [0], env, "validation", questions=1)
+    assert (
+        record.length
+        == record.episode_return
+        == evaluate(agent.members, [0], env, "validation", questions=1)
+    )
     assert len(frames_of(record.path)) == record.length + 1
     assert equal_states(before, state_of(agent))
     assert agent.predict(np.zeros(4, np.float32)) == next_draw
@@ -103,10 +107,18 @@ def test_videos_of_any_length_keep_their_last_frame(fps):
 def test_several_episodes_have_a_file_each(tmp_path):
     agent = step_agent()
     records = record_video(
-        agent, "CartPole-v1", tmp_path / "best.mp4", seeds=[7, 8], max_episode_steps=3, deterministic=False
+        agent,
+        "CartPole-v1",
+        tmp_path / "best.mp4",
+        seeds=[7, 8],
+        max_episode_steps=3,
+        deterministic=False,
     )
     assert [record.path.name for record in records] == ["best-0.mp4", "best-1.mp4"]
-    assert [(record.seed, record.length, record.truncated) for record in records] == [(7, 3, True), (8, 3, True)]
+    assert [(record.seed, record.length, record.truncated) for record in records] == [
+        (7, 3, True),
+        (8, 3, True),
+    ]
     assert all(len(frames_of(record.path)) == 4 for record in records)
 
 
@@ -164,7 +176,9 @@ def test_a_missing_package_raises(tmp_path, monkeypatch):
         record_video(drawn_agent(), Drawn, tmp_path / "best.mp4")
     monkeypatch.undo()
     monkeypatch.setitem(sys.modules, "moviepy", None)
-    with pytest.raises(ImportError, match=r"moviepy, which is not installed. .*pip install .*\[video\]"):
+    with pytest.raises(
+        ImportError, match=r"moviepy, which is not installed. .*pip install .*\[video\]"
+    ):
         record_video(drawn_agent(), Drawn, tmp_path / "best.mp4")
 
 
@@ -181,11 +195,27 @@ def breaking(error):
     ("make", "kind", "message"),
     [
         (breaking(RuntimeError("no context")), ValueError, "Breaks .*RuntimeError: no context"),
-        (breaking(AttributeError("'NoneType' object has no attribute 'glGetError'")), ValueError, "MUJOCO_GL=egl"),
-        (breaking(ModuleNotFoundError("No module named 'pyglet'")), ImportError, "not installed .*pyglet.*pip install"),
-        (breaking(gymnasium.error.DependencyNotInstalled("pygame is not installed")), ImportError, "pip install"),
+        (
+            breaking(AttributeError("'NoneType' object has no attribute 'glGetError'")),
+            ValueError,
+            "MUJOCO_GL=egl",
+        ),
+        (
+            breaking(ModuleNotFoundError("No module named 'pyglet'")),
+            ImportError,
+            "not installed .*pyglet.*pip install",
+        ),
+        (
+            breaking(gymnasium.error.DependencyNotInstalled("pygame is not installed")),
+            ImportError,
+            "pip install",
+        ),
         (lambda render_mode=None: Drawn(render_mode, image=[]), ValueError, "got list"),
-        (lambda render_mode=None: Drawn(render_mode, image=np.zeros((8, 8, 3))), ValueError, r"float64 \(8, 8, 3\)"),
+        (
+            lambda render_mode=None: Drawn(render_mode, image=np.zeros((8, 8, 3))),
+            ValueError,
+            r"float64 \(8, 8, 3\)",
+        ),
     ],
 )
 def test_rendering_errors_and_invalid_frames_are_explained(tmp_path, make, kind, message):

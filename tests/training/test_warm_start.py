@@ -7,7 +7,14 @@ import numpy as np
 import pytest
 import yaml
 
-from evogrpo import HyperparameterConfig, Hyperparameters, Objective, RLParameter, best_hyperparameters, train
+from evogrpo import (
+    HyperparameterConfig,
+    Hyperparameters,
+    Objective,
+    RLParameter,
+    best_hyperparameters,
+    train,
+)
 from evogrpo.evolution.founders import warm_start_founders
 from evogrpo.training.configuration.environment_tasks import merge_sections, packaged_values
 from evogrpo.training.configuration.reading import load_config, parse_config
@@ -29,7 +36,9 @@ SPACE = HyperparameterConfig(
 def with_rates(*rates, fitness=None):
     """Write members with these learning rates."""
     return [
-        member(slot, slot, hyperparameters={"lr": rate}, fitness=(fitness or {}).get(slot, 0.1 * slot))
+        member(
+            slot, slot, hyperparameters={"lr": rate}, fitness=(fitness or {}).get(slot, 0.1 * slot)
+        )
         for slot, rate in enumerate(rates)
     ]
 
@@ -64,7 +73,11 @@ VALUES = {
 def test_values_outside_the_space_move_to_the_nearest_with_a_warning(seed):
     rng = np.random.default_rng(seed)
     earlier = [
-        replace(FIRST, **{name: values[rng.integers(3)] for name, values in VALUES.items()}, temperature=0.5 + number)
+        replace(
+            FIRST,
+            **{name: values[rng.integers(3)] for name, values in VALUES.items()},
+            temperature=0.5 + number,
+        )
         for number in range(4)
     ]
     founders, words = warm_start_founders(earlier, FIRST, SPACE, 8)
@@ -91,7 +104,9 @@ def test_the_first_founder_has_the_names_of_the_objective():
         clip_low=RLParameter(min=0.1, max=0.3),
     )
     objective = Objective(loss_type="cispo", cispo_clip_low=True)
-    first, *others = (agent.hyperparameters for agent in tiny_population(4, hp_config=space, objective=objective))
+    first, *others = (
+        agent.hyperparameters for agent in tiny_population(4, hp_config=space, objective=objective)
+    )
     assert (first.loss_type, first.advantage, first.clip_low) == ("cispo", "outcome", None)
     assert {each.loss_type for each in others} == {"grpo", "dapo", "cispo"}
 
@@ -100,7 +115,10 @@ def test_a_population_starts_with_the_earlier_hyperparameters_and_new_weights(st
     found = best_hyperparameters(stored_network_run.folder)
     population = step_population(len(found) + 1, hp_config=STEP_SPACE, founders=found, seed=5)
     for agent, record in zip(population.agents, found, strict=False):
-        assert (agent.hyperparameters.lr, agent.hyperparameters.clip_coef) == (record.lr, record.clip_coef)
+        assert (agent.hyperparameters.lr, agent.hyperparameters.clip_coef) == (
+            record.lr,
+            record.clip_coef,
+        )
     plain = step_population(len(found) + 1, hp_config=STEP_SPACE, seed=5)
     for agent, other in zip(population.agents, plain.agents, strict=True):
         assert equal_states(agent.state(), other.state())
@@ -115,14 +133,21 @@ def test_invalid_founders_are_refused(given):
 
 
 SMALL = {
-    "schedule": {"generations": 1, "steps_per_generation": 1, "samples_per_step": 8, "test_questions": 0},
+    "schedule": {
+        "generations": 1,
+        "steps_per_generation": 1,
+        "samples_per_step": 8,
+        "test_questions": 0,
+    },
     "population": {"size": 3},
     "task": {"validation_size": 2},
 }
 
 
 @pytest.mark.filterwarnings("ignore:founders")
-def test_a_configuration_names_the_earlier_run_and_stores_the_founders(stored_network_run, tmp_path):
+def test_a_configuration_names_the_earlier_run_and_stores_the_founders(
+    stored_network_run, tmp_path
+):
     earlier = stored_network_run.folder
     folder = tmp_path / "run"
     settings = {name: value for part in SMALL.values() for name, value in part.items()}
@@ -144,7 +169,10 @@ def test_a_configuration_names_the_earlier_run_and_stores_the_founders(stored_ne
 def test_founders_in_a_configuration_override_the_defaults():
     values = merge_sections(
         packaged_values("CartPole-v1", with_preset=False),
-        {"population": {"founders": [{"lr": 2e-3}, {"clip_coef": 0.3}]}, "schedule": {"samples_per_step": 8}},
+        {
+            "population": {"founders": [{"lr": 2e-3}, {"clip_coef": 0.3}]},
+            "schedule": {"samples_per_step": 8},
+        },
     )
     config = parse_config(json.loads(json.dumps(values)))
     assert [(each.lr, each.clip_coef) for each in config.founders] == [(2e-3, 0.2), (5e-3, 0.3)]

@@ -28,7 +28,9 @@ def test_a_tutorial_is_in_step_states_its_purpose_and_asserts_its_results(source
     text = jupytext.read(source)
     stored = nbformat.read(source.with_suffix(".ipynb"), as_version=4)
     nbformat.validate(stored)
-    cells, stored_cells = ([(cell.cell_type, cell.source) for cell in each.cells] for each in (text, stored))
+    cells, stored_cells = (
+        [(cell.cell_type, cell.source) for cell in each.cells] for each in (text, stored)
+    )
     assert cells == stored_cells, f"out of step: make tutorials ARGS='--store {source.stem}'"
     assert execute.problems(stored) == []
     first, *_, last = text.cells
@@ -38,7 +40,8 @@ def test_a_tutorial_is_in_step_states_its_purpose_and_asserts_its_results(source
     ending = last.source.partition("## Three things to try")[2]
     assert re.findall(r"^(\d)\. ", ending, re.MULTILINE) == ["1", "2", "3"]
     words, code = (
-        "\n\n".join(cell.source for cell in text.cells if cell.cell_type == kind) for kind in ("markdown", "code")
+        "\n\n".join(cell.source for cell in text.cells if cell.cell_type == kind)
+        for kind in ("markdown", "code")
     )
     rows = [line for line in words.splitlines() if line.startswith("|")]
     assert [row for row in rows if not row.rstrip().endswith("|") or row.strip() == "|"] == []
@@ -48,7 +51,9 @@ def test_a_tutorial_is_in_step_states_its_purpose_and_asserts_its_results(source
 
 def test_every_notebook_has_its_text():
     assert execute.TUTORIALS
-    assert sorted(execute.HERE.glob("*.ipynb")) == [source.with_suffix(".ipynb") for source in execute.TUTORIALS]
+    assert sorted(execute.HERE.glob("*.ipynb")) == [
+        source.with_suffix(".ipynb") for source in execute.TUTORIALS
+    ]
 
 
 @pytest.mark.parametrize("path", ["/home/ann/runs", r"C:\Users\ann", "'/opt/lib/x'", "(/var/lib)"])
@@ -61,7 +66,9 @@ def test_machine_paths_are_detected_in_any_output(path):
         assert "path" in problem
 
 
-HEAD = "# ---\n# jupyter:\n#   kernelspec: {display_name: Python 3, language: python, name: python3}\n"
+HEAD = (
+    "# ---\n# jupyter:\n#   kernelspec: {display_name: Python 3, language: python, name: python3}\n"
+)
 
 
 SHORT_ONE = "import os; assert os.environ['EVOGRPO_TUTORIAL'] == 'short'\ndisplay(FIGURE)"
@@ -71,12 +78,20 @@ SHORT_ONE = "import os; assert os.environ['EVOGRPO_TUTORIAL'] == 'short'\ndispla
     ("line", "passes", "printed"),
     [
         pytest.param(SHORT_ONE, True, "stored", marks=pytest.mark.slow),
-        ("display(FIGURE); assert 1 > 2, 'a claim that does not hold'", False, "a claim that does not hold"),
+        (
+            "display(FIGURE); assert 1 > 2, 'a claim that does not hold'",
+            False,
+            "a claim that does not hold",
+        ),
     ],
 )
-def test_a_raising_cell_fails_the_tutorial_and_nothing_is_written(tmp_path, capsys, line, passes, printed):
+def test_a_raising_cell_fails_the_tutorial_and_nothing_is_written(
+    tmp_path, capsys, line, passes, printed
+):
     png = base64.b64encode(bytes(9)).decode()
-    cells = f"class FIGURE:\n    _repr_png_ = staticmethod(lambda: '{png}')\nFIGURE = FIGURE()\n{line}"
+    cells = (
+        f"class FIGURE:\n    _repr_png_ = staticmethod(lambda: '{png}')\nFIGURE = FIGURE()\n{line}"
+    )
     source = tmp_path / "01_new.py"
     source.write_text(f"{HEAD}# ---\n\n# %%\n{cells}\n", encoding="utf-8")
     assert execute.run(source, short=True, store=True) is passes

@@ -8,7 +8,13 @@ from torch import Tensor
 
 from evogrpo.algorithms.learning.training_rows import TrainingRows
 from evogrpo.config.objective import Objective
-from evogrpo.functional.losses import bias_corrected_kl, clipped_actions, importance_weights, kl_estimate, policy_loss
+from evogrpo.functional.losses import (
+    bias_corrected_kl,
+    clipped_actions,
+    importance_weights,
+    kl_estimate,
+    policy_loss,
+)
 from evogrpo.members.bank import Update
 from evogrpo.members.members import Learner
 from evogrpo.records import select_rows
@@ -57,11 +63,16 @@ class RowHyperparameters:
             kl_factors: `[p]` factors on beta, by slot.
             member_ids: `[n]` slots, all of them in `learners`.
         """
-        # 1. Fill a table `[names, slots]`. `beta` is a view of its row, so the KL factors change the table.
-        names = [field.name for field in fields(cls) if field.name not in ("loss_types", "advantages")]
+        # 1. Fill a table `[names, slots]`. `beta` is a view of its row, so the KL factors change
+        #    the table.
+        names = [
+            field.name for field in fields(cls) if field.name not in ("loss_types", "advantages")
+        ]
         values = torch.zeros(len(names), len(kl_factors), dtype=torch.float64)
         for slot, learner in learners.items():
-            values[:, slot] = torch.tensor([learner.hyperparameters.number(name) for name in names], dtype=values.dtype)
+            values[:, slot] = torch.tensor(
+                [learner.hyperparameters.number(name) for name in names], dtype=values.dtype
+            )
         beta = values[names.index("beta")]
         beta *= torch.where(beta > 0, kl_factors, 1.0)
         # 2. Look up the column of each row's member: `[names, n, 1]`.
@@ -107,7 +118,12 @@ class ActionLosses:
     kl_in_loss: bool
 
     def __call__(
-        self, rows: Tensor, log_probs: Tensor, old: Tensor, in_policy_loss: Tensor, divergences: Tensor | None = None
+        self,
+        rows: Tensor,
+        log_probs: Tensor,
+        old: Tensor,
+        in_policy_loss: Tensor,
+        divergences: Tensor | None = None,
     ) -> Tensor:
         """Return losses `[k, t]` without the entropy bonus.
 
@@ -116,7 +132,8 @@ class ActionLosses:
             log_probs: `[k, t]` of the current policy.
             old: `[k, t]` of the behaviour policy.
             in_policy_loss: `[k, t]` True for actions that have a policy loss.
-            divergences: `[k, t]` exact KL to the reference distributions; None = estimate KL from log-probabilities.
+            divergences: `[k, t]` exact KL to the reference distributions; None = estimate KL from
+                log-probabilities.
         """
         batch = self.training_rows.outcomes
         shared = self.objective
@@ -152,11 +169,18 @@ class ActionLosses:
             )
         # 3. KL to the reference.
         if self.kl_in_loss:
-            losses = losses + select_rows(self.per_row.beta, rows) * self._kl(rows, log_probs, old, divergences)
+            losses = losses + select_rows(self.per_row.beta, rows) * self._kl(
+                rows, log_probs, old, divergences
+            )
         return losses
 
-    def _kl(self, rows: Tensor, log_probs: Tensor, old: Tensor, divergences: Tensor | None) -> Tensor:
-        """Return the KL to the reference `[k, t]`; 0 where beta is 0, as there is no reference log-probability."""
+    def _kl(
+        self, rows: Tensor, log_probs: Tensor, old: Tensor, divergences: Tensor | None
+    ) -> Tensor:
+        """Return the KL to the reference `[k, t]`.
+
+        0 where beta is 0, as there is no reference log-probability.
+        """
         shared = self.objective
         mask = select_rows(self.training_rows.outcomes.action_mask, rows)
         kl = divergences
@@ -170,7 +194,9 @@ class ActionLosses:
             raw_kl = kl
             kl = self.by_loss_type(
                 rows,
-                lambda name, part: bias_corrected_kl(raw_kl[part], name, log_probs[part], old[part], mask[part]),
+                lambda name, part: bias_corrected_kl(
+                    raw_kl[part], name, log_probs[part], old[part], mask[part]
+                ),
             )
         return torch.where(mask & (select_rows(self.per_row.beta, rows) > 0), kl, 0.0)
 
@@ -184,7 +210,9 @@ class ActionLosses:
         """
         log_probs = update.log_probs
         old = select_rows(self.training_rows.old, rows)
-        sums = torch.zeros(len(rows), len(ACTION_SUMS), dtype=torch.float64, device=log_probs.device)
+        sums = torch.zeros(
+            len(rows), len(ACTION_SUMS), dtype=torch.float64, device=log_probs.device
+        )
         if not len(rows):
             return sums
         mask = select_rows(self.training_rows.outcomes.action_mask, rows)
@@ -197,7 +225,12 @@ class ActionLosses:
             arguments = (name, log_probs[part], old[part], advantages[part], mask[part])
             floor = self.objectives[name].cispo_clip_low
             return torch.stack(
-                clipped_actions(*arguments, clip_low=clip_low[part], clip_high=clip_high[part], cispo_clip_low=floor)
+                clipped_actions(
+                    *arguments,
+                    clip_low=clip_low[part],
+                    clip_high=clip_high[part],
+                    cispo_clip_low=floor,
+                )
             ).movedim(0, 2)
 
         low, high = self.by_loss_type(rows, clipped).unbind(2)
@@ -213,6 +246,7 @@ class ActionLosses:
         if len(self.objectives) == 1:
             return compute(next(iter(self.objectives)), slice(None))
         parts = {name: flag[rows].nonzero()[:, 0] for name, flag in self.per_row.loss_types.items()}
-        # The argsort of a permutation is its inverse: it restores the order of `rows` from that of the parts.
+        # The argsort of a permutation is its inverse: it restores the order of `rows` from that of
+        # the parts.
         values = torch.cat([compute(name, part) for name, part in parts.items() if len(part)])
         return values.index_select(0, torch.cat(list(parts.values())).argsort())

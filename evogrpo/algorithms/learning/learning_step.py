@@ -10,7 +10,12 @@ import torch
 from torch import Tensor
 
 from evogrpo.algorithms.learning.action_loss import ACTION_SUMS, ActionLosses, RowHyperparameters
-from evogrpo.algorithms.learning.metrics import merge_reports, sample_metrics, sampling_metrics, update_metrics
+from evogrpo.algorithms.learning.metrics import (
+    merge_reports,
+    sample_metrics,
+    sampling_metrics,
+    update_metrics,
+)
 from evogrpo.algorithms.learning.step_size import StepSizes
 from evogrpo.algorithms.learning.training_rows import TrainingRows
 from evogrpo.config.objective import Objective
@@ -37,12 +42,15 @@ if TYPE_CHECKING:
     Policy = LanguageMembers | StackedPolicy
 
 
-def learn(members: "PolicySet", learners: Sequence[Learner], experience: Experience) -> dict[int, LearnReport]:
+def learn(
+    members: "PolicySet", learners: Sequence[Learner], experience: Experience
+) -> dict[int, LearnReport]:
     """Take one learning step: update each policy of each member with the member's own objective and hyperparameters.
 
-    Each member passes over its training rows `update_epochs` times, with `batch_size` rows per optimizer step. The
-    first optimizer steps of all members run together, then the second ones, until each member has taken its own number.
-    A policy takes no step for a member that has no rows in it.
+    Each member passes over its training rows `update_epochs` times, with `batch_size` rows per
+    optimizer step. The first optimizer steps of all members run together, then the second ones,
+    until each member has taken its own number. A policy takes no step for a member that has no rows
+    in it.
 
     Args:
         members: All members.
@@ -50,23 +58,29 @@ def learn(members: "PolicySet", learners: Sequence[Learner], experience: Experie
         experience: Rows of these members, and no others, by policy.
 
     Returns:
-        One report per learner, by slot. Over several policies, costs and optimizer steps are summed, metrics
-        averaged.
+        One report per learner, by slot. Over several policies, costs and optimizer steps are
+        summed, metrics averaged.
 
     Raises:
-        ValueError: If a policy is unknown, a learner has no rows, a row belongs to no learner, a reward is infinite, or
-            the objective does not fit the batch.
+        ValueError: If a policy is unknown, a learner has no rows, a row belongs to no learner, a
+            reward is infinite, or the objective does not fit the batch.
     """
     # 1. Check that the experience has rows of every member that learns, and of no other.
     policies = members.policies
     unknown = sorted(set(experience) - set(policies))
     if unknown:
-        raise ValueError(f"experience has rows of unknown policies {unknown}. The policies are {sorted(policies)}.")
+        raise ValueError(
+            f"experience has rows of unknown policies {unknown}. The policies are"
+            f" {sorted(policies)}."
+        )
     by_slot = {learner.slot: learner for learner in learners}
     sampled = {policy: set(batch.member_ids.tolist()) for policy, batch in experience.items()}
     present = set[int]().union(*sampled.values())
     if present != set(by_slot):
-        raise ValueError(f"experience must have rows of slots {sorted(by_slot)}, got rows of slots {sorted(present)}.")
+        raise ValueError(
+            f"experience must have rows of slots {sorted(by_slot)}, got rows of slots"
+            f" {sorted(present)}."
+        )
     for batch in experience.values():
         for name, values in (("rewards", batch.rewards), ("step rewards", batch.step_rewards)):
             if values is None:
@@ -75,9 +89,9 @@ def learn(members: "PolicySet", learners: Sequence[Learner], experience: Experie
                 infinite = values.isinf().reshape(len(values), -1).any(1)
             if infinite is not None and bool(infinite.any()):
                 raise ValueError(
-                    f"{name} must be finite in float32, or NaN if none applies: {int(infinite.sum())} of "
-                    f"{len(infinite)} samples are infinite, first sample {int(infinite.nonzero()[0])}. "
-                    "Bound the reward function."
+                    f"{name} must be finite in float32, or NaN if none applies:"
+                    f" {int(infinite.sum())} of {len(infinite)} samples are infinite, first sample"
+                    f" {int(infinite.nonzero()[0])}. Bound the reward function."
                 )
 
     # 2. Learn policy by policy.
@@ -97,8 +111,11 @@ def learn(members: "PolicySet", learners: Sequence[Learner], experience: Experie
             noun = "actions"
         else:
             noun = "completions"
-        while slots:  # usually once; members with `target_kl` may repeat their updates with another learning rate
-            remaining = [{slot: rows for slot, rows in each.items() if slot in slots} for each in updates]
+        # usually once; members with `target_kl` may repeat their updates with another learning rate
+        while slots:
+            remaining = [
+                {slot: rows for slot, rows in each.items() if slot in slots} for each in updates
+            ]
             count = sum(len(rows) for each in remaining for rows in each.values())
             counter = batch.stop.progress("learning", count, noun)
             for number, rows_by_slot in enumerate(remaining):
@@ -110,10 +127,15 @@ def learn(members: "PolicySet", learners: Sequence[Learner], experience: Experie
             reports[slot][policy] = report
 
     # 3. Report per member.
-    return {slot: merge_reports(by_policy, several=len(policies) > 1) for slot, by_policy in reports.items()}
+    return {
+        slot: merge_reports(by_policy, several=len(policies) > 1)
+        for slot, by_policy in reports.items()
+    }
 
 
-def minibatches(learner: Learner, batch: Batch, seed: int, *, keep_groups: bool = True) -> list[Tensor]:
+def minibatches(
+    learner: Learner, batch: Batch, seed: int, *, keep_groups: bool = True
+) -> list[Tensor]:
     """Shuffle one member's rows and split them into the minibatches of its optimizer steps.
 
     Args:
@@ -123,7 +145,8 @@ def minibatches(learner: Learner, batch: Batch, seed: int, *, keep_groups: bool 
         keep_groups: True keeps the rows of a group next to each other; False shuffles single rows.
 
     Returns:
-        Row indices of each optimizer step, `update_epochs` passes of ceil(rows / batch_size) steps; empty without rows.
+        Row indices of each optimizer step, `update_epochs` passes of ceil(rows / batch_size) steps;
+        empty without rows.
     """
     rows = (batch.member_ids == learner.slot).nonzero()[:, 0]
     size = learner.hyperparameters.batch_size
@@ -144,20 +167,28 @@ class _LearningStep:
     """Learning step of one policy: advantages and loss are set up once, then shared by all optimizer steps."""
 
     def __init__(
-        self, policy: "LanguageMembers | StackedPolicy", learners: Mapping[int, Learner], batch: Batch
+        self,
+        policy: "LanguageMembers | StackedPolicy",
+        learners: Mapping[int, Learner],
+        batch: Batch,
     ) -> None:
         self._bank = policy.bank
         self._settings = policy.settings
         self._learners = learners
         self._objective = objective = policy.settings.objective
-        self._objectives = {slot: objective.of(learner.hyperparameters) for slot, learner in learners.items()}
+        self._objectives = {
+            slot: objective.of(learner.hyperparameters) for slot, learner in learners.items()
+        }
         self._updates: dict[int, list[UpdateReport]] = {slot: [] for slot in learners}
         self._sums = torch.zeros(self._bank.size, len(ACTION_SUMS), dtype=torch.float64)
         self._action_counts = torch.zeros(self._bank.size, dtype=torch.float64)
 
         # 1. Check that the objective fits the batch.
         if objective.importance_correction is not None and batch.sampler_log_probs is None:
-            raise ValueError("importance_correction needs sampler_log_probs in the batch. Add them or leave it out.")
+            raise ValueError(
+                "importance_correction needs sampler_log_probs in the batch. Add them or leave it"
+                " out."
+            )
 
         # 2. List the training rows, without groups of extreme mean reward.
         low = objective.min_group_reward
@@ -166,12 +197,20 @@ class _LearningStep:
             inside = difficulty_mask(batch.rewards, batch.group_ids, low, high)
             batch = replace(batch, action_mask=batch.action_mask & inside[:, None])
         # The sampler's log-probabilities serve as the old ones if they equal the trainer's.
-        trust_sampler = batch.exact and objective.importance_correction is None and batch.sampler_log_probs is not None
-        self._training_rows = training_rows = TrainingRows(self._bank, batch, trust_sampler=trust_sampler)
+        trust_sampler = (
+            batch.exact
+            and objective.importance_correction is None
+            and batch.sampler_log_probs is not None
+        )
+        self._training_rows = training_rows = TrainingRows(
+            self._bank, batch, trust_sampler=trust_sampler
+        )
         self._episodes = episodes = training_rows.outcomes
 
         # 3. Compute reference log-probabilities or distributions, only where beta > 0.
-        look_up = partial(RowHyperparameters.of, learners, self._objectives, self._bank.running_stats[:, 0])
+        look_up = partial(
+            RowHyperparameters.of, learners, self._objectives, self._bank.running_stats[:, 0]
+        )
         per_row = look_up(episodes.member_ids)
         with_kl = ((per_row.beta > 0)[:, 0] & episodes.action_mask.any(1)).nonzero()[:, 0]
         if objective.kl_estimator in FULL_KLS:
@@ -180,15 +219,20 @@ class _LearningStep:
             part = training_rows.select_for_pass(with_kl)
             training_rows.reference[with_kl] = self._bank.reference_log_probs(part)
 
-        # 4. Compute advantages; beta times KL is subtracted from rewards if the objective places it there.
+        # 4. Compute advantages; beta times KL is subtracted from rewards if the objective places it
+        #    there.
         kl_penalty = None
         if objective.kl_placement == "reward":
             training_rows.compute_old(with_kl)
             kl = kl_estimate(objective.kl_estimator, training_rows.old, training_rows.reference)
             kl = torch.where(episodes.action_mask & (per_row.beta > 0), kl, 0.0)
-            self._sums[:, ACTION_SUMS.index("kl")].index_add_(0, episodes.member_ids.cpu(), kl.double().sum(1).cpu())
+            self._sums[:, ACTION_SUMS.index("kl")].index_add_(
+                0, episodes.member_ids.cpu(), kl.double().sum(1).cpu()
+            )
             kl_penalty = per_row.beta * kl
-        self._advantages = compute_advantages(episodes, objective, per_row, self._bank.running_stats, kl_penalty)
+        self._advantages = compute_advantages(
+            episodes, objective, per_row, self._bank.running_stats, kl_penalty
+        )
 
         # 5. Split rows into single actions, which small networks learn from.
         row_advantages = self._advantages
@@ -198,7 +242,8 @@ class _LearningStep:
             per_row = look_up(training_rows.outcomes.member_ids)
         self._rows = training_rows.outcomes
 
-        # 6. Set up the loss, and find the rows that can have a gradient. All others need no forward pass.
+        # 6. Set up the loss, and find the rows that can have a gradient. All others need no forward
+        #    pass.
         self._losses = ActionLosses(
             training_rows=training_rows,
             objective=objective,
@@ -207,32 +252,48 @@ class _LearningStep:
             advantages=row_advantages,
             kl_in_loss=len(with_kl) > 0 and objective.kl_placement == "loss",
         )
-        without_advantage = per_row.entropy_coef > 0  # entropy and KL have a gradient where the advantage is 0, too
+        without_advantage = (
+            per_row.entropy_coef > 0
+        )  # entropy and KL have a gradient where the advantage is 0, too
         if self._losses.kl_in_loss:
             without_advantage = without_advantage | (per_row.beta > 0)
-        self._has_gradient = (((row_advantages != 0) | without_advantage) & self._rows.action_mask).any(1)
-        # Sums before the first update, such as KL in rewards; members that repeat their updates start from them.
+        self._has_gradient = (
+            ((row_advantages != 0) | without_advantage) & self._rows.action_mask
+        ).any(1)
+        # Sums before the first update, such as KL in rewards; members that repeat their updates
+        # start from them.
         self._first_sums = self._sums.clone()
         self.step_sizes = StepSizes(
-            self._bank, training_rows, learners, self._objectives, row_advantages, self._has_gradient
+            self._bank,
+            training_rows,
+            learners,
+            self._objectives,
+            row_advantages,
+            self._has_gradient,
         )
 
     def schedule_updates(self) -> list[dict[int, Tensor]]:
-        """Compute the old log-probabilities that later steps need; return the rows of each optimizer step, by slot."""
+        """Compute the old log-probabilities that later steps need.
+
+        Return the rows of each optimizer step, by slot.
+        """
         keep_groups = not self._bank.rows_are_transitions
         plans = {
             slot: minibatches(learner, self._rows, self._settings.seed, keep_groups=keep_groups)
             for slot, learner in self._learners.items()
         }
-        # The first optimizer step's own forward pass gives the old log-probabilities of its rows. All other rows need
-        # a pass now, before weights change.
+        # The first optimizer step's own forward pass gives the old log-probabilities of its rows.
+        # All other rows need a pass now, before weights change.
         later = self._has_gradient.clone()
         for plan in plans.values():
             if plan:
                 later[plan[0]] = False
         self._training_rows.compute_old(later.nonzero()[:, 0])
         longest = max(map(len, plans.values()))
-        return [{slot: plan[number] for slot, plan in plans.items() if number < len(plan)} for number in range(longest)]
+        return [
+            {slot: plan[number] for slot, plan in plans.items() if number < len(plan)}
+            for number in range(longest)
+        ]
 
     def update(self, steps: Mapping[int, Tensor], *, first: bool) -> None:
         """Take one optimizer step of every member in `steps`.
@@ -241,8 +302,8 @@ class _LearningStep:
             steps: Row indices, by slot.
             first: True for the first optimizer step of these members.
         """
-        # 1. Compute the weights of all actions. Rows without gradient count too: skipping them must not change a
-        #    denominator.
+        # 1. Compute the weights of all actions. Rows without gradient count too: skipping them must
+        #    not change a denominator.
         rows = torch.cat(list(steps.values()))
         objective = self._objective
         mask = select_rows(self._rows.action_mask, rows)
@@ -251,16 +312,25 @@ class _LearningStep:
         weights = self._losses.by_loss_type(
             rows,
             lambda name, part: loss_weights(
-                name, self._losses.objectives[name].aggregation, mask[part], member_ids[part], max_actions
+                name,
+                self._losses.objectives[name].aggregation,
+                mask[part],
+                member_ids[part],
+                max_actions,
             ),
         )
         in_policy_loss = mask
         if objective.top_entropy_quantile != 1.0:
             row_entropies = self._bank.entropies(self._training_rows.select_for_pass(rows))
-            in_policy_loss = high_entropy_mask(row_entropies, mask, member_ids, objective.top_entropy_quantile)
-        # The entropy bonus is reduced like the loss, or averaged over the actions with a policy loss.
+            in_policy_loss = high_entropy_mask(
+                row_entropies, mask, member_ids, objective.top_entropy_quantile
+            )
+        # The entropy bonus is reduced like the loss, or averaged over the actions with a policy
+        # loss.
         entropy_weights = weights
-        if objective.entropy_reduction == "mean":  # the loss type has no effect, as the aggregation is given
+        if (
+            objective.entropy_reduction == "mean"
+        ):  # the loss type has no effect, as the aggregation is given
             entropy_weights = loss_weights("dapo", "token-mean", in_policy_loss, member_ids, 1)
         entropy_weights = select_rows(self._losses.per_row.entropy_coef, rows) * entropy_weights
 
@@ -272,7 +342,9 @@ class _LearningStep:
                 part[needed] for part in (rows, weights, in_policy_loss, entropy_weights)
             )
 
-        def loss_fn(chosen: Tensor, log_probs: Tensor, entropies: Tensor, divergences: Tensor | None = None) -> Tensor:
+        def loss_fn(
+            chosen: Tensor, log_probs: Tensor, entropies: Tensor, divergences: Tensor | None = None
+        ) -> Tensor:
             """Return each chosen row's loss: weighted policy loss minus weighted entropy.
 
             `chosen` counts within `computed_rows`.
@@ -283,8 +355,13 @@ class _LearningStep:
                 old = log_probs.detach()
             else:
                 old = select_rows(self._training_rows.old, row_numbers)
-            losses = self._losses(row_numbers, log_probs, old, select_rows(in_policy_loss, chosen), divergences)
-            return (select_rows(weights, chosen) * losses - select_rows(entropy_weights, chosen) * entropies).sum(1)
+            losses = self._losses(
+                row_numbers, log_probs, old, select_rows(in_policy_loss, chosen), divergences
+            )
+            return (
+                select_rows(weights, chosen) * losses
+                - select_rows(entropy_weights, chosen) * entropies
+            ).sum(1)
 
         # 3. Forward, backward and AdamW in the bank.
         part = self._training_rows.select_for_pass(computed_rows)
@@ -294,13 +371,19 @@ class _LearningStep:
         if self._training_rows.distributions is not None:
             exact_kl["reference_distributions"] = self._training_rows.distributions[computed_rows]
             exact_kl["reverse_kl"] = objective.kl_estimator == "full_reversed"
-        update = self._bank.update(part, loss_fn, hyperparameters, entropy_gradient=entropy_gradient, **exact_kl)
+        update = self._bank.update(
+            part, loss_fn, hyperparameters, entropy_gradient=entropy_gradient, **exact_kl
+        )
 
         # 4. Move own references towards the policy every `reference_sync_steps` optimizer steps.
         interval = objective.reference_sync_steps
         for slot, report in update.reports.items():
             self._updates[slot].append(report)
-            if interval is not None and math.isfinite(report.grad_norm) and report.step % interval == 0:
+            if (
+                interval is not None
+                and math.isfinite(report.grad_norm)
+                and report.step % interval == 0
+            ):
                 self._bank.mix_reference(slot, objective.reference_mixing)
 
         # 5. Store old log-probabilities for later steps, and add up what the report needs.
@@ -312,9 +395,15 @@ class _LearningStep:
 
     def repeat(self, slots: Collection[int]) -> set[int]:
         """Return the members among `slots` that repeat all of their updates, with their train states restored."""
-        repeated = self.step_sizes.repeat({slot: self._updates[slot] for slot in slots if self._updates[slot]})
+        repeated = self.step_sizes.repeat(
+            {slot: self._updates[slot] for slot in slots if self._updates[slot]}
+        )
         for slot in repeated | self.step_sizes.undone:
-            self._updates[slot], self._sums[slot], self._action_counts[slot] = [], self._first_sums[slot], 0.0
+            self._updates[slot], self._sums[slot], self._action_counts[slot] = (
+                [],
+                self._first_sums[slot],
+                0.0,
+            )
         return repeated
 
     def reports(self) -> dict[int, LearnReport]:
@@ -345,12 +434,15 @@ class _LearningStep:
         metrics = sample_metrics(episodes)
         metrics |= update_metrics(updates, sums, float(self._action_counts[slot]))
         sampler = self._rows.sampler_log_probs
-        # Under truncated sampling, the sampler's log-probabilities are those of another distribution.
+        # Under truncated sampling, the sampler's log-probabilities are those of another
+        # distribution.
         if sampler is not None and self._settings.sampling_options == UNTRUNCATED:
             rows = self._training_rows.from_trainer.nonzero()[:, 0]
             rows = rows[self._rows.member_ids[rows] == slot]
             mask = self._rows.action_mask[rows]
-            metrics |= sampling_metrics(self._objective, self._training_rows.old[rows], sampler[rows], mask)
+            metrics |= sampling_metrics(
+                self._objective, self._training_rows.old[rows], sampler[rows], mask
+            )
         metrics |= self.step_sizes.metrics.get(slot, {})
         if h.beta > 0:
             in_reward = self._objective.kl_placement == "reward"
@@ -367,10 +459,14 @@ class _LearningStep:
         if episodes.sampler_log_probs is not None:
             invalid = episodes.sampler_log_probs[episodes.action_mask].isnan()
             if bool(invalid.any()):
-                failures.append(f"log-probabilities were NaN at {int(invalid.sum())} of {len(invalid)} actions")
+                failures.append(
+                    f"log-probabilities were NaN at {int(invalid.sum())} of {len(invalid)} actions"
+                )
         bad = [update for update in updates if not math.isfinite(update.grad_norm)]
         if bad:
-            failures.append(f"no finite gradient or weights in {len(bad)} of {len(updates)} updates")
+            failures.append(
+                f"no finite gradient or weights in {len(bad)} of {len(updates)} updates"
+            )
 
         # 4. Build the report.
         per_sample = member_advantages.double().sum(1) / episodes.action_mask.sum(1).clamp(min=1)
@@ -387,7 +483,11 @@ class _LearningStep:
 
 
 def compute_advantages(
-    batch: Batch, objective: Objective, per_row: RowHyperparameters, running_stats: Tensor, kl_penalty: Tensor | None
+    batch: Batch,
+    objective: Objective,
+    per_row: RowHyperparameters,
+    running_stats: Tensor,
+    kl_penalty: Tensor | None,
 ) -> Tensor:
     """Return the advantage of every action.
 
@@ -395,8 +495,10 @@ def compute_advantages(
         batch: Whole groups of whole episodes.
         objective: The run's objective; each member has its own advantage type.
         per_row: Hyperparameters of the batch's rows.
-        running_stats: `[p, 6]` running statistics by slot; updated in place if `reward_norm` is "running".
-        kl_penalty: `[n, t]` beta times KL, subtracted from rewards; None = KL is not in the rewards.
+        running_stats: `[p, 6]` running statistics by slot; updated in place if `reward_norm` is
+            "running".
+        kl_penalty: `[n, t]` beta times KL, subtracted from rewards; None = KL is not in the
+            rewards.
 
     Returns:
         `[n, t]` float32; 0 where `action_mask` is False.
@@ -407,7 +509,9 @@ def compute_advantages(
         running = None
         if objective.reward_norm == "running":
             statistics = running_stats[:, 1:4]  # a view: count, mean and sum of squares
-            statistics[:] = update_running_statistics(statistics, rewards.cpu(), batch.member_ids.cpu())
+            statistics[:] = update_running_statistics(
+                statistics, rewards.cpu(), batch.member_ids.cpu()
+            )
             running = statistics.to(rewards.device)
         rewards = normalise_rewards(
             rewards,
@@ -433,7 +537,9 @@ def compute_advantages(
             rewards=rewards[rows],
             step_rewards=part.step_rewards,
             components=part.reward_components,
-            component_weights=torch.tensor(part.component_weights) if part.component_weights else None,
+            component_weights=(
+                torch.tensor(part.component_weights) if part.component_weights else None
+            ),
             group_ids=part.group_ids,
             member_ids=part.member_ids,
             mask=_in_statistics(part) if kind in STEP_ADVANTAGES else part.action_mask,
@@ -451,7 +557,8 @@ def compute_advantages(
 def _in_statistics(batch: Batch) -> Tensor:
     """Return `[n, t]` actions that enter group statistics, including those of episodes masked out of the loss.
 
-    Leaving an episode out of the loss (a truncated completion, say) must not change the mean that others compare with.
+    Leaving an episode out of the loss (a truncated completion, say) must not change the mean that
+    others compare with.
     """
     left_out = ~batch.action_mask.any(1, keepdim=True)
     return batch.action_mask | (batch.chosen & left_out)
@@ -466,7 +573,7 @@ def _warn_equal_steps(kind: str, batch: Batch) -> None:
     differ = not bool(zero_variance_groups(batch.rewards, group, count).all())
     if differ and len(step_rewards) and bool(step_rewards.min() == step_rewards.max()):
         warn(
-            f"Every step earned {float(step_rewards[0]):g}, so advantage='process' is 0 everywhere and nothing is "
-            "learned. Choose 'return_to_go_timestep' or 'outcome'.",
+            f"Every step earned {float(step_rewards[0]):g}, so advantage='process' is 0 everywhere"
+            " and nothing is learned. Choose 'return_to_go_timestep' or 'outcome'.",
             rank_zero_only=False,
         )

@@ -1,6 +1,7 @@
 """Metrics of a learning step, per member, under TRL's names where TRL has one.
 
-`docs/generate/metrics.py` describes each of them. Metrics that were not measured are missing from reports.
+`docs/generate/metrics.py` describes each of them. Metrics that were not measured are missing from
+reports.
 """
 
 import math
@@ -32,22 +33,30 @@ def sample_metrics(batch: Batch) -> dict[str, float]:
         "frac_reward_zero_std": float(zero_variance_groups(rewards, group, count).double().mean()),
     }
     if batch.reward_components is not None:
-        for name, column in zip(batch.component_names, batch.reward_components.unbind(1), strict=True):
+        for name, column in zip(
+            batch.component_names, batch.reward_components.unbind(1), strict=True
+        ):
             values = column[~column.isnan()].double()
             result[f"rewards/{name}/mean"] = float(values.mean())
             result[f"rewards/{name}/std"] = float(values.std()) if len(values) > 1 else math.nan
     # 2. Lengths.
     mask = batch.action_mask
     lengths = torch.where(mask.any(1), mask.sum(1), batch.chosen.sum(1)).double()
-    result |= {f"completions/{name}_length": value for name, value in _min_mean_max(lengths).items()}
+    result |= {
+        f"completions/{name}_length": value for name, value in _min_mean_max(lengths).items()
+    }
     if batch.truncated is not None:
         result["completions/clipped_ratio"] = float(batch.truncated.double().mean())
         terminated = _min_mean_max(lengths[~batch.truncated])
-        result |= {f"completions/{name}_terminated_length": value for name, value in terminated.items()}
+        result |= {
+            f"completions/{name}_terminated_length": value for name, value in terminated.items()
+        }
     return result
 
 
-def update_metrics(steps: Sequence[UpdateReport], sums: Mapping[str, float], counted: float) -> dict[str, float]:
+def update_metrics(
+    steps: Sequence[UpdateReport], sums: Mapping[str, float], counted: float
+) -> dict[str, float]:
     """Return metrics of one member's optimizer steps.
 
     Args:
@@ -55,8 +64,8 @@ def update_metrics(steps: Sequence[UpdateReport], sums: Mapping[str, float], cou
         sums: `action_loss.ACTION_SUMS`, summed over the actions that had a forward pass.
         counted: Number of actions in these steps, including those without a forward pass.
     """
-    # Means over no actions are NaN, and missing from the report. Clip ratios are fractions of all actions, as those
-    # without a forward pass have advantage 0 and are not clipped.
+    # Means over no actions are NaN, and missing from the report. Clip ratios are fractions of all
+    # actions, as those without a forward pass have advantage 0 and are not clipped.
     computed = sums["actions"] or math.nan
     counted = max(counted, 1.0)
     return {
@@ -70,7 +79,9 @@ def update_metrics(steps: Sequence[UpdateReport], sums: Mapping[str, float], cou
     }
 
 
-def sampling_metrics(objective: Objective, old: Tensor, sampler: Tensor, mask: Tensor) -> dict[str, float]:
+def sampling_metrics(
+    objective: Objective, old: Tensor, sampler: Tensor, mask: Tensor
+) -> dict[str, float]:
     """Return the mismatch between the sampler's and the trainer's log-probabilities `[n, t]`, and its correction."""
     if not bool(mask.any()):
         return {}
@@ -80,14 +91,17 @@ def sampling_metrics(objective: Objective, old: Tensor, sampler: Tensor, mask: T
         "sampling/sampling_logp_difference/max": float(distance.max()),
     }
     if objective.importance_correction is not None:
-        weights = importance_weights(objective.importance_correction, old, sampler, mask, objective.importance_cap)
+        weights = importance_weights(
+            objective.importance_correction, old, sampler, mask, objective.importance_cap
+        )
         for name, value in _min_mean_max(weights[mask].double()).items():
             result[f"sampling/importance_sampling_ratio/{name}"] = value
     return result
 
 
 PER_POLICY = ("reward", "loss", "kl", "entropy", "grad_norm")
-"""Metrics that are also reported per policy, as "policy/metric", if members have several policies."""
+"""Metrics that are also reported per policy, as "policy/metric", if members have several policies.
+"""
 
 
 def merge_reports(reports: Mapping[str, LearnReport], *, several: bool) -> LearnReport:
@@ -109,7 +123,9 @@ def merge_reports(reports: Mapping[str, LearnReport], *, several: bool) -> Learn
         for name in PER_POLICY
         if name in report.metrics
     }
-    failures = [f"policy {policy}: {report.failed}" for policy, report in reports.items() if report.failed]
+    failures = [
+        f"policy {policy}: {report.failed}" for policy, report in reports.items() if report.failed
+    ]
     return LearnReport(
         metrics=metrics,
         advantages=tuple(value for report in reports.values() for value in report.advantages),

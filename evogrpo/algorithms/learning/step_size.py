@@ -1,9 +1,10 @@
 """Control of the step size: the learning rate follows the KL that a learning step causes.
 
-The right learning rate shows in one learning step, in the KL divergence between the policy before and after it. On the
-first batch that teaches something, the learning rate is searched until the KL is near `target_kl`. Later the KL has an
-upper limit: a step that exceeds it by far is undone and repeated with a smaller learning rate. The KL is a limit and
-not a set point. Held at the target, the KL of a fading signal would consist of noise.
+The right learning rate shows in one learning step, in the KL divergence between the policy before
+and after it. On the first batch that teaches something, the learning rate is searched until the KL
+is near `target_kl`. Later the KL has an upper limit: a step that exceeds it by far is undone and
+repeated with a smaller learning rate. The KL is a limit and not a set point. Held at the target,
+the KL of a fading signal would consist of noise.
 """
 
 import math
@@ -33,7 +34,9 @@ Losses that clip the mean ratio of a completion have no such limit.
 FULL_SIGNAL_ACTIONS = 1000
 """Effective number of actions from which on a small network may take a step of the whole target."""
 MEASURED_STEPS = 4
-"""Interval in learning steps at which the KL of language models is measured, once they are calibrated."""
+"""Interval in learning steps at which the KL of language models is measured, once they are
+calibrated.
+"""
 MEASURED_COMPLETIONS, MEASURED_ACTIONS = 16, 2048
 """Maximum number of completions, and of actions of small networks, that the KL is measured on."""
 STEP_SIZE = [RUNNING_STATS.index("lr_factor"), RUNNING_STATS.index("lr_ceiling")]
@@ -46,7 +49,8 @@ A changed `target_kl` takes effect at once; see `_scale`.
 class StepControl:
     """Search of the learning rate for one learning step of one policy.
 
-    Use: take the step with `factor`, measure, call `update`; while it returns True, restore the train state and repeat.
+    Use: take the step with `factor`, measure, call `update`; while it returns True, restore the
+    train state and repeat.
 
     Args:
         factor: Factor on the learning rate.
@@ -94,8 +98,8 @@ class StepControl:
             return self.factor, self.ceiling
         if self.undone:  # the next batch starts a new search
             return self._first, 0.0
-        # With a weak signal, the target is a part of `target_kl`, but the ceiling is the factor for all of it. KL grows
-        # with the square of the learning rate.
+        # With a weak signal, the target is a part of `target_kl`, but the ceiling is the factor for
+        # all of it. KL grows with the square of the learning rate.
         return self.factor, self.factor / math.sqrt(self._target / self._target_kl)
 
     def _search(self, kl: float, clip_fraction: float) -> bool:
@@ -113,7 +117,8 @@ class StepControl:
             self._high = self.factor
         else:
             self._low = self.factor
-        # Where the clip fraction is the limit, the KL stays below the target, and the bounds approach each other.
+        # Where the clip fraction is the limit, the KL stays below the target, and the bounds
+        # approach each other.
         found = self._high < 1.5 * self._low
         if not too_large and (found or self.passes == MAX_SEARCH_PASSES):
             return False  # the step is smaller than it could be, which is safe
@@ -132,12 +137,17 @@ class StepControl:
         return True
 
     def _limit(self, kl: float) -> bool:
-        """Undo a pass whose KL exceeds twice the limit, which is twice the target; otherwise adapt the next factor."""
+        """Undo a pass whose KL exceeds twice the limit, which is twice the target.
+
+        Otherwise adapt the next factor.
+        """
         limit = 2.0 * self._target
         ratio = limit / kl if kl > 0 else math.inf
         if kl > 2.0 * limit:
             self.factor *= max(0.8 * math.sqrt(ratio), 0.1)
-            searched = 0 if self.calibrated else MAX_SEARCH_PASSES  # passes of the search are not repeats
+            searched = (
+                0 if self.calibrated else MAX_SEARCH_PASSES
+            )  # passes of the search are not repeats
             self.undone = self.passes - searched > MAX_REPEATS
             return not self.undone
         if kl > limit:
@@ -150,8 +160,8 @@ class StepControl:
 def step_target(target_kl: float, advantages: Tensor, *, transitions: bool) -> float:
     r"""Return the KL per action that a learning step aims for, in nats.
 
-    Small networks aim for less where few actions carry the signal: min(1, ESS / 1000) of `target_kl`, with
-    ESS = (sum |A|)^2 / sum A^2 over actions.
+    Small networks aim for less where few actions carry the signal: min(1, ESS / 1000) of
+    `target_kl`, with ESS = (sum |A|)^2 / sum A^2 over actions.
 
     Args:
         target_kl: KL of a step with a strong signal.
@@ -194,11 +204,12 @@ class StepSizes:
         learners: The members that learn, by slot.
         objectives: Their objectives, by slot.
         advantages: `[n, t]` of the training rows.
-        has_gradient: `[n]` True for rows whose old log-probabilities are known after the first pass.
+        has_gradient: `[n]` True for rows whose old log-probabilities are known after the first
+            pass.
 
     Attributes:
-        idle: Slots of members whose advantages are all 0. They take no optimizer step, as AdamW would move their
-            weights by momentum alone.
+        idle: Slots of members whose advantages are all 0. They take no optimizer step, as AdamW
+            would move their weights by momentum alone.
         undone: Slots of members whose learning step was left out, with their train states restored.
         hyperparameters: Hyperparameters by slot, with the learning rate that the next pass uses.
         metrics: Metrics of the members that were measured, by slot.
@@ -247,23 +258,30 @@ class StepSizes:
                 count = MEASURED_ACTIONS
             else:
                 count = MEASURED_COMPLETIONS
-            self._rows[slot] = rows[torch.linspace(0, len(rows) - 1, min(count, len(rows))).long().to(rows.device)]
+            self._rows[slot] = rows[
+                torch.linspace(0, len(rows) - 1, min(count, len(rows))).long().to(rows.device)
+            ]
         self._states = {slot: bank.state(slot) for slot in self._controls}
 
     def _set_factor(self, slot: int, factor: float) -> None:
         given = self._learners[slot].hyperparameters
-        self.hyperparameters[slot] = given if factor == 1.0 else replace(given, lr=given.lr * factor)
+        self.hyperparameters[slot] = (
+            given if factor == 1.0 else replace(given, lr=given.lr * factor)
+        )
 
     def repeat(self, updates: Mapping[int, Sequence[UpdateReport]]) -> set[int]:
         """Measure the last pass; return the slots that repeat it, with their train states restored.
 
         Args:
-            updates: Reports of the pass's optimizer steps, by slot; only of members that took the pass.
+            updates: Reports of the pass's optimizer steps, by slot; only of members that took the
+                pass.
         """
-        # 1. Compute log-probabilities after the pass. A member that fails in its first optimizer step has failed for
-        #    another reason than its step size.
+        # 1. Compute log-probabilities after the pass. A member that fails in its first optimizer
+        #    step has failed for another reason than its step size.
         slots = [
-            slot for slot, steps in updates.items() if slot in self._controls and math.isfinite(steps[0].grad_norm)
+            slot
+            for slot, steps in updates.items()
+            if slot in self._controls and math.isfinite(steps[0].grad_norm)
         ]
         if not slots:
             return set()
@@ -271,16 +289,21 @@ class StepSizes:
             self._training_rows.select_for_pass(torch.cat([self._rows[slot] for slot in slots]))
         )
         again = set[int]()
-        for slot, log_probs in zip(slots, after.split([len(self._rows[slot]) for slot in slots]), strict=True):
+        for slot, log_probs in zip(
+            slots, after.split([len(self._rows[slot]) for slot in slots]), strict=True
+        ):
             # 2. Measure the KL between the policies before and after the pass.
             control = self._controls[slot]
             rows = self._rows[slot]
             before = self._training_rows.old[rows]
             mask = self._training_rows.outcomes.action_mask[rows]
-            kl, clipped = measured_step(before, log_probs, mask, *self._learners[slot].hyperparameters.clip_bounds)
+            kl, clipped = measured_step(
+                before, log_probs, mask, *self._learners[slot].hyperparameters.clip_bounds
+            )
             if not all(math.isfinite(report.grad_norm) for report in updates[slot]):
                 kl = math.inf
-            # The bounds of a completion's mean ratio are no bounds for ratios of single actions, which vary far more.
+            # The bounds of a completion's mean ratio are no bounds for ratios of single actions,
+            # which vary far more.
             if LOSS_TYPES[self._objectives[slot].loss_type].ratio == "completion":
                 clipped = 0.0
             # 3. Set the next learning rate. A pass that is repeated or left out is undone.
@@ -298,7 +321,10 @@ class StepSizes:
                 scale = _scale(self._learners[slot].hyperparameters.target_kl or 0.0)
                 stored = torch.tensor(control.result(), dtype=torch.float64) / scale
                 self._bank.running_stats[slot, STEP_SIZE] = stored
-                self.metrics[slot] = {"step_kl": 0.0 if control.undone else kl, "step_passes": float(control.passes)}
+                self.metrics[slot] = {
+                    "step_kl": 0.0 if control.undone else kl,
+                    "step_passes": float(control.passes),
+                }
                 if not control.calibrated and not control.undone:
                     self.metrics[slot]["calibrated_lr"] = lr
         return again

@@ -23,7 +23,8 @@ class TrainingRows:
         outcomes: The same rows without model inputs. Advantages, masks and losses read only these.
         old: `[n, t]` log-probabilities of the policy that sampled, in nats; valid where `known`.
         reference: `[n, t]` under the member's reference, in nats; valid for rows with beta above 0.
-        distributions: `[n, t, o]` reference distributions in the bank's format; None = not computed.
+        distributions: `[n, t, o]` reference distributions in the bank's format; None = not
+            computed.
         known: `[n]` True where the old log-probabilities are known.
         from_trainer: `[n]` True where the bank computed them, False where they are the sampler's.
         tokens: Tokens processed by all passes, by slot.
@@ -37,7 +38,9 @@ class TrainingRows:
         # Reserve space for log-probabilities, which are unknown so far.
         mask = batch.action_mask
         self.old, self.reference = (torch.zeros(mask.shape, device=mask.device) for _ in range(2))
-        self.known, self.from_trainer = (torch.zeros(len(mask), dtype=torch.bool, device=mask.device) for _ in range(2))
+        self.known, self.from_trainer = (
+            torch.zeros(len(mask), dtype=torch.bool, device=mask.device) for _ in range(2)
+        )
         self.distributions: Tensor | None = None
         if trust_sampler:
             assert batch.sampler_log_probs is not None
@@ -56,15 +59,21 @@ class TrainingRows:
 
         Args:
             rows: Indices of training rows.
-            old: Use the policies that sampled, which must not have changed since; otherwise the reference.
+            old: Use the policies that sampled, which must not have changed since; otherwise the
+                reference.
         """
         assert isinstance(self._bank, StackedBank), "LanguageSettings refuses kl_estimator 'full'"
         if len(rows):
             computed = self._bank.distributions(self.select_for_pass(rows), reference=not old)
-            self.distributions = computed.new_zeros(len(self.known), *computed.shape[1:]).index_copy(0, rows, computed)
+            self.distributions = computed.new_zeros(
+                len(self.known), *computed.shape[1:]
+            ).index_copy(0, rows, computed)
 
     def compute_old(self, rows: Tensor) -> None:
-        """Compute the old log-probabilities that are still unknown; no policy may have changed since sampling."""
+        """Compute the old log-probabilities that are still unknown.
+
+        No policy may have changed since sampling.
+        """
         rows = rows[~self.known[rows]]
         if len(rows):
             self.old[rows] = self._bank.log_probs(self.select_for_pass(rows))
@@ -80,7 +89,9 @@ class TrainingRows:
         places, row = self.outcomes.counted_actions()
         self.batch = self.batch.flatten_actions()
         self.outcomes = replace(self.batch, inputs=None)
-        self.old, self.reference = (each.flatten()[places][:, None] for each in (self.old, self.reference))
+        self.old, self.reference = (
+            each.flatten()[places][:, None] for each in (self.old, self.reference)
+        )
         if self.distributions is not None:
             self.distributions = self.distributions.flatten(0, 1)[places][:, None]
         self.known, self.from_trainer = self.known[row], self.from_trainer[row]

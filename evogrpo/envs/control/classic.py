@@ -23,10 +23,11 @@ Start = tuple[tuple[float, ...], tuple[float, ...]]
 class ClassicControl(VectorEnv):
     """Base class: episodes of one environment, each with its own seed and step count, stepped together in numpy.
 
-    Every episode equals `gymnasium.make(id)` reset with the same seed, bit for bit: observations, rewards, termination
-    and truncation. The formulas therefore keep Gymnasium's order of operations, its mixture of float32 and float64,
-    and its library functions. For example, `x**2` of a numpy scalar is the C library's `pow`. `np.float_power` calls
-    `pow`; `x * x` can differ from it.
+    Every episode equals `gymnasium.make(id)` reset with the same seed, bit for bit: observations,
+    rewards, termination and truncation. The formulas therefore keep Gymnasium's order of
+    operations, its mixture of float32 and float64, and its library functions. For example, `x**2`
+    of a numpy scalar is the C library's `pow`. `np.float_power` calls `pow`; `x * x` can differ
+    from it.
 
     Args:
         max_episode_steps: Steps after which an episode is truncated, at least 1.
@@ -49,7 +50,8 @@ class ClassicControl(VectorEnv):
 
     def add(self, seeds: Sequence[int], replicas: Sequence[int]) -> None:
         """See `VectorEnv`. Replicas are not used: these environments have no noise."""
-        # The episodes of a group share a seed, and creating a generator costs as much as a hundred steps.
+        # The episodes of a group share a seed, and creating a generator costs as much as a hundred
+        # steps.
         distinct, episode = np.unique(np.asarray(seeds, dtype=np.int64), return_inverse=True)
         starts = [self._start(int(seed)) for seed in distinct]
         state = np.array([state for state, _ in starts]).T[:, episode]
@@ -95,7 +97,9 @@ class ClassicControl(VectorEnv):
         """Return what `reset(seed=seed)` draws."""
 
     @abstractmethod
-    def _advance(self, actions: NDArray[np.generic]) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    def _advance(
+        self, actions: NDArray[np.generic]
+    ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
         """Replace the state by its successor; return rewards and terminations."""
 
     def _observe(self) -> NDArray[np.float32]:
@@ -115,7 +119,9 @@ _MAX_POSITION = 2.4
 
 
 class CartPole(ClassicControl):
-    """A cart that balances a pole; see `ClassicControl`. State: position, velocity, angle, angular velocity.
+    """A cart that balances a pole; see `ClassicControl`.
+
+    State: position, velocity, angle, angular velocity.
 
     Args:
         max_episode_steps: Steps after which an episode is truncated.
@@ -135,7 +141,9 @@ class CartPole(ClassicControl):
         state = np_random(seed)[0].uniform(low=-0.05, high=0.05, size=(4,))
         return tuple(state.tolist()), tuple(state.astype(np.float32).tolist())
 
-    def _advance(self, actions: NDArray[np.generic]) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    def _advance(
+        self, actions: NDArray[np.generic]
+    ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
         x, x_dot, theta, theta_dot = self._state
         force = np.where(actions == 1, _CARTPOLE_FORCE, -_CARTPOLE_FORCE)
         cos = np.cos(theta)
@@ -176,7 +184,9 @@ class Acrobot(ClassicControl):
     @lru_cache(maxsize=8192)
     def _start(seed: int) -> Start:
         # The first state is rounded to float32, and the first observation is computed in float32.
-        a, b, a_dot, b_dot = state = np_random(seed)[0].uniform(low=-0.1, high=0.1, size=(4,)).astype(np.float32)
+        a, b, a_dot, b_dot = state = (
+            np_random(seed)[0].uniform(low=-0.1, high=0.1, size=(4,)).astype(np.float32)
+        )
         observation = (np.cos(a), np.sin(a), np.cos(b), np.sin(b), a_dot, b_dot)
         return tuple(state.tolist()), tuple(map(float, observation))
 
@@ -184,8 +194,12 @@ class Acrobot(ClassicControl):
         torque = _TORQUE[actions.astype(np.int64)]
         y = tuple(self._state)
         k1 = _derivatives(y, torque)
-        k2 = _derivatives([s + _ACROBOT_SECONDS / 2.0 * k for s, k in zip(y, k1, strict=True)], torque)
-        k3 = _derivatives([s + _ACROBOT_SECONDS / 2.0 * k for s, k in zip(y, k2, strict=True)], torque)
+        k2 = _derivatives(
+            [s + _ACROBOT_SECONDS / 2.0 * k for s, k in zip(y, k1, strict=True)], torque
+        )
+        k3 = _derivatives(
+            [s + _ACROBOT_SECONDS / 2.0 * k for s, k in zip(y, k2, strict=True)], torque
+        )
         k4 = _derivatives([s + _ACROBOT_SECONDS * k for s, k in zip(y, k3, strict=True)], torque)
         state = np.empty_like(self._state)
         for number, (s, a, b, c, d) in enumerate(zip(y, k1, k2, k3, k4, strict=True)):
@@ -200,7 +214,9 @@ class Acrobot(ClassicControl):
 
     def _observe(self) -> NDArray[np.float32]:
         a, b, a_dot, b_dot = self._state
-        return np.stack([np.cos(a), np.sin(a), np.cos(b), np.sin(b), a_dot, b_dot], axis=1).astype(np.float32)
+        return np.stack([np.cos(a), np.sin(a), np.cos(b), np.sin(b), a_dot, b_dot], axis=1).astype(
+            np.float32
+        )
 
 
 def _derivatives(state: Sequence[_Vector], torque: _Vector) -> tuple[_Vector, ...]:
@@ -249,7 +265,8 @@ def _car_start(seed: int) -> Start:
 
 
 def _cosines(angles: NDArray[np.float64]) -> NDArray[np.float64]:
-    # gymnasium calls math.cos here, and numpy's own cosine may differ from it in the last bit on some processors.
+    # gymnasium calls math.cos here, and numpy's own cosine may differ from it in the last bit on
+    # some processors.
     return np.fromiter(map(math.cos, angles.tolist()), np.float64, len(angles))
 
 
@@ -270,7 +287,9 @@ class MountainCar(ClassicControl):
 
     _start = staticmethod(_car_start)
 
-    def _advance(self, actions: NDArray[np.generic]) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    def _advance(
+        self, actions: NDArray[np.generic]
+    ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
         position, velocity = self._state
         push = actions.astype(np.int64) - 1
         velocity = velocity + (push * _CAR_FORCE + _cosines(3 * position) * -_CAR_GRAVITY)
@@ -278,21 +297,28 @@ class MountainCar(ClassicControl):
         position = np.clip(position + velocity, _LOWEST, _HIGHEST)
         velocity[(position == _LOWEST) & (velocity < 0)] = 0
         self._state = np.stack([position, velocity])
-        return np.full(len(self._elapsed), -1.0), (position >= _GOAL) & (velocity >= self._goal_velocity)
+        return np.full(len(self._elapsed), -1.0), (position >= _GOAL) & (
+            velocity >= self._goal_velocity
+        )
 
 
 class MountainCarContinuous(ClassicControl):
-    """MountainCar with a continuous force and a cost of force; see `ClassicControl`. State: position, velocity.
+    """MountainCar with a continuous force and a cost of force; see `ClassicControl`.
 
-    In gymnasium the first step of an episode computes in float64. It stores float32, so that every later step computes
-    in float32, constants included; a force outside [-1, 1] becomes a Python float, whose push is a float64 again.
+    State: position, velocity.
+
+    In gymnasium the first step of an episode computes in float64. It stores float32, so that every
+    later step computes in float32, constants included; a force outside [-1, 1] becomes a Python
+    float, whose push is a float64 again.
     """
 
     state_size = 2
 
     _start = staticmethod(_car_start)
 
-    def _advance(self, actions: NDArray[np.generic]) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    def _advance(
+        self, actions: NDArray[np.generic]
+    ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
         position, velocity = self._state
         first = self._elapsed == 0
         force = np.asarray(actions, dtype=np.float32)[:, 0]
@@ -300,19 +326,29 @@ class MountainCarContinuous(ClassicControl):
         pull = _CAR_GRAVITY * _cosines(np.where(first, 3 * position, 3 * single))
         inside = np.clip(force, -1.0, 1.0)
         push = np.where(
-            inside == force, inside * np.float32(_POWER) - pull.astype(np.float32), inside.astype(float) * _POWER - pull
+            inside == force,
+            inside * np.float32(_POWER) - pull.astype(np.float32),
+            inside.astype(float) * _POWER - pull,
         )
-        velocity = np.where(first, velocity + push, velocity.astype(np.float32) + push.astype(np.float32))
-        velocity = np.clip(velocity, _rounded(first, -_CAR_MAX_SPEED), _rounded(first, _CAR_MAX_SPEED))
+        velocity = np.where(
+            first, velocity + push, velocity.astype(np.float32) + push.astype(np.float32)
+        )
+        velocity = np.clip(
+            velocity, _rounded(first, -_CAR_MAX_SPEED), _rounded(first, _CAR_MAX_SPEED)
+        )
         position = np.where(first, position + velocity, single + velocity.astype(np.float32))
         lowest = _rounded(first, _LOWEST)
         position = np.clip(position, lowest, _rounded(first, _HIGHEST))
         velocity[(position == lowest) & (velocity < 0)] = 0
         terminated = (position >= _rounded(first, _GOAL_CONTINUOUS)) & (velocity >= 0)
-        # float32 as gymnasium stores it; widened again so that one array serves first and later steps.
+        # float32 as gymnasium stores it; widened again so that one array serves first and later
+        # steps.
         self._state = np.stack([position, velocity]).astype(np.float32).astype(np.float64)
         # The square of a float32 is exact in float64, so this is what math.pow returns.
-        return np.where(terminated, 100.0, 0.0) - np.square(force.astype(np.float64)) * 0.1, terminated
+        return (
+            np.where(terminated, 100.0, 0.0) - np.square(force.astype(np.float64)) * 0.1,
+            terminated,
+        )
 
 
 def _rounded(first: NDArray[np.bool_], constant: float) -> NDArray[np.float64]:
@@ -326,7 +362,9 @@ _PENDULUM_SECONDS = 0.05
 
 
 class Pendulum(ClassicControl):
-    """A pendulum to swing up and hold; see `ClassicControl`. State: angle, angular velocity. It never terminates.
+    """A pendulum to swing up and hold; see `ClassicControl`. State: angle, angular velocity.
+
+    It never terminates.
 
     Args:
         max_episode_steps: Steps after which an episode is truncated.
@@ -348,7 +386,9 @@ class Pendulum(ClassicControl):
         observation = np.array([np.cos(theta), np.sin(theta), speed], dtype=np.float32)
         return tuple(state.tolist()), tuple(observation.tolist())
 
-    def _advance(self, actions: NDArray[np.generic]) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    def _advance(
+        self, actions: NDArray[np.generic]
+    ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
         theta, speed = self._state
         torque = np.clip(np.asarray(actions, dtype=np.float32)[:, 0], -_MAX_TORQUE, _MAX_TORQUE)
         # A float32 scalar's ** is powf, which no numpy function on arrays calls on every processor.
@@ -365,14 +405,22 @@ class Pendulum(ClassicControl):
         return np.stack([np.cos(theta), np.sin(theta), speed], axis=1).astype(np.float32)
 
 
-NATIVE_IDS = ("Acrobot-v1", "CartPole-v1", "MountainCar-v0", "MountainCarContinuous-v0", "Pendulum-v1")
+NATIVE_IDS = (
+    "Acrobot-v1",
+    "CartPole-v1",
+    "MountainCar-v0",
+    "MountainCarContinuous-v0",
+    "Pendulum-v1",
+)
 """Newest ids of the environments below."""
 
 _NATIVE: Mapping[object, type[ClassicControl]] = {
     "gymnasium.envs.classic_control.cartpole:CartPoleEnv": CartPole,
     "gymnasium.envs.classic_control.acrobot:AcrobotEnv": Acrobot,
     "gymnasium.envs.classic_control.mountain_car:MountainCarEnv": MountainCar,
-    "gymnasium.envs.classic_control.continuous_mountain_car:Continuous_MountainCarEnv": MountainCarContinuous,
+    "gymnasium.envs.classic_control.continuous_mountain_car:Continuous_MountainCarEnv": (
+        MountainCarContinuous
+    ),
     "gymnasium.envs.classic_control.pendulum:PendulumEnv": Pendulum,
 }
 
@@ -380,10 +428,14 @@ _NATIVE: Mapping[object, type[ClassicControl]] = {
 def native_class(spec: EnvSpec, env_kwargs: Mapping[str, Any]) -> type[ClassicControl] | None:
     """Return the native environment that equals a registered one; None if there is none.
 
-    The entry point decides, not the id. Further wrappers, or arguments that the native environment does not support
-    such as render_mode, exclude it.
+    The entry point decides, not the id. Further wrappers, or arguments that the native environment
+    does not support such as render_mode, exclude it.
     """
     native = _NATIVE.get(spec.entry_point)
-    if native is None or spec.additional_wrappers or not {*spec.kwargs, *env_kwargs} <= set(native.options):
+    if (
+        native is None
+        or spec.additional_wrappers
+        or not {*spec.kwargs, *env_kwargs} <= set(native.options)
+    ):
         return None
     return native

@@ -17,8 +17,9 @@ from evogrpo.text import shown
 Array = NDArray[Any]
 
 Uniforms = Callable[[Sequence[str], NDArray[np.int64], NDArray[np.int64]], NDArray[np.float32]]
-"""(agents `[m]`, or () for a single agent, rows `[m]`, their steps t `[m]`) -> `[m, d]` numbers in [0, 1); the same
-for the same entry at every call."""
+"""(agents `[m]`, or () for a single agent, rows `[m]`, their steps t `[m]`) -> `[m, d]` numbers in
+[0, 1); the same for the same entry at every call.
+"""
 
 _FIRST_CHUNK = 64  # steps; each further chunk is twice as long
 
@@ -26,17 +27,19 @@ _FIRST_CHUNK = 64  # steps; each further chunk is twice as long
 class ActionNoise:
     """Uniform random numbers in [0, 1) for every agent, row and step, for episodes of unknown length.
 
-    Row r of stream s has entry [r, t] of a table at its step t. Chunk c of the table comes from the generator (seed,
-    purpose, *streams[s], c) and has twice as many steps as chunk c - 1. The numbers depend on neither the order nor the
-    number of the calls. Agent a has tables of its own, of the purpose "purpose for a", so its numbers do not depend on
-    other agents; a single agent uses the purpose itself.
+    Row r of stream s has entry [r, t] of a table at its step t. Chunk c of the table comes from the
+    generator (seed, purpose, *streams[s], c) and has twice as many steps as chunk c - 1. The
+    numbers depend on neither the order nor the number of the calls. Agent a has tables of its own,
+    of the purpose "purpose for a", so its numbers do not depend on other agents; a single agent
+    uses the purpose itself.
 
     Args:
         seed: Root seed of the run.
         purpose: Purpose of the random streams.
         streams: Numbers that name the stream of each member, e.g. (learning step, index).
         rows: Number of rows of each stream. Rows are numbered stream after stream.
-        width_of: Returns the numbers per action of an agent; its name is "" if it is a single agent.
+        width_of: Returns the numbers per action of an agent; its name is "" if it is a single
+            agent.
     """
 
     def __init__(
@@ -55,7 +58,9 @@ class ActionNoise:
         self._tables: dict[str, NDArray[np.float32]] = {}  # `[rows, steps, width]` of each agent
         self._chunks: dict[str, int] = defaultdict(int)
 
-    def __call__(self, agents: Sequence[str], rows: NDArray[np.int64], t: NDArray[np.int64]) -> NDArray[np.float32]:
+    def __call__(
+        self, agents: Sequence[str], rows: NDArray[np.int64], t: NDArray[np.int64]
+    ) -> NDArray[np.float32]:
         """Return the numbers `[m, width]` of agents `[m]` of one policy in episodes `[m]` at their steps `t` `[m]`."""
         names = sorted(set(agents)) or [""]
         for agent in names:
@@ -72,11 +77,15 @@ class ActionNoise:
                 length = _FIRST_CHUNK << part
                 chunk = np.concatenate(
                     [
-                        generator(self._seed, purpose, *name, part).random((count, length, width), dtype=np.float32)
+                        generator(self._seed, purpose, *name, part).random(
+                            (count, length, width), dtype=np.float32
+                        )
                         for name, count in self._streams
                     ]
                 )
-                table = self._tables[agent] = chunk if table is None else np.concatenate([table, chunk], axis=1)
+                table = self._tables[agent] = (
+                    chunk if table is None else np.concatenate([table, chunk], axis=1)
+                )
                 self._chunks[agent] += 1
         # 2. Look them up.
         result: NDArray[np.float32] = self._tables[names[0]][rows, t]
@@ -89,9 +98,10 @@ class ActionNoise:
 def to_environment(space: spaces.Space[Any], actions: Array) -> Array:
     """Convert a policy's actions to the environment's form.
 
-    A policy counts the values of Discrete and MultiDiscrete from 0; the space's `start` is added here. Box actions
-    are clipped to the bounds here, so that the log-probability remains that of the unclipped sample. Values that are
-    not finite, from a member that has diverged, become 0 before clipping, so that the other members can continue.
+    A policy counts the values of Discrete and MultiDiscrete from 0; the space's `start` is added
+    here. Box actions are clipped to the bounds here, so that the log-probability remains that of
+    the unclipped sample. Values that are not finite, from a member that has diverged, become 0
+    before clipping, so that the other members can continue.
 
     Args:
         space: Action space of one environment.
@@ -124,7 +134,10 @@ def _check_range(actions: Array, count: Any) -> None:
 
 
 def mask_sizes(space: spaces.Space[Any]) -> tuple[int, ...]:
-    """Return the number of values of each component of a maskable action; () if actions cannot be masked."""
+    """Return the number of values of each component of a maskable action.
+
+    () if actions cannot be masked.
+    """
     match space:
         case spaces.Discrete():
             return (int(space.n),)
@@ -145,21 +158,24 @@ def legal_actions(space: spaces.Space[Any], masks: list[Any]) -> Array | None:
 
     Args:
         space: Action space of one environment.
-        masks: Mask of each environment, or None. For Discrete one flag per value; for MultiDiscrete the same for each
-            component, as a tuple or concatenated.
+        masks: Mask of each environment, or None. For Discrete one flag per value; for MultiDiscrete
+            the same for each component, as a tuple or concatenated.
 
     Returns:
         `[m, sum of values]` booleans, True = legal; None if there is no mask at all.
 
     Raises:
-        ValueError: If a mask has another size, leaves no legal value, or the space cannot be masked.
+        ValueError: If a mask has another size, leaves no legal value, or the space cannot be
+            masked.
     """
     # 1. Check that the space can be masked.
     if all(mask is None for mask in masks):
         return None
     sizes = mask_sizes(space)
     if not sizes:
-        raise ValueError(f"action_mask needs Discrete or MultiDiscrete actions, got {space}. Remove the mask.")
+        raise ValueError(
+            f"action_mask needs Discrete or MultiDiscrete actions, got {space}. Remove the mask."
+        )
     # 2. Fill in one row per environment; without a mask, all values are legal.
     legal = np.ones((len(masks), sum(sizes)), dtype=np.bool_)
     for row, mask in zip(legal, masks, strict=True):
@@ -170,14 +186,18 @@ def legal_actions(space: spaces.Space[Any], masks: list[Any]) -> Array | None:
         else:
             flags = np.ravel(mask)
         if len(flags) != len(row):
-            raise ValueError(f"action_mask must have {len(row)} flags for {space}, got {len(flags)}.")
+            raise ValueError(
+                f"action_mask must have {len(row)} flags for {space}, got {len(flags)}."
+            )
         if flags.dtype != np.bool_ and not np.isin(flags, (0, 1)).all():
             raise ValueError(f"action_mask must contain 0 and 1 only, got {flags.tolist()}.")
         row[:] = flags
     # 3. Check that each component has a legal value; reduceat combines the flags of one component.
     firsts = np.cumsum((0, *sizes[:-1]))
     if not np.logical_or.reduceat(legal, firsts, axis=1).all():
-        raise ValueError("action_mask must leave at least one legal value. End the episode if there is none.")
+        raise ValueError(
+            "action_mask must leave at least one legal value. End the episode if there is none."
+        )
     return legal
 
 
@@ -185,7 +205,9 @@ _IMMUTABLE = (bool, int, float, complex, str, bytes, np.generic, type(None))
 
 
 def own_copy(value: Any) -> Any:
-    """Return a copy of arrays, also of those within tuples, lists and dicts; other values are returned as they are.
+    """Return a copy of arrays, also of those within tuples, lists and dicts.
+
+    Other values are returned as they are.
 
     Objects that hold arrays, such as tensors and buffers, become arrays.
     """
@@ -213,8 +235,8 @@ def stack(parts: list[spaces.Space[Any]], observations: list[list[Any]]) -> Leav
     """Stack m flattened observations to arrays `[m, ...]` in the dtypes of their spaces.
 
     Raises:
-        ValueError: If an observation has another shape than its space, or values that its dtype cannot represent, or
-            categories that the space does not have.
+        ValueError: If an observation has another shape than its space, or values that its dtype
+            cannot represent, or categories that the space does not have.
     """
     stacked = []
     for number, space in enumerate(parts):
@@ -223,8 +245,13 @@ def stack(parts: list[spaces.Space[Any]], observations: list[list[Any]]) -> Leav
         for row, observation in enumerate(observations):
             value = np.asarray(observation[number])
             if value.shape != shape:
-                raise ValueError(f"observation must have shape {shape} as in observation_space, got {value.shape}.")
-            if value.dtype.kind not in "biufO":  # text and complex numbers would be converted without an error
+                raise ValueError(
+                    f"observation must have shape {shape} as in observation_space, got"
+                    f" {value.shape}."
+                )
+            if (
+                value.dtype.kind not in "biufO"
+            ):  # text and complex numbers would be converted without an error
                 raise ValueError(f"observation must be of real numbers, got {value.dtype}.")
             array[row] = value
             if array.dtype.kind != "f":
@@ -247,7 +274,8 @@ def check_representable(space: spaces.Space[Any], given: Array, converted: Array
 def check_categories(space: spaces.Space[Any], values: Array) -> None:
     """Raise ValueError if a value `[m, ...]` is not in its Discrete, MultiDiscrete or MultiBinary space.
 
-    Boxes are not checked: many environments exceed their bounds, and a network can read such values.
+    Boxes are not checked: many environments exceed their bounds, and a network can read such
+    values.
     """
     first: Any = 0
     match space:
@@ -270,7 +298,8 @@ def scalars(values: Sequence[Any], dtype: type[np.generic], name: str) -> Array:
     """Convert one value per environment to an array `[m]`; arrays with a single entry are accepted.
 
     Raises:
-        ValueError: If a value is missing, is no number or has several entries, or is no boolean where one is needed.
+        ValueError: If a value is missing, is no number or has several entries, or is no boolean
+            where one is needed.
     """
     try:
         array = np.asarray(values)
@@ -302,10 +331,12 @@ class ObservationStatistics:
 
     Attributes:
         count: `[p]` number of observations.
-        mean: `[p, d]` means; d = entries of all floating-point leaves of the observation space, concatenated.
+        mean: `[p, d]` means; d = entries of all floating-point leaves of the observation space,
+            concatenated.
         m2: `[p, d]` sums of squared deviations from the mean.
 
-    Source: Chan, Golub, LeVeque, Updating formulae and a pairwise algorithm for computing sample variances (1979).
+    Source: Chan, Golub, LeVeque, Updating formulae and a pairwise algorithm for computing sample
+    variances (1979).
     """
 
     count: NDArray[np.float64]
@@ -323,10 +354,13 @@ class ObservationStatistics:
         numbers = normalised_leaves(space)
         if not numbers:
             raise ValueError(
-                f"normalise_observations needs a floating-point Box in the observation space, got {space}."
+                "normalise_observations needs a floating-point Box in the observation space, got"
+                f" {space}."
             )
         width = sum(int(np.prod(parts[number].shape or ())) for number in numbers)
-        return cls(count=np.zeros(members), mean=np.zeros((members, width)), m2=np.zeros((members, width)))
+        return cls(
+            count=np.zeros(members), mean=np.zeros((members, width)), m2=np.zeros((members, width))
+        )
 
     def merged(self, later: "ObservationStatistics") -> "ObservationStatistics":
         """Return the statistics of the union of both sets of observations, member by member."""
@@ -346,10 +380,15 @@ class ObservationStatistics:
         scale = np.where(known, 1 / np.sqrt(variance + _SMALLEST_VARIANCE), 1.0)
         return np.where(known, self.mean, 0.0), scale, np.where(known, _CLIP, np.inf)
 
-    def normalise(self, leaves: Leaves, numbers: Sequence[int], member_ids: NDArray[np.int64]) -> Leaves:
-        """Normalise observations `[m, ...]` of members `[m]` and clip them to [-10, 10]; return other leaves unchanged.
+    def normalise(
+        self, leaves: Leaves, numbers: Sequence[int], member_ids: NDArray[np.int64]
+    ) -> Leaves:
+        """Normalise observations `[m, ...]` of members `[m]` and clip them to [-10, 10].
 
-        Observations of a member with fewer than two observations in the statistics are returned unchanged.
+        Return other leaves unchanged.
+
+        Observations of a member with fewer than two observations in the statistics are returned
+        unchanged.
 
         Args:
             leaves: Flattened observations.
@@ -369,7 +408,11 @@ class ObservationStatistics:
 
 
 def episode_statistics(
-    members: int, leaves: Leaves, numbers: Sequence[int], present: NDArray[np.bool_], member_ids: NDArray[np.int64]
+    members: int,
+    leaves: Leaves,
+    numbers: Sequence[int],
+    present: NDArray[np.bool_],
+    member_ids: NDArray[np.int64],
 ) -> ObservationStatistics:
     """Return the statistics of the raw observations of these episodes.
 
@@ -387,7 +430,9 @@ def episode_statistics(
     for member in range(members):
         rows = member_ids == member
         values = np.concatenate(
-            [leaf.reshape(*present.shape, -1)[rows][present[rows]] for leaf in chosen], axis=1, dtype=np.float64
+            [leaf.reshape(*present.shape, -1)[rows][present[rows]] for leaf in chosen],
+            axis=1,
+            dtype=np.float64,
         )
         if len(values):
             mean = values.mean(0)

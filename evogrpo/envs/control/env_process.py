@@ -22,7 +22,9 @@ from evogrpo.envs.control.env_worker import CLOSE, read_message, write_message
 from evogrpo.envs.control.single_env import EnvResult, MakeEnv, Method
 from evogrpo.text import USER_MODULE_PREFIX, class_name, one_line
 
-CLOSE_SECONDS = 1.0  # between the request to close and the end of a process that has not ended by itself
+CLOSE_SECONDS = (
+    1.0  # between the request to close and the end of a process that has not ended by itself
+)
 PROCESS_VARIABLE = "EVOGRPO_ENVIRONMENT"  # environment variable that marks environment processes
 _MAIN = "__main__:"
 
@@ -34,8 +36,8 @@ class EnvProcessError(RuntimeError):
 def process_setup(make: MakeEnv, *, recreate_env: bool) -> bytes:
     """Return the settings of an environment process, as its first message.
 
-    The process does not run the user's program again: functions and classes of the program and of notebooks are sent
-    with their code, those of modules by name.
+    The process does not run the user's program again: functions and classes of the program and of
+    notebooks are sent with their code, those of modules by name.
 
     Args:
         make: Creates an environment.
@@ -48,10 +50,11 @@ def process_setup(make: MakeEnv, *, recreate_env: bool) -> bytes:
         pickled = cloudpickle.dumps(make)
     except Exception as error:
         raise ValueError(
-            f"The environment cannot be sent to a process ({class_name(error)}: {one_line(error)}). Create what it "
-            'needs in the environment itself, or set vectorization="serial".'
+            f"The environment cannot be sent to a process ({class_name(error)}: {one_line(error)})."
+            ' Create what it needs in the environment itself, or set vectorization="serial".'
         ) from error
-    # Files that a configuration names cannot be imported by name, so the process loads them by path.
+    # Files that a configuration names cannot be imported by name, so the process loads them by
+    # path.
     files = {
         name: module.__file__
         for name, module in sys.modules.copy().items()
@@ -69,7 +72,10 @@ def process_setup(make: MakeEnv, *, recreate_env: bool) -> bytes:
 
 
 def _registrations() -> dict[str, bytes]:
-    """Return the environments registered by others than Gymnasium, pickled by id; those that cannot be are omitted."""
+    """Return the environments registered by others than Gymnasium, pickled by id.
+
+    Those that cannot be are omitted.
+    """
     pickled = {}
     for name, spec in gymnasium.registry.items():
         entry_point = spec.entry_point
@@ -86,7 +92,8 @@ def _registrations() -> dict[str, bytes]:
 class EnvProcess:
     """Environment in a process of its own, which ends with this one.
 
-    The process is a new one and no fork, because a fork of a process that has used torch may wait forever.
+    The process is a new one and no fork, because a fork of a process that has used torch may wait
+    forever.
 
     Args:
         setup: Settings of the process; see `process_setup`.
@@ -98,7 +105,8 @@ class EnvProcess:
     def __init__(self, setup: bytes) -> None:
         if PROCESS_VARIABLE in os.environ:
             raise ValueError(
-                'Environment processes import this module. Put training under `if __name__ == "__main__":`.'
+                "Environment processes import this module. Put training under `if __name__ =="
+                ' "__main__":`.'
             )
         # One thread per environment, so that the processes share the cores.
         environment = {"OMP_NUM_THREADS": "1", **os.environ, PROCESS_VARIABLE: "1"}
@@ -107,7 +115,8 @@ class EnvProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,
-            # A new session, so that Ctrl-C does not reach it and its child processes can be killed with it.
+            # A new session, so that Ctrl-C does not reach it and its child processes can be killed
+            # with it.
             start_new_session=True,
         )
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -138,8 +147,8 @@ class EnvProcess:
         if number != self._number:
             self._kill()
             raise EnvProcessError(
-                f"An environment process sent reply {number} instead of {self._number}, so its observations would "
-                'belong to other steps. Set vectorization="serial".'
+                f"An environment process sent reply {number} instead of {self._number}, so its"
+                ' observations would belong to other steps. Set vectorization="serial".'
             )
         if error is not None:
             raise RuntimeError(f"An environment failed in its process:\n{error}")
@@ -177,8 +186,8 @@ class EnvProcess:
                 ending = f"signal {-code}: {signal.strsignal(-code)}"
             self._kill()
             raise EnvProcessError(
-                f"The process of an environment ended ({ending}), possibly out of memory. Lower num_envs, or set "
-                'vectorization="serial" to see the error.'
+                f"The process of an environment ended ({ending}), possibly out of memory. Lower"
+                ' num_envs, or set vectorization="serial" to see the error.'
             ) from error
 
 

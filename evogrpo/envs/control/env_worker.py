@@ -1,7 +1,7 @@
 """Script of environment processes: creates one environment and calls it until its input ends.
 
-Messages are pickles with their length before them. Requests arrive on standard input. Replies go to the original
-standard output; what the environment prints goes to standard error.
+Messages are pickles with their length before them. Requests arrive on standard input. Replies go to
+the original standard output; what the environment prints goes to standard error.
 """
 
 import importlib
@@ -70,7 +70,8 @@ def main() -> None:
             write_message(replies, _reply(environment, number, method, value))
     except (EOFError, BrokenPipeError):
         pass  # the parent process has ended
-    # 5. End at once: the exit of an interpreter that has imported torch takes a second on a busy machine.
+    # 5. End at once: the exit of an interpreter that has imported torch takes a second on a busy
+    #    machine.
     environment.close()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -102,7 +103,9 @@ def _reply(environment: "_Environment", number: int, method: str, value: Any) ->
         reply = (number, environment.call(method, value), None)
         try:
             return pickle.dumps(reply, protocol=pickle.HIGHEST_PROTOCOL)
-        except pickle.PicklingError:  # a class of the user's script, which cloudpickle sends with its code
+        except (
+            pickle.PicklingError
+        ):  # a class of the user's script, which cloudpickle sends with its code
             return bytes(cloudpickle.dumps(reply))
     except (Exception, SystemExit):  # noqa: BLE001 (raised again by the parent process)
         return pickle.dumps((number, None, traceback.format_exc()))
@@ -150,7 +153,8 @@ def _load(setup: dict[str, Any]) -> Any:
         sys.modules[name] = module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     make = pickle.loads(setup["make"])  # noqa: S301 (as above)
-    # Modules register their environments when they are imported, and Gymnasium warns of a second registration.
+    # Modules register their environments when they are imported, and Gymnasium warns of a second
+    # registration.
     env_id = getattr(make, "env", None)
     if isinstance(env_id, str):
         registering_module = env_id.rpartition(":")[0]

@@ -36,38 +36,42 @@ _SERIAL_ENVS = 64
 class GymnasiumGroups(SeededGroups):
     """Groups of episodes of a Gymnasium environment. The initial state of a group is a reset seed.
 
-    Train, validation and test starts are seeds of three disjoint ranges without repetition, so that a training seed is
-    never a test seed of another run. All rows of a call, of all members, run in parallel, and waiting rows replace
-    ended episodes at once. CartPole, Acrobot, both MountainCars and Pendulum run in native vectorised environments
-    that equal Gymnasium's bit for bit.
+    Train, validation and test starts are seeds of three disjoint ranges without repetition, so that
+    a training seed is never a test seed of another run. All rows of a call, of all members, run in
+    parallel, and waiting rows replace ended episodes at once. CartPole, Acrobot, both MountainCars
+    and Pendulum run in native vectorised environments that equal Gymnasium's bit for bit.
 
-    Episodes of a group share their reset seed, and in Gymnasium therefore all later randomness of the environment
-    (common random numbers). This reduces the variance of the comparison, but the group sees one noise sequence only.
-    If the environment is random after reset, each position in a group therefore gets its own noise
-    (`reseed_noise`), the same for all members.
+    Episodes of a group share their reset seed, and in Gymnasium therefore all later randomness of
+    the environment (common random numbers). This reduces the variance of the comparison, but the
+    group sees one noise sequence only. If the environment is random after reset, each position in a
+    group therefore gets its own noise (`reseed_noise`), the same for all members.
 
-    An episode must be a function of its reset seed and its actions. If an environment carries state over from one
-    episode to the next, such as the running statistics of `NormalizeObservation` or the world of BipedalWalker, a new
-    one is created for every episode (`recreate_env`). The constructor checks both with at most a few hundred steps,
-    and warns about environments that are not deterministic.
+    An episode must be a function of its reset seed and its actions. If an environment carries state
+    over from one episode to the next, such as the running statistics of `NormalizeObservation` or
+    the world of BipedalWalker, a new one is created for every episode (`recreate_env`). The
+    constructor checks both with at most a few hundred steps, and warns about environments that are
+    not deterministic.
 
-    Legal actions are those of the entry "action_mask" of a Dict observation, which policies do not see, of
-    `info["action_mask"]`, or of a method `action_masks`, in this order.
+    Legal actions are those of the entry "action_mask" of a Dict observation, which policies do not
+    see, of `info["action_mask"]`, or of a method `action_masks`, in this order.
 
     Args:
         env: The id of a registered environment, or a callable that creates one.
         env_kwargs: Keyword arguments of the environment or the callable.
         wrappers: Classes of `gymnasium.Wrapper`, or other callables such as
             `functools.partial(TransformReward, func=...)`; the first one is innermost.
-        max_episode_steps: Steps after which an episode is truncated; None = the environment's own limit, or 1,000 with
-            a warning if there is none.
-        vectorization: "native" (numpy), "serial" (one environment after another in this process), "processes" (one new
-            process per environment), or "auto": native if available, otherwise serial.
-        num_envs: Maximum number of parallel episodes; None = 4096 native, 64 serial, one process per processor.
-        reseed_noise: Give each position in a group its own noise after reset; None = True if the environment is random
-            after reset.
-        recreate_env: Create a new environment for every episode instead of resetting one; None = True if a few steps
-            show that a reset does not restore it. Native environments carry no state over.
+        max_episode_steps: Steps after which an episode is truncated; None = the environment's own
+            limit, or 1,000 with a warning if there is none.
+        vectorization: "native" (numpy), "serial" (one environment after another in this process),
+            "processes" (one new process per environment), or "auto": native if available, otherwise
+            serial.
+        num_envs: Maximum number of parallel episodes; None = 4096 native, 64 serial, one process
+            per processor.
+        reseed_noise: Give each position in a group its own noise after reset; None = True if the
+            environment is random after reset.
+        recreate_env: Create a new environment for every episode instead of resetting one; None =
+            True if a few steps show that a reset does not restore it. Native environments carry no
+            state over.
         train_size: Number of training starts.
         validation_size: Number of starts for selection.
         test_size: Number of starts for the final report.
@@ -85,7 +89,8 @@ class GymnasiumGroups(SeededGroups):
         action_space: Action space of one environment.
 
     Raises:
-        ValueError: If an argument is invalid, a space is not supported, or no native environment is equal.
+        ValueError: If an argument is invalid, a space is not supported, or no native environment is
+            equal.
     """
 
     @names_unknown
@@ -106,18 +111,31 @@ class GymnasiumGroups(SeededGroups):
         seed: int = 0,
     ) -> None:
         # 1. Check the arguments.
-        sizes: dict[Split, int] = {"train": train_size, "validation": validation_size, "test": test_size}
-        super().__init__(seed, sizes, env_kwargs, {"max_episode_steps": max_episode_steps, "num_envs": num_envs})
+        sizes: dict[Split, int] = {
+            "train": train_size,
+            "validation": validation_size,
+            "test": test_size,
+        }
+        super().__init__(
+            seed, sizes, env_kwargs, {"max_episode_steps": max_episode_steps, "num_envs": num_envs}
+        )
         if isinstance(env, str) and "max_episode_steps" in self._kwargs:
             raise ValueError(
-                "env_kwargs must not contain max_episode_steps. Pass GymnasiumGroups(max_episode_steps=...)."
+                "env_kwargs must not contain max_episode_steps. Pass"
+                " GymnasiumGroups(max_episode_steps=...)."
             )
         for name, value in (("recreate_env", recreate_env), ("reseed_noise", reseed_noise)):
             if value is not None:
                 flag(name, value)
-        if not isinstance(vectorization, str) or vectorization not in ("auto", "native", "serial", "processes"):
+        if not isinstance(vectorization, str) or vectorization not in (
+            "auto",
+            "native",
+            "serial",
+            "processes",
+        ):
             raise ValueError(
-                f'vectorization must be "auto", "native", "serial" or "processes", got {shown(vectorization)}.'
+                'vectorization must be "auto", "native", "serial" or "processes", got'
+                f" {shown(vectorization)}."
             )
         if isinstance(wrappers, str) or not isinstance(wrappers, Sequence):
             raise ValueError(f"wrappers must be a list, got {shown(wrappers)}.")
@@ -140,13 +158,21 @@ class GymnasiumGroups(SeededGroups):
         self.observation_space: gymnasium.Space[Any] = example.observation_space
         self.action_space: gymnasium.Space[Any] = example.action_space
         self._code = code_hash(type(example.unwrapped))
-        # The first known limit is enforced: the argument, a TimeLimit wrapper's, or that of the registration.
-        limits = (max_episode_steps, time_limit(example), example.spec and example.spec.max_episode_steps)
+        # The first known limit is enforced: the argument, a TimeLimit wrapper's, or that of the
+        # registration.
+        limits = (
+            max_episode_steps,
+            time_limit(example),
+            example.spec and example.spec.max_episode_steps,
+        )
         limit = next((each for each in limits if each is not None), None)
         if limit is None:
-            # Environments with a limit of their own end their episodes themselves, so ours may be larger.
+            # Environments with a limit of their own end their episodes themselves, so ours may be
+            # larger.
             limit = declared_limit(example.unwrapped)
-            self._make = replace(self._make, max_episode_steps=max(DEFAULT_MAX_EPISODE_STEPS, limit or 0))
+            self._make = replace(
+                self._make, max_episode_steps=max(DEFAULT_MAX_EPISODE_STEPS, limit or 0)
+            )
         self.max_episode_steps = limit or DEFAULT_MAX_EPISODE_STEPS
         self.uses_default_limit = limit is None
         example.close()
@@ -155,24 +181,35 @@ class GymnasiumGroups(SeededGroups):
             leaf_spaces(mapping.specs[DEFAULT_POLICY].observation_space)
             check_action_space(self.action_space)
         except ValueError as error:
-            options = 'wrappers=[...], task.wrappers or --wrapper, e.g. "minigrid.wrappers:ImgObsWrapper"'
+            options = (
+                'wrappers=[...], task.wrappers or --wrapper, e.g. "minigrid.wrappers:ImgObsWrapper"'
+            )
             raise ValueError(f"{self.name}: {error} ({options})") from error
 
         # 3. Choose the kind of vector environment.
         self._native, self._spec_kwargs = None, self._kwargs
         if isinstance(env, str) and vectorization in ("auto", "native") and not wrappers:
             spec = env_spec(env)
-            self._native, self._spec_kwargs = native_class(spec, self._kwargs), {**spec.kwargs, **self._kwargs}
+            self._native, self._spec_kwargs = (
+                native_class(spec, self._kwargs),
+                {
+                    **spec.kwargs,
+                    **self._kwargs,
+                },
+            )
         self.native = self._native is not None
         if vectorization == "native" and not self.native:
             if wrappers:
                 where = " in wrappers"
             else:
                 where = f" with {self._kwargs}"
-            raise ValueError(f'vectorization="native" is not available for {self.name}{where}. Use "auto".')
+            raise ValueError(
+                f'vectorization="native" is not available for {self.name}{where}. Use "auto".'
+            )
         self._processes = vectorization == "processes"
 
-        # 4. Check that episodes are deterministic. Native environments carry no state and have no noise.
+        # 4. Check that episodes are deterministic. Native environments carry no state and have no
+        #    noise.
         self.recreate_env = bool(recreate_env)
         self.reseed_noise = bool(reseed_noise)
         if not self.native:
@@ -208,12 +245,16 @@ class GymnasiumGroups(SeededGroups):
     def _identity(self) -> dict[str, str]:
         make = self._make
         wrappers = [
-            f"{wrapper_name(wrap)}{f' {canonical(wrap.keywords)}' if isinstance(wrap, partial) else ''}, "
-            f"code {code_hash(wrap)}"
+            f"{wrapper_name(wrap)}{f' {canonical(wrap.keywords)}' if isinstance(wrap, partial) else ''},"
+            f" code {code_hash(wrap)}"
             for wrap in make.wrappers
         ]
         return {
-            "environment": self.name if isinstance(make.env, str) else f"{self.name}, code {code_hash(make.env)}",
+            "environment": (
+                self.name
+                if isinstance(make.env, str)
+                else f"{self.name}, code {code_hash(make.env)}"
+            ),
             "code": self._code,
             "env_kwargs": canonical(make.env_kwargs),
             **({"wrappers": "; ".join(wrappers)} if wrappers else {}),
@@ -244,8 +285,13 @@ def check_wrapper(wrap: object, name: str, options: Mapping[str, Any] | None = N
         options: Further keyword arguments.
     """
     if not callable(wrap) or (isinstance(wrap, type) and not issubclass(wrap, gymnasium.Wrapper)):
-        raise ValueError(f"wrapper {name} must be a subclass of gymnasium.Wrapper or a function, got {shown(wrap)}.")
+        raise ValueError(
+            f"wrapper {name} must be a subclass of gymnasium.Wrapper or a function, got"
+            f" {shown(wrap)}."
+        )
     try:
         inspect.signature(wrap).bind(None, **(options or {}))
     except TypeError as error:
-        raise ValueError(f"wrapper {name}: {error}. Set it with functools.partial, or as `options` in YAML.") from error
+        raise ValueError(
+            f"wrapper {name}: {error}. Set it with functools.partial, or as `options` in YAML."
+        ) from error

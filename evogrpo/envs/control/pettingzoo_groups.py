@@ -9,11 +9,22 @@ import gymnasium
 import numpy as np
 from numpy.typing import NDArray
 
-from evogrpo.envs.control.conversion import can_act, legal_actions, own_copy, scalars, to_environment
+from evogrpo.envs.control.conversion import (
+    can_act,
+    legal_actions,
+    own_copy,
+    scalars,
+    to_environment,
+)
 from evogrpo.envs.control.policy_mapping import AgentSpaces, PolicyMapping, map_policies, prefix_of
 from evogrpo.envs.control.random_play import check_determinism
 from evogrpo.envs.control.rollout import EpisodeRequest, Episodes
-from evogrpo.envs.control.seeded_groups import DEFAULT_MAX_EPISODE_STEPS, SeededGroups, declared_limit, make_example
+from evogrpo.envs.control.seeded_groups import (
+    DEFAULT_MAX_EPISODE_STEPS,
+    SeededGroups,
+    declared_limit,
+    make_example,
+)
 from evogrpo.envs.control.single_env import (
     ACTION_MASK,
     RESET_RESULTS,
@@ -74,7 +85,9 @@ class JointEnv:
         env: As given.
     """
 
-    def __init__(self, env: "ParallelEnv[Any, Any, Any]", max_episode_steps: int, action_spaces: AgentSpaces) -> None:
+    def __init__(
+        self, env: "ParallelEnv[Any, Any, Any]", max_episode_steps: int, action_spaces: AgentSpaces
+    ) -> None:
         self.env = env
         self._limit = max_episode_steps
         self._action_spaces = action_spaces
@@ -95,7 +108,9 @@ class JointEnv:
         return self._latest(observations, infos)
 
     def step(self, actions: Mapping[str, Any]) -> JointStep:
-        """Step with actions by agent, in the environment's form; other active agents get an action of zeros.
+        """Step with actions by agent, in the environment's form.
+
+        Other active agents get an action of zeros.
 
         Most environments expect an action of agents that cannot act, and ignore it.
 
@@ -118,12 +133,17 @@ class JointEnv:
         observations, rewards, terminations, truncations, infos = outcome
         without_reward = [str(agent) for agent in all_actions if agent not in rewards]
         if without_reward:
-            raise ValueError(f"{self.env.unwrapped} must give a reward to all agents that acted: {without_reward}")
+            raise ValueError(
+                f"{self.env.unwrapped} must give a reward to all agents that acted:"
+                f" {without_reward}"
+            )
         self._steps += 1
         # 3. Find the agents that ended: by a flag, without a flag, or at the step limit.
         active = {str(agent): agent for agent in self.env.agents}
         terminated = acting & {str(agent) for agent, flag in terminations.items() if flag}
-        truncated = (acting & {str(agent) for agent, flag in truncations.items() if flag}) - terminated
+        truncated = (
+            acting & {str(agent) for agent, flag in truncations.items() if flag}
+        ) - terminated
         terminated |= acting - set(active) - truncated  # agents that left without a flag
         # Some environments still list agents that have ended.
         for name in terminated | truncated:
@@ -133,7 +153,9 @@ class JointEnv:
             active = {}
         returned = self._ended & set(active)
         if returned:
-            raise ValueError(f"Agents {sorted(returned)} returned after their end. A new agent needs a new name.")
+            raise ValueError(
+                f"Agents {sorted(returned)} returned after their end. A new agent needs a new name."
+            )
         self._ended |= terminated | truncated
         self._ids = active
         return self._latest(
@@ -152,8 +174,8 @@ class JointEnv:
         self.env.close()
 
     def _latest(self, observations: AgentValues, infos: AgentValues, **results: Any) -> JointStep:
-        # Copies, as an environment may write the results of its next call, or of another environment, into the same
-        # arrays.
+        # Copies, as an environment may write the results of its next call, or of another
+        # environment, into the same arrays.
         copies = {name: own_copy(observations[agent]) for name, agent in self._ids.items()}
         masks: dict[str, Any] = {}
         for name, agent in self._ids.items():
@@ -175,12 +197,17 @@ def plain_action(action: Any) -> Any:
 
 
 class JointVectorEnv(SerialVectorEnv):
-    """Vector environment of several agents in this process. Its environments get no noise of their own."""
+    """Vector environment of several agents in this process.
+
+    Its environments get no noise of their own.
+    """
 
     _running: list[tuple[JointEnv, JointStep]]
     _acting: Mapping[str, list[tuple[int, str]]]  # position and agent of each input
 
-    def _reset(self, envs: Sequence[JointEnv], seeds: Sequence[int], replicas: Sequence[int]) -> list[JointStep]:
+    def _reset(
+        self, envs: Sequence[JointEnv], seeds: Sequence[int], replicas: Sequence[int]
+    ) -> list[JointStep]:
         steps = []
         for env, seed in zip(envs, seeds, strict=True):
             self.stop.check()
@@ -203,10 +230,14 @@ class JointVectorEnv(SerialVectorEnv):
             spec = mapping.specs[policy]
             agents = tuple(agent for _, agent in acting)
             pairs = [(self._running[position][1], agent) for position, agent in acting]
-            observations = [spec.split_mask(latest.observations[agent])[0] for latest, agent in pairs]
+            observations = [
+                spec.split_mask(latest.observations[agent])[0] for latest, agent in pairs
+            ]
             result[policy] = PolicyInput(
                 observations=spec.stack(observations, agents),
-                action_masks=legal_actions(spec.action_space, [latest.masks[agent] for latest, agent in pairs]),
+                action_masks=legal_actions(
+                    spec.action_space, [latest.masks[agent] for latest, agent in pairs]
+                ),
                 positions=np.array([position for position, _ in acting], dtype=np.int64),
                 agents=agents,
             )
@@ -224,11 +255,19 @@ class JointVectorEnv(SerialVectorEnv):
             stepped.append((env, env.step(joint)))
         self._running = stepped
         steps = [step for _, step in stepped]
-        entries = [(position, agent) for position, step in enumerate(steps) for agent in step.rewards]
+        entries = [
+            (position, agent) for position, step in enumerate(steps) for agent in step.rewards
+        ]
         return VectorStep(
-            rewards=np.array([reward for step in steps for reward in step.rewards.values()], dtype=np.float64),
-            terminated=np.array([agent in steps[position].terminated for position, agent in entries], dtype=np.bool_),
-            truncated=np.array([agent in steps[position].truncated for position, agent in entries], dtype=np.bool_),
+            rewards=np.array(
+                [reward for step in steps for reward in step.rewards.values()], dtype=np.float64
+            ),
+            terminated=np.array(
+                [agent in steps[position].terminated for position, agent in entries], dtype=np.bool_
+            ),
+            truncated=np.array(
+                [agent in steps[position].truncated for position, agent in entries], dtype=np.bool_
+            ),
             positions=np.array([position for position, _ in entries], dtype=np.int64),
             agents=[agent for _, agent in entries],
             totals=np.array([sum(step.rewards.values()) for step in steps], dtype=np.float64),
@@ -238,8 +277,9 @@ class JointVectorEnv(SerialVectorEnv):
 class JointGymEnv(gymnasium.Env[AgentDict, AgentDict]):
     """A joint environment as a Gymnasium environment of a single player that acts for all agents.
 
-    Observations contain the agents that can act; the others take no action. The reward is the sum of all rewards. The
-    infos contain the action masks by agent, and every agent's reward under `AGENT_REWARDS`.
+    Observations contain the agents that can act; the others take no action. The reward is the sum
+    of all rewards. The infos contain the action masks by agent, and every agent's reward under
+    `AGENT_REWARDS`.
 
     Args:
         env: The joint environment.
@@ -261,7 +301,9 @@ class JointGymEnv(gymnasium.Env[AgentDict, AgentDict]):
         self.metadata = dict(getattr(env, "metadata", {}))
         self.render_mode = getattr(env, "render_mode", None)
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[AgentDict, AgentDict]:
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[AgentDict, AgentDict]:
         """Start an episode; a seed is required."""
         assert seed is not None
         return self._inputs(self._env.reset(seed))
@@ -272,7 +314,13 @@ class JointGymEnv(gymnasium.Env[AgentDict, AgentDict]):
         over = not result.observations
         cut = bool(result.truncated)
         observations, infos = self._inputs(result)
-        return observations, float(sum(result.rewards.values())), over and not cut, over and cut, infos
+        return (
+            observations,
+            float(sum(result.rewards.values())),
+            over and not cut,
+            over and cut,
+            infos,
+        )
 
     def render(self) -> Any:
         """Render the joint environment."""
@@ -283,7 +331,9 @@ class JointGymEnv(gymnasium.Env[AgentDict, AgentDict]):
         self._env.env.close()
 
     def _inputs(self, latest: JointStep) -> tuple[AgentDict, AgentDict]:
-        acting = {agent: mask for agent in latest.observations if can_act(mask := latest.masks[agent])}
+        acting = {
+            agent: mask for agent in latest.observations if can_act(mask := latest.masks[agent])
+        }
         masks = {agent: mask for agent, mask in acting.items() if mask is not None}
         infos = {ACTION_MASK: masks, AGENT_REWARDS: latest.rewards}
         return {agent: latest.observations[agent] for agent in acting}, infos
@@ -293,14 +343,18 @@ ScoreFunction = Callable[[Mapping[str, float]], float]
 """(return of each agent in a joint episode) -> fitness of the episode."""
 
 Score = str | Sequence[str] | ScoreFunction
-"""A score: "sum", "min" or "mean" over all agents; names of agents, or their prefixes, whose returns are added; or a
-function."""
+"""A score: "sum", "min" or "mean" over all agents; names of agents, or their prefixes, whose
+returns are added; or a function.
+"""
 
 
 _OVER_ALL: Mapping[str, tuple[ScoreFunction, str]] = {
     "sum": (lambda returns: float(sum(returns.values())), "sum of all agents' returns"),
     "min": (lambda returns: float(min(returns.values(), default=0.0)), "lowest return of an agent"),
-    "mean": (lambda returns: float(sum(returns.values())) / max(1, len(returns)), "mean return of all agents"),
+    "mean": (
+        lambda returns: float(sum(returns.values())) / max(1, len(returns)),
+        "mean return of all agents",
+    ),
 }
 
 
@@ -328,42 +382,53 @@ def choose_score(score: Score, agents: Sequence[str]) -> tuple[ScoreFunction, st
     wrong = [name for name in names if name not in agents and name not in prefixes]
     if wrong or not names:
         raise ValueError(
-            f"score must be one of {', '.join(map(repr, _OVER_ALL))}, a function, or names of agents or prefixes, got "
-            f"{wrong[0] if wrong else score!r}. Agents: {', '.join(agents)}. Prefixes: {', '.join(prefixes)}."
+            f"score must be one of {', '.join(map(repr, _OVER_ALL))}, a function, or names of"
+            f" agents or prefixes, got {wrong[0] if wrong else score!r}. Agents:"
+            f" {', '.join(agents)}. Prefixes: {', '.join(prefixes)}."
         )
     named = frozenset(names)
 
     def total(returns: Mapping[str, float]) -> float:
         # Tested by prefix again, because agents may be born that were not known in advance.
-        return float(sum(value for agent, value in returns.items() if agent in named or prefix_of(agent) in named))
+        return float(
+            sum(
+                value
+                for agent, value in returns.items()
+                if agent in named or prefix_of(agent) in named
+            )
+        )
 
     return total, f"returns of {', '.join(sorted(named))}"
 
 
 class PettingZooGroups(SeededGroups):
-    """Groups of joint episodes of a parallel PettingZoo environment. A group starts from one joint reset seed.
+    """Groups of joint episodes of a parallel PettingZoo environment.
 
-    Train, validation and test starts are seeds of three disjoint ranges without repetition. All rows of a call, of all
-    members, run in parallel, one environment after another in this process; waiting rows replace ended episodes.
-    Agents may be born and may end at any step. Action masks are read from the entry "action_mask" of a Dict
-    observation, which policies do not see, or from `infos[agent]["action_mask"]`. An agent whose mask allows no action
-    does not act, as in a turn-based game.
+    A group starts from one joint reset seed.
 
-    An episode must be a function of its reset seed and its actions. The constructor checks this with at most a few
-    hundred steps, and warns about the first difference. Episodes of a group share the seed, and so all later
-    randomness of the environment (common random numbers).
+    Train, validation and test starts are seeds of three disjoint ranges without repetition. All
+    rows of a call, of all members, run in parallel, one environment after another in this process;
+    waiting rows replace ended episodes. Agents may be born and may end at any step. Action masks
+    are read from the entry "action_mask" of a Dict observation, which policies do not see, or from
+    `infos[agent]["action_mask"]`. An agent whose mask allows no action does not act, as in a
+    turn-based game.
+
+    An episode must be a function of its reset seed and its actions. The constructor checks this
+    with at most a few hundred steps, and warns about the first difference. Episodes of a group
+    share the seed, and so all later randomness of the environment (common random numbers).
 
     Args:
         env: Creates a parallel environment, e.g. `mpe2.simple_spread_v3.parallel_env`.
         env_kwargs: Keyword arguments of the callable.
-        max_episode_steps: Steps after which all active agents are truncated; None = the environment's own limit
-            (its `max_cycles`), or 1,000 with a warning if there is none.
+        max_episode_steps: Steps after which all active agents are truncated; None = the
+            environment's own limit (its `max_cycles`), or 1,000 with a warning if there is none.
         num_envs: Maximum number of parallel joint episodes.
-        score: Fitness of a joint episode: "sum" (the default), "min" or "mean" of all agents' returns; the name of an
-            agent, the prefix of several agents, or a list of these, whose returns are added; or a function of all
-            returns. In a competition, where the sum is meaningless, name the agents that count.
-        recreate_env: Create a new environment for every episode instead of resetting one; None = True if a
-            reset does not restore it.
+        score: Fitness of a joint episode: "sum" (the default), "min" or "mean" of all agents'
+            returns; the name of an agent, the prefix of several agents, or a list of these, whose
+            returns are added; or a function of all returns. In a competition, where the sum is
+            meaningless, name the agents that count.
+        recreate_env: Create a new environment for every episode instead of resetting one; None =
+            True if a reset does not restore it.
         train_size: Number of training starts.
         validation_size: Number of starts for selection.
         test_size: Number of starts for the final report.
@@ -377,7 +442,8 @@ class PettingZooGroups(SeededGroups):
         max_episode_steps: Steps after which all active agents are truncated.
         uses_default_limit: True if `max_episode_steps` is the default because no limit is known.
         recreate_env: True if a new environment is created for every episode.
-        agents: Names of the agents known in advance: `possible_agents`, otherwise those of the first training start.
+        agents: Names of the agents known in advance: `possible_agents`, otherwise those of the
+            first training start.
         observation_spaces: Observation spaces of these agents, by name.
         action_spaces: Action spaces of these agents, by name.
 
@@ -402,9 +468,15 @@ class PettingZooGroups(SeededGroups):
     ) -> None:
         # 1. Check the arguments.
         if not callable(env):
-            raise ValueError(f"env must be a callable such as a module's parallel_env, got {class_name(env)}.")
+            raise ValueError(
+                f"env must be a callable such as a module's parallel_env, got {class_name(env)}."
+            )
         require("PettingZooGroups", "pettingzoo")
-        sizes: dict[Split, int] = {"train": train_size, "validation": validation_size, "test": test_size}
+        sizes: dict[Split, int] = {
+            "train": train_size,
+            "validation": validation_size,
+            "test": test_size,
+        }
         super().__init__(seed, sizes, env_kwargs, {"max_episode_steps": max_episode_steps})
         if recreate_env is not None:
             flag("recreate_env", recreate_env)
@@ -422,9 +494,12 @@ class PettingZooGroups(SeededGroups):
         self._set_limit = max_episode_steps
         self.max_episode_steps = limit or DEFAULT_MAX_EPISODE_STEPS
         self.uses_default_limit = limit is None
-        # JointEnv truncates at a limit that the caller has set. Otherwise the environment should end its episodes
-        # itself, so JointEnv truncates only at the larger of the declared and the default limit: some would never end.
-        self._enforced_limit = max_episode_steps or max(DEFAULT_MAX_EPISODE_STEPS, self.max_episode_steps)
+        # JointEnv truncates at a limit that the caller has set. Otherwise the environment should
+        # end its episodes itself, so JointEnv truncates only at the larger of the declared and the
+        # default limit: some would never end.
+        self._enforced_limit = max_episode_steps or max(
+            DEFAULT_MAX_EPISODE_STEPS, self.max_episode_steps
+        )
         # A truncation after this many steps causes a warning.
         if max_episode_steps is None:
             self._default_limit = self._enforced_limit
@@ -450,14 +525,17 @@ class PettingZooGroups(SeededGroups):
         else:
             self._score_identity = self.score_label
 
-        # 3. Check that episodes are deterministic, with as few policies as the spaces allow: the last mapping that
-        # raises no error has the fewest.
+        # 3. Check that episodes are deterministic, with as few policies as the spaces allow: the
+        # last mapping that raises no error has the fewest.
         self._mapping = map_policies(self.observation_spaces, self.action_spaces, "independent")
         for policies in ("prefix", "shared"):
             with suppress(ValueError):
                 self._mapping = map_policies(self.observation_spaces, self.action_spaces, policies)
         self.recreate_env, _ = check_determinism(
-            self.name, lambda recreate_env, _: self._joint_env(recreate_env), self._mapping, recreate_env=recreate_env
+            self.name,
+            lambda recreate_env, _: self._joint_env(recreate_env),
+            self._mapping,
+            recreate_env=recreate_env,
         )
 
     @property
@@ -470,7 +548,9 @@ class PettingZooGroups(SeededGroups):
         """Action spaces of all agents, by name."""
         return gymnasium.spaces.Dict(self.action_spaces)
 
-    def play_request(self, actors: Mapping[str, Actor], mapping: PolicyMapping, request: EpisodeRequest) -> Episodes:
+    def play_request(
+        self, actors: Mapping[str, Actor], mapping: PolicyMapping, request: EpisodeRequest
+    ) -> Episodes:
         """Play one joint episode per row of the request; their rewards are the score."""
         played = super().play_request(actors, mapping, request)
         return replace(played, rewards=self.scores(played))
@@ -481,10 +561,14 @@ class PettingZooGroups(SeededGroups):
         Raises:
             ValueError: If `score` returns a value that is not a finite number.
         """
-        values = scalars([self.score(dict(returns)) for returns in played.returns], np.float64, "score")
+        values = scalars(
+            [self.score(dict(returns)) for returns in played.returns], np.float64, "score"
+        )
         if not np.isfinite(values).all():
             place = int(np.flatnonzero(~np.isfinite(values))[0])
-            raise ValueError(f"score must be finite, got {values[place]} for {dict(played.returns[place])}.")
+            raise ValueError(
+                f"score must be finite, got {values[place]} for {dict(played.returns[place])}."
+            )
         return values
 
     def gym_env(self, **env_kwargs: Any) -> JointGymEnv:
@@ -493,10 +577,18 @@ class PettingZooGroups(SeededGroups):
         Args:
             env_kwargs: Further keyword arguments of the environment, such as its `render_mode`.
         """
-        return JointGymEnv(self._create(**env_kwargs), self._enforced_limit, self.observation_space, self.action_space)
+        return JointGymEnv(
+            self._create(**env_kwargs),
+            self._enforced_limit,
+            self.observation_space,
+            self.action_space,
+        )
 
     def _identity(self) -> dict[str, str]:
-        spaces = [f"{agent} {self.observation_spaces[agent]} {self.action_spaces[agent]}" for agent in self.agents]
+        spaces = [
+            f"{agent} {self.observation_spaces[agent]} {self.action_spaces[agent]}"
+            for agent in self.agents
+        ]
         return {
             "environment": f"{self.name}, code {code_hash(self._make)}",
             "code": self._code,
@@ -511,7 +603,8 @@ class PettingZooGroups(SeededGroups):
 
     def _joint_env(self, recreate_env: bool) -> JointVectorEnv:
         return JointVectorEnv(
-            lambda: JointEnv(self._create(), self._enforced_limit, self.action_spaces), recreate_env=recreate_env
+            lambda: JointEnv(self._create(), self._enforced_limit, self.action_spaces),
+            recreate_env=recreate_env,
         )
 
     def _create(self, **env_kwargs: Any) -> "ParallelEnv[Any, Any, Any]":
@@ -520,7 +613,7 @@ class PettingZooGroups(SeededGroups):
         env = self._make(**{**self._kwargs, **env_kwargs})
         if not isinstance(env, ParallelEnv):
             raise ValueError(
-                f"env must create a pettingzoo ParallelEnv, got {class_name(env)}. Convert an AECEnv with "
-                "pettingzoo.utils.conversions.aec_to_parallel."
+                f"env must create a pettingzoo ParallelEnv, got {class_name(env)}. Convert an"
+                " AECEnv with pettingzoo.utils.conversions.aec_to_parallel."
             )
         return env

@@ -54,7 +54,10 @@ class PolicySpec:
 
     @cached_property
     def agent_space(self) -> spaces.Space[Any]:
-        """Observation space of one agent without the action mask; a single other entry without its Dict."""
+        """Observation space of one agent without the action mask.
+
+        A single other entry without its Dict.
+        """
         if not self.has_mask:
             return self.env_space
         assert isinstance(self.env_space, spaces.Dict)
@@ -64,7 +67,9 @@ class PolicySpec:
         return spaces.Dict(others)
 
     def split_mask(self, observation: Any) -> tuple[Any, Any]:
-        """Return an observation, or a batch, without its action mask, and the mask; None if its space has none.
+        """Return an observation, or a batch, without its action mask, and the mask.
+
+        None if its space has none.
 
         Raises:
             ValueError: If the space has a mask, but not the observation.
@@ -74,7 +79,11 @@ class PolicySpec:
         assert isinstance(self.env_space, spaces.Dict)
         keys = self.env_space.spaces.keys()
         if not isinstance(observation, Mapping) or not observation.keys() >= keys:
-            got = sorted(map(str, observation)) if isinstance(observation, Mapping) else type(observation).__name__
+            got = (
+                sorted(map(str, observation))
+                if isinstance(observation, Mapping)
+                else type(observation).__name__
+            )
             raise ValueError(f"observation must have the keys {sorted(keys)}, got {got}.")
         others = {key: observation[key] for key in keys if key != ACTION_MASK}
         if len(others) == 1:
@@ -106,17 +115,24 @@ class PolicySpec:
         """Stack the observations of agents `[m]`, without masks, to the leaves `[m, ...]` of the policy's space.
 
         Raises:
-            ValueError: If an observation does not fit its space, or `agent_ids` is set and an agent was not known in
-                advance.
+            ValueError: If an observation does not fit its space, or `agent_ids` is set and an agent
+                was not known in advance.
         """
         space = self.agent_space
-        leaves = stack(self.leaf_spaces, [flatten(space, observation) for observation in observations])
+        leaves = stack(
+            self.leaf_spaces, [flatten(space, observation) for observation in observations]
+        )
         if not self.agent_ids:
             return leaves
         unknown = sorted(set(agents) - set(self.agents))
         if unknown:
-            raise ValueError(f"With agent_ids, possible_agents must list all agents. Missing: {', '.join(unknown)}.")
-        flags: NDArray[Any] = np.eye(len(self.agents), dtype=np.float32)[[self.agents.index(name) for name in agents]]
+            raise ValueError(
+                "With agent_ids, possible_agents must list all agents. Missing:"
+                f" {', '.join(unknown)}."
+            )
+        flags: NDArray[Any] = np.eye(len(self.agents), dtype=np.float32)[
+            [self.agents.index(name) for name in agents]
+        ]
         if _is_vector(space):
             return [np.concatenate([leaves[0], flags.astype(leaves[0].dtype)], axis=1)]
         return [*leaves, flags]
@@ -127,8 +143,9 @@ class PolicyMapping:
     """Mapping from agents to policies.
 
     Attributes:
-        policies: "shared": one policy for all agents; "prefix": one for all agents with the same name up to the last
-            underscore; "independent": one for each agent. None = a single agent, whose policy is "default".
+        policies: "shared": one policy for all agents; "prefix": one for all agents with the same
+            name up to the last underscore; "independent": one for each agent. None = a single
+            agent, whose policy is "default".
         specs: Policies by name.
         observation_spaces: Observation space of each agent in the environment.
         action_spaces: Action space of each agent.
@@ -147,7 +164,10 @@ class PolicyMapping:
         """
         name = _policy_name(self.policies, agent)
         if name not in self.specs:
-            raise ValueError(f"Agent {agent!r} has no policy. List it in possible_agents, or set policies='shared'.")
+            raise ValueError(
+                f"Agent {agent!r} has no policy. List it in possible_agents, or set"
+                " policies='shared'."
+            )
         return name
 
 
@@ -164,14 +184,18 @@ def map_policies(
         observation_spaces: Observation space of each agent.
         action_spaces: Action space of each agent.
         policies: See `PolicyMapping`.
-        agent_ids: Append a one-hot code of the agent to the observations of policies with several agents.
+        agent_ids: Append a one-hot code of the agent to the observations of policies with several
+            agents.
 
     Raises:
-        ValueError: If the names differ, agents of one policy differ in their spaces, or a space is not supported.
+        ValueError: If the names differ, agents of one policy differ in their spaces, or a space is
+            not supported.
     """
     # 1. Check the arguments.
     if policies not in get_args(Policies):
-        raise ValueError(f"policies must be one of {list(get_args(Policies))}, got {shown(policies)}.")
+        raise ValueError(
+            f"policies must be one of {list(get_args(Policies))}, got {shown(policies)}."
+        )
     if not observation_spaces or set(observation_spaces) != set(action_spaces):
         raise ValueError(
             "observation_spaces and action_spaces must have the same agents, at least one, got "
@@ -203,11 +227,16 @@ def map_policies(
         )
         assert specs[name].leaf_spaces  # raises for spaces that are not supported
     return PolicyMapping(
-        policies=policies, specs=specs, observation_spaces=dict(observation_spaces), action_spaces=dict(action_spaces)
+        policies=policies,
+        specs=specs,
+        observation_spaces=dict(observation_spaces),
+        action_spaces=dict(action_spaces),
     )
 
 
-def single_agent(observation_space: spaces.Space[Any], action_space: spaces.Space[Any]) -> PolicyMapping:
+def single_agent(
+    observation_space: spaces.Space[Any], action_space: spaces.Space[Any]
+) -> PolicyMapping:
     """Return the mapping of a single agent."""
     spec = PolicySpec(
         name=DEFAULT_POLICY,
@@ -237,7 +266,9 @@ def prefix_of(agent: str) -> str:
     return agent.rpartition("_")[0] or agent
 
 
-def _same_spaces(observation_spaces: AgentSpaces, action_spaces: AgentSpaces, one: str, other: str) -> bool:
+def _same_spaces(
+    observation_spaces: AgentSpaces, action_spaces: AgentSpaces, one: str, other: str
+) -> bool:
     """Return True if one network fits both agents; the bounds of observations do not matter."""
     a = observation_spaces[one]
     b = observation_spaces[other]
@@ -249,4 +280,8 @@ def _same_spaces(observation_spaces: AgentSpaces, action_spaces: AgentSpaces, on
 
 
 def _is_vector(space: spaces.Space[Any]) -> TypeGuard[spaces.Box]:
-    return isinstance(space, spaces.Box) and len(space.shape) == 1 and np.issubdtype(space.dtype, np.floating)
+    return (
+        isinstance(space, spaces.Box)
+        and len(space.shape) == 1
+        and np.issubdtype(space.dtype, np.floating)
+    )

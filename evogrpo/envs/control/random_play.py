@@ -20,14 +20,22 @@ from evogrpo.text import class_name, shown
 from evogrpo.warnings import warn
 
 MakeTrialEnv = Callable[[bool, bool], VectorEnv]
-"""(create a new environment for every episode, replace the noise after reset) -> a vector environment."""
+"""(create a new environment for every episode, replace the noise after reset) -> a vector
+environment.
+"""
 
 Values = dict[str, Any]
 """Numbers by name: observations, masks, rewards and ends after a reset or a step."""
 
 _SEEDS = range(1, 9)  # several, since randomness may not show in a single short episode
 _STEPS = 64  # of all episodes of a replay together, since environments may be slow
-_SHORT_SEEDS = (1, 9, 1, 9, 1)  # state carried over may depend on the previous start, and settle after a few resets
+_SHORT_SEEDS = (
+    1,
+    9,
+    1,
+    9,
+    1,
+)  # state carried over may depend on the previous start, and settle after a few resets
 _SHORT_STEPS = 4
 _USABLE_BOUND = 1e6  # bounds beyond this are treated as no bounds
 
@@ -38,7 +46,9 @@ _USABLE_BOUND = 1e6  # bounds beyond this are treated as no bounds
 def play_randomly(
     env: VectorEnv, mapping: PolicyMapping, seed: int, rng: np.random.Generator, max_steps: int
 ) -> Iterator[Values]:
-    """Play an episode with random legal actions; yield the values after the reset and after each step.
+    """Play an episode with random legal actions.
+
+    Yield the values after the reset and after each step.
 
     Args:
         env: Vector environment without running episodes.
@@ -59,11 +69,15 @@ def play_randomly(
         actions = dict[str, NDArray[Any]]()
         if step is not None:
             check_finite_rewards(step, np.array([seed]), np.array([steps - 1]))
-            columns = (("reward", step.rewards), ("terminated", step.terminated), ("truncated", step.truncated))
+            columns = (
+                ("reward", step.rewards),
+                ("terminated", step.terminated),
+                ("truncated", step.truncated),
+            )
             for row, agent in enumerate(step.agents or ("",)):
                 values |= {_name(name, agent): column[row] for name, column in columns}
-        # 2. Observations, and a random action for each agent. No action follows the last observation of an episode, so
-        # it is not compared.
+        # 2. Observations, and a random action for each agent. No action follows the last
+        # observation of an episode, so it is not compared.
         for policy, inputs in {} if finished else env.inputs(mapping).items():
             space = mapping.specs[policy].action_space
             rows = len(inputs.observations[0])
@@ -78,7 +92,10 @@ def play_randomly(
                     values[_name(f"observation{part}", agent)] = leaf[row]
                 if masks is not None:
                     values[_name("action mask", agent)] = masks[row]
-            drawn = [random_action(space, None if masks is None else masks[row], rng) for row in range(rows)]
+            drawn = [
+                random_action(space, None if masks is None else masks[row], rng)
+                for row in range(rows)
+            ]
             actions[policy] = to_environment(space, np.stack(drawn))
         # 3. Yield the values and step the environment.
         yield values
@@ -92,7 +109,9 @@ def _name(what: str, agent: str) -> str:
     return f"{what} of {agent}" if agent else what
 
 
-def random_action(space: spaces.Space[Any], mask: NDArray[Any] | None, rng: np.random.Generator) -> NDArray[Any]:
+def random_action(
+    space: spaces.Space[Any], mask: NDArray[Any] | None, rng: np.random.Generator
+) -> NDArray[Any]:
     """Return one random action in a policy's form, uniform over the legal values or within the bounds.
 
     Args:
@@ -125,23 +144,31 @@ def random_action(space: spaces.Space[Any], mask: NDArray[Any] | None, rng: np.r
 
 
 def check_determinism(
-    name: str, make: MakeTrialEnv, mapping: PolicyMapping, *, recreate_env: bool | None, interleaved: bool = True
+    name: str,
+    make: MakeTrialEnv,
+    mapping: PolicyMapping,
+    *,
+    recreate_env: bool | None,
+    interleaved: bool = True,
 ) -> tuple[bool, bool]:
-    """Replay a few episodes; return the value of `recreate_env` to use, and True if resets leave noise.
+    """Replay a few episodes.
 
-    Takes at most 212 steps, and twice as many if replays differ. The result is the same each time. If replays differ,
-    warn with the first difference, and the chosen `recreate_env` or a remedy.
+    Return the value of `recreate_env` to use, and True if resets leave noise.
+
+    Takes at most 212 steps, and twice as many if replays differ. The result is the same each time.
+    If replays differ, warn with the first difference, and the chosen `recreate_env` or a remedy.
 
     Args:
         name: Name of the environment.
         make: Creates environments.
         mapping: Maps agents to policies.
-        recreate_env: Value set by the caller; None = True if only a new environment per episode makes replays equal.
+        recreate_env: Value set by the caller; None = True if only a new environment per episode
+            makes replays equal.
         interleaved: Several environments will be stepped alternately in one process.
 
     Raises:
-        ValueError: If results have another form than Gymnasium's or PettingZoo's, do not fit the spaces or are not
-            finite.
+        ValueError: If results have another form than Gymnasium's or PettingZoo's, do not fit the
+            spaces or are not finite.
     """
     # 1. Replay with the caller's setting.
     chosen = bool(recreate_env)
@@ -149,10 +176,13 @@ def check_determinism(
         difference, noisy = _compare_replays(make, mapping, chosen, interleaved)
     except (TypeError, ValueError, AttributeError, LookupError) as error:
         reason = str(error)
-        # Checks of this library end with a period and name their own fix; Python's errors need a hint.
+        # Checks of this library end with a period and name their own fix; Python's errors need a
+        # hint.
         if not reason.endswith("."):
             reason += f". {RESET_RESULTS}, {STEP_RESULTS}."
-        raise ValueError(f"{name} failed in a few steps of random play: {class_name(error)}: {reason}") from error
+        raise ValueError(
+            f"{name} failed in a few steps of random play: {class_name(error)}: {reason}"
+        ) from error
     if difference is None:
         return chosen, noisy
     # 2. Replay with a new environment per episode, unless that is the setting.
@@ -162,16 +192,22 @@ def check_determinism(
         again, noisy_again = _compare_replays(make, mapping, True, interleaved)
     # 3. Warn with a remedy.
     fix = (
-        "Let reset(seed=...) seed all of its randomness and discard the previous episode: draw from self.np_random, "
-        "not from a global generator. If other environments in the same process disturb it, set "
-        'vectorization="processes".'
+        "Let reset(seed=...) seed all of its randomness and discard the previous episode: draw from"
+        " self.np_random, not from a global generator. If other environments in the same process"
+        ' disturb it, set vectorization="processes".'
     )
     if again is None and recreate_env is None:
         chosen = True
         noisy = noisy_again
-        fix = "A new environment per episode avoids this. Set recreate_env=True to confirm, or fix its reset()."
+        fix = (
+            "A new environment per episode avoids this. Set recreate_env=True to confirm, or fix"
+            " its reset()."
+        )
     elif again is None:
-        fix = "State is carried over between episodes. Leave out recreate_env=False, or fix its reset()."
+        fix = (
+            "State is carried over between episodes. Leave out recreate_env=False, or fix its"
+            " reset()."
+        )
     warn(f"{name} is not deterministic: with equal reset seed and actions, {difference}. {fix}")
     return chosen, noisy
 
@@ -188,16 +224,23 @@ def _compare_replays(
         interleaved: Step two environments alternately, to find state that they share.
 
     Returns:
-        The first difference between replays, or None; and True if replays are equal, but differ once the noise after
-        reset is replaced.
+        The first difference between replays, or None; and True if replays are equal, but differ
+        once the noise after reset is replaced.
     """
 
-    def replay(env: VectorEnv, seeds: Sequence[int], max_steps: int) -> Iterator[tuple[int, int, Values]]:
-        """Play one episode after another, together at most `_STEPS` steps; yield seed, step and values."""
+    def replay(
+        env: VectorEnv, seeds: Sequence[int], max_steps: int
+    ) -> Iterator[tuple[int, int, Values]]:
+        """Play one episode after another, together at most `_STEPS` steps.
+
+        Yield seed, step and values.
+        """
         steps_left = _STEPS
         for seed in seeds:
             rng = generator(0, "actions of replays", seed)
-            for step, values in enumerate(play_randomly(env, mapping, seed, rng, min(steps_left, max_steps))):
+            for step, values in enumerate(
+                play_randomly(env, mapping, seed, rng, min(steps_left, max_steps))
+            ):
                 steps_left -= step > 0  # step 0 is the reset
                 yield seed, step, values
             if not steps_left:
@@ -213,7 +256,9 @@ def _compare_replays(
             """Run replays alternately, step by step; return the steps of each."""
             reseed()
             rounds = zip_longest(*replays)  # one step of every replay, None after its end
-            return [[step for step in steps if step is not None] for steps in zip(*rounds, strict=True)]
+            return [
+                [step for step in steps if step is not None] for steps in zip(*rounds, strict=True)
+            ]
 
         # 1. Play `_SEEDS`, then short episodes, which may leave state behind.
         (first,) = run(replay(plain, _SEEDS, _STEPS))
@@ -246,9 +291,12 @@ def _first_difference(*replays: Iterable[tuple[int, int, Values]]) -> str | None
 def _global_generators() -> Iterator[Callable[[], None]]:
     """Yield a function that puts the global generators of Python and numpy into another known state at each call.
 
-    Environments that draw from these generators then differ between replays. The caller's states are restored.
+    Environments that draw from these generators then differ between replays. The caller's states
+    are restored.
     """
-    states, calls = (random.getstate(), np.random.get_state()), 0  # noqa: NPY002  # nothing is drawn here
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()  # noqa: NPY002  # nothing is drawn here
+    calls = 0
 
     def reseed() -> None:
         nonlocal calls
@@ -259,5 +307,5 @@ def _global_generators() -> Iterator[Callable[[], None]]:
     try:
         yield reseed
     finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])  # noqa: NPY002
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)  # noqa: NPY002

@@ -1,4 +1,7 @@
-"""Rollout: play whole episodes in a vector environment; each policy acts for all of its active agents at once."""
+"""Rollout: play whole episodes in a vector environment.
+
+Each policy acts for all of its active agents at once.
+"""
 
 import math
 from collections import defaultdict
@@ -19,7 +22,9 @@ from evogrpo.text import short_repr
 from evogrpo.validation import FLOAT32_LIMIT
 
 DEFAULT_STEP_LIMIT = 100_000
-"""Steps after which an episode that has not ended raises an error, unless its environment has a higher limit."""
+"""Steps after which an episode that has not ended raises an error, unless its environment has a
+higher limit.
+"""
 
 _STEPS_AT_ONCE = 64
 
@@ -31,19 +36,22 @@ _STEPS_AT_ONCE = 64
 class PolicyEpisodes:
     """Episodes of the agents of one policy, one row per episode and agent, padded with zeros to the longest.
 
-    An agent that acts in one episode of a group has a row in each episode of the group, so that its rewards can be
-    compared; nothing is present where it never acted. Steps are those of the episode: an action is not present before
-    its agent's birth, after its end, and while its action mask allows no action. Rewards of such steps are credited to
-    the agent's previous action; rewards before its first action are dropped. A single agent acts at every step.
+    An agent that acts in one episode of a group has a row in each episode of the group, so that its
+    rewards can be compared; nothing is present where it never acted. Steps are those of the
+    episode: an action is not present before its agent's birth, after its end, and while its action
+    mask allows no action. Rewards of such steps are credited to the agent's previous action;
+    rewards before its first action are dropped. A single agent acts at every step.
 
     Attributes:
         rows: `[n]` number of the episode.
         agents: Agent of each row.
         group_ids: `[n]` rows with the same member, start and agent have the same number.
-        observations: `[n, t, ...]` observation of each action, as the environment gave it; dicts and tuples of such
-            arrays for composite spaces.
-        actions: `[n, t, ...]` in the policy's form: boxes not clipped, discrete values counted from 0.
-        action_masks: `[n, t, k]` legal actions, True in the padding; None if the environment has no masks.
+        observations: `[n, t, ...]` observation of each action, as the environment gave it; dicts
+            and tuples of such arrays for composite spaces.
+        actions: `[n, t, ...]` in the policy's form: boxes not clipped, discrete values counted from
+            0.
+        action_masks: `[n, t, k]` legal actions, True in the padding; None if the environment has no
+            masks.
         log_probs: `[n, t]` of the behaviour policy, in nats.
         present: `[n, t]` True where an action was taken.
         own_rewards: `[n, t]` reward of the agent, float64.
@@ -85,7 +93,8 @@ class Episodes:
 
     Attributes:
         episodes: Episodes of each policy; policies whose agents never acted are omitted.
-        returns: Return of each agent, for each of the n episodes, in the order of their first rewards.
+        returns: Return of each agent, for each of the n episodes, in the order of their first
+            rewards.
         rewards: `[n]` fitness of each episode: by default the sum of all agents' returns.
         lengths: `[n]` steps.
     """
@@ -143,7 +152,10 @@ class EpisodeRecorder:
         self._lengths = np.zeros(len(groups), dtype=np.int64)
 
     def _entries(self, rows: NDArray[np.int64], agents: Sequence[str]) -> NDArray[np.int64]:
-        """Return the entries of agents in episodes `rows`; new agents get the next number. No agents = a single one."""
+        """Return the entries of agents in episodes `rows`; new agents get the next number.
+
+        No agents = a single one.
+        """
         if not agents:
             return rows
         numbers = [self._agents.setdefault(agent, len(self._agents)) for agent in agents]
@@ -175,7 +187,9 @@ class EpisodeRecorder:
             self._totals.append((rows, t, step.totals))
             rows = rows[step.positions]
             t = t[step.positions]
-            for row, agent, reward in zip(rows.tolist(), step.agents, step.rewards.tolist(), strict=True):
+            for row, agent, reward in zip(
+                rows.tolist(), step.agents, step.rewards.tolist(), strict=True
+            ):
                 returns = self._returns[row]
                 returns[agent] = returns.get(agent, 0.0) + reward
         entries = self._entries(rows, step.agents)
@@ -200,22 +214,30 @@ class EpisodeRecorder:
             returns = [{AGENT: reward} for reward in rewards.tolist()]
         policies = [policy for policy in self._mapping.specs if policy in self._columns]
         return Episodes(
-            episodes={policy: self._episodes(policy, agents, earned, totals) for policy in policies},
+            episodes={
+                policy: self._episodes(policy, agents, earned, totals) for policy in policies
+            },
             returns=tuple(returns),
             rewards=rewards,
             lengths=self._lengths,
         )
 
     def _episodes(
-        self, policy: str, agents: Sequence[str], earned: NDArray[np.float64], totals: NDArray[np.float64]
+        self,
+        policy: str,
+        agents: Sequence[str],
+        earned: NDArray[np.float64],
+        totals: NDArray[np.float64],
     ) -> PolicyEpisodes:
         """Return the episodes of one policy.
 
         Args:
             policy: The policy.
             agents: Names of all agents, by number.
-            earned: `[agents * n, steps]` rewards of each entry, which is agent number * n + episode.
-            totals: `[n, steps]` rewards of all agents together; `earned` itself if there is a single agent.
+            earned: `[agents * n, steps]` rewards of each entry, which is agent number * n +
+                episode.
+            totals: `[n, steps]` rewards of all agents together; `earned` itself if there is a
+                single agent.
         """
         # 1. Complete the masks.
         columns = self._columns.pop(policy)
@@ -224,24 +246,32 @@ class EpisodeRecorder:
         width = next((mask.shape[1] for mask in masks if mask is not None), None)
         if width is not None:  # in steps without a mask, all actions are legal
             all_legal = [np.ones((len(step), width), dtype=np.bool_) for step in columns["entries"]]
-            masks[:] = [full if mask is None else mask for mask, full in zip(masks, all_legal, strict=True)]
+            masks[:] = [
+                full if mask is None else mask for mask, full in zip(masks, all_legal, strict=True)
+            ]
         entries = np.concatenate(columns["entries"])
         t = np.concatenate(columns["t"])
-        # 2. Choose one row per episode and agent that acts in the episode's group: by episode, then in the order of
-        # agents. So the episodes of a group have the same agents, which are compared with each other.
+        # 2. Choose one row per episode and agent that acts in the episode's group: by episode, then
+        # in the order of agents. So the episodes of a group have the same agents, which are
+        # compared with each other.
         acted = np.zeros(len(agents) * n, dtype=np.bool_)
         acted[entries] = True
         acting = acted.reshape(len(agents), n)
         numbers = np.flatnonzero(acting.any(1)).tolist()
         # Agents known in advance come in their order, then all others by name.
         order = {agent: place for place, agent in enumerate(self._mapping.specs[policy].agents)}
-        ordered = np.array(sorted(numbers, key=lambda number: (order.get(agents[number], len(order)), agents[number])))
+        ordered = np.array(
+            sorted(
+                numbers, key=lambda number: (order.get(agents[number], len(order)), agents[number])
+            )
+        )
         # `[groups, agents]` True if the agent acts in an episode of the group.
         appears = np.zeros((1 + self._groups.max(), len(ordered)), dtype=np.bool_)
         np.logical_or.at(appears, self._groups, acting[ordered].T)
         rows, places = np.nonzero(appears[self._groups])
         chosen = ordered[places] * n + rows
-        # 3. Scatter the recorded values to arrays `[rows, t]`, by their flat position `row * t + step`.
+        # 3. Scatter the recorded values to arrays `[rows, t]`, by their flat position
+        #    `row * t + step`.
         shape = len(rows), 1 + int(t.max())
         row_of_entry = np.empty(len(acted), dtype=np.int64)
         row_of_entry[chosen] = np.arange(len(rows))
@@ -249,8 +279,12 @@ class EpisodeRecorder:
         present = np.zeros(shape, dtype=np.bool_)
         present.reshape(-1)[cells] = True
         own_rewards = _credited(earned[chosen], present)
-        leaves = [_scatter(columns[name], shape, cells) for name in columns if name.startswith("leaf ")]
-        ends = [np.isin(chosen, np.concatenate(each)) for each in (self._terminated, self._truncated)]
+        leaves = [
+            _scatter(columns[name], shape, cells) for name in columns if name.startswith("leaf ")
+        ]
+        ends = [
+            np.isin(chosen, np.concatenate(each)) for each in (self._terminated, self._truncated)
+        ]
         return PolicyEpisodes(
             rows=rows,
             agents=tuple(agents[number] for number in ordered[places].tolist()),
@@ -267,8 +301,12 @@ class EpisodeRecorder:
         )
 
 
-def _scatter(parts: list[Any], shape: tuple[int, int], cells: NDArray[np.int64], fill: int = 0) -> NDArray[Any]:
-    """Return the values `[m, ...]` of all steps as an array `[n, t, ...]`; empties the list on the way.
+def _scatter(
+    parts: list[Any], shape: tuple[int, int], cells: NDArray[np.int64], fill: int = 0
+) -> NDArray[Any]:
+    """Return the values `[m, ...]` of all steps as an array `[n, t, ...]`.
+
+    Empties the list on the way.
 
     Args:
         parts: Values of each step.
@@ -288,7 +326,8 @@ def _scatter(parts: list[Any], shape: tuple[int, int], cells: NDArray[np.int64],
 
 
 def _table(
-    parts: Sequence[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]], shape: tuple[int, int]
+    parts: Sequence[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]],
+    shape: tuple[int, int],
 ) -> NDArray[np.float64]:
     """Return rewards `[n, t]` from (row, t, reward) of each step; 0 where there is none."""
     result = np.zeros(shape)
@@ -365,17 +404,17 @@ class StartBatch:
     ) -> Episodes:
         """Play one whole episode per row; each policy acts for all its active agents at once.
 
-        An episode depends on its start, its position in its group (which names its noise) and its random numbers
-        alone, not on other rows or the number of environments. Rows of one member with one start are a group, in
-        this order.
+        An episode depends on its start, its position in its group (which names its noise) and its
+        random numbers alone, not on other rows or the number of environments. Rows of one member
+        with one start are a group, in this order.
 
         Args:
             actors: Policies of all members, by name.
             mapping: Maps agents to policies.
             start_of_row: Position in `seeds` of each of the n rows; any order, any group sizes.
             member_ids: Slot of the member whose policies act in each row, at least 0.
-            uniforms: Random numbers to sample actions with, by agent, row and step (`ActionNoise`); None = greedy
-                actions.
+            uniforms: Random numbers to sample actions with, by agent, row and step (`ActionNoise`);
+                None = greedy actions.
             temperature: `[n]` sampling temperatures; None = 1.
             base: Use the untrained base policy.
             stop: Checked before each step.
@@ -384,8 +423,8 @@ class StartBatch:
             The episodes, in the order of the rows.
 
         Raises:
-            ValueError: If an agent has no policy, actions or masks do not fit the action space, a reward or an
-                observation is not finite, or an episode does not end.
+            ValueError: If an agent has no policy, actions or masks do not fit the action space, a
+                reward or an observation is not finite, or an episode does not end.
         """
         n = len(start_of_row)
         members = np.asarray(member_ids, dtype=np.int64)
@@ -434,12 +473,14 @@ def play_episodes(
     """
     recorder = EpisodeRecorder(mapping, request.groups)
     env.stop = request.stop
-    # Rows wait in an order in which members alternate, so that all have similar numbers of environments: the first row
-    # of each member, then the second of each, and so on.
+    # Rows wait in an order in which members alternate, so that all have similar numbers of
+    # environments: the first row of each member, then the second of each, and so on.
     members = request.member_ids
     by_member = np.argsort(members, kind="stable")
     place_in_member = np.empty(len(members), dtype=np.int64)
-    place_in_member[by_member] = np.arange(len(members)) - np.searchsorted(members[by_member], members[by_member])
+    place_in_member[by_member] = np.arange(len(members)) - np.searchsorted(
+        members[by_member], members[by_member]
+    )
     queue = np.lexsort((members, place_in_member))  # lexsort sorts by its last key first
     rows = t = np.empty(0, dtype=np.int64)
     total = len(queue)
@@ -452,7 +493,8 @@ def play_episodes(
             env.select(kept)
             rows = rows[kept]
             t = t[kept]
-        # 2. Start waiting rows, then sort by member and row. An episode may be finished right after its reset.
+        # 2. Start waiting rows, then sort by member and row. An episode may be finished right after
+        #    its reset.
         free = min(num_envs - len(rows), len(queue))
         if free:
             new = queue[:free]
@@ -466,13 +508,17 @@ def play_episodes(
             t = t[order]
             continue
         # A running episode counts as the fraction of its maximum length.
-        progress.set(total - len(queue) - len(rows) + int(t.sum()) / (max_episode_steps or math.inf))
+        progress.set(
+            total - len(queue) - len(rows) + int(t.sum()) / (max_episode_steps or math.inf)
+        )
         if not len(rows):
             return recorder.finish()
         request.stop.check()
         max_steps = max(max_episode_steps or 0, DEFAULT_STEP_LIMIT)
         if t.max() >= max_steps:
-            raise ValueError(f"An episode has not ended after {max_steps} steps. Set max_episode_steps.")
+            raise ValueError(
+                f"An episode has not ended after {max_steps} steps. Set max_episode_steps."
+            )
         # 3. Each policy acts for its agents.
         chosen = {}
         for policy, inputs in env.inputs(mapping).items():
@@ -485,14 +531,23 @@ def play_episodes(
             acted = actors[policy].act(
                 unflatten(space, inputs.observations),
                 members[input_rows],
-                uniforms=None if request.uniforms is None else request.uniforms(inputs.agents, input_rows, input_t),
-                temperature=None if request.temperature is None else request.temperature[input_rows],
+                uniforms=(
+                    None
+                    if request.uniforms is None
+                    else request.uniforms(inputs.agents, input_rows, input_t)
+                ),
+                temperature=(
+                    None if request.temperature is None else request.temperature[input_rows]
+                ),
                 action_mask=inputs.action_masks,
                 base=request.base,
             )
             expected = (len(input_rows), *(action_space.shape or ()))
             if np.shape(acted.actions) != expected:
-                raise ValueError(f"actions must have shape {expected} for {action_space}, got {acted.actions.shape}.")
+                raise ValueError(
+                    f"actions must have shape {expected} for {action_space}, got"
+                    f" {acted.actions.shape}."
+                )
             actions = np.asarray(acted.actions, dtype=action_space.dtype)
             log_probs = np.asarray(acted.log_probs, dtype=np.float32)
             recorder.record_actions(policy, input_rows, input_t, inputs, actions, log_probs)
@@ -537,6 +592,6 @@ def check_finite_rewards(step: VectorStep, seeds: NDArray[np.int64], t: NDArray[
 
 def _not_finite(kind: str, value: Any, agent: str, seed: int, t: int) -> ValueError:
     return ValueError(
-        f"{kind}{f' of {agent}' if agent else ''} must be finite and at most {FLOAT32_LIMIT:g} in size, "
-        f"got {value} after {t} steps from reset(seed={seed})."
+        f"{kind}{f' of {agent}' if agent else ''} must be finite and at most {FLOAT32_LIMIT:g} in"
+        f" size, got {value} after {t} steps from reset(seed={seed})."
     )

@@ -20,14 +20,20 @@ from evogrpo.warnings import warn
 
 Made = TypeVar("Made", bound=Any)
 
-SEEDS_PER_SPLIT = 1 << 29  # the seeds of all splits fit into 31 bits, which every environment accepts
+SEEDS_PER_SPLIT = (
+    1 << 29
+)  # the seeds of all splits fit into 31 bits, which every environment accepts
 MAX_STARTS = 10_000_000  # a pass over the training starts is shuffled in memory
 DEFAULT_MAX_EPISODE_STEPS = 1000
-"""Steps after which an episode is truncated if neither the environment nor the caller sets a limit."""
+"""Steps after which an episode is truncated if neither the environment nor the caller sets a limit.
+"""
 
 
 def declared_limit(unwrapped: object) -> int | None:
-    """Return the step limit in an environment's attributes, as MiniGrid has it; None if there is none."""
+    """Return the step limit in an environment's attributes, as MiniGrid has it.
+
+    None if there is none.
+    """
     for name in ("max_episode_steps", "_max_episode_steps", "max_steps", "max_cycles"):
         limit = getattr(unwrapped, name, None)
         if isinstance(limit, int | np.integer) and not isinstance(limit, bool) and limit > 0:
@@ -41,7 +47,9 @@ def make_example(make: Callable[[], Made]) -> Made:
         env = make()
         other = make()
     if env.unwrapped is other.unwrapped:
-        raise ValueError("env must create a new environment at each call, but returned the same one twice.")
+        raise ValueError(
+            "env must create a new environment at each call, but returned the same one twice."
+        )
     other.close()
     return env
 
@@ -49,7 +57,8 @@ def make_example(make: Callable[[], Made]) -> Made:
 class SeededGroups(ABC):
     """Base class of environments whose starts are reset seeds.
 
-    The seeds of the splits lie in disjoint ranges and are distinct. A larger split keeps the seeds of a smaller one.
+    The seeds of the splits lie in disjoint ranges and are distinct. A larger split keeps the seeds
+    of a smaller one.
 
     Args:
         seed: Root seed of the starts and of their order.
@@ -81,7 +90,9 @@ class SeededGroups(ABC):
         self.seed = whole_number("seed", seed)
         self._sizes = dict(sizes)
         if env_kwargs is not None and not _is_keywords(env_kwargs):
-            raise ValueError(f"env_kwargs must be a mapping of keyword arguments, got {shown(env_kwargs)}.")
+            raise ValueError(
+                f"env_kwargs must be a mapping of keyword arguments, got {shown(env_kwargs)}."
+            )
         self._kwargs = dict(env_kwargs or {})
         self._vector_env: VectorEnv | None = None
 
@@ -133,8 +144,11 @@ class SeededGroups(ABC):
         size = self.size(split)
         if not all(0 <= start < size for start in starts):
             raise ValueError(f"starts of {split} must be in [0, {size - 1}], got {list(starts)}.")
-        # An odd multiplier permutes the range: no seed repeats, and a larger split keeps the smaller one's seeds.
-        factor, shift = generator(self.seed, "reset seeds", SPLITS.index(split)).integers(SEEDS_PER_SPLIT, size=2)
+        # An odd multiplier permutes the range: no seed repeats, and a larger split keeps the
+        # smaller one's seeds.
+        factor, shift = generator(self.seed, "reset seeds", SPLITS.index(split)).integers(
+            SEEDS_PER_SPLIT, size=2
+        )
         base = SPLITS.index(split) * SEEDS_PER_SPLIT
         odd = int(factor) | 1
         return tuple(base + (odd * int(start) + int(shift)) % SEEDS_PER_SPLIT for start in starts)
@@ -147,12 +161,16 @@ class SeededGroups(ABC):
         """
         return StartBatch(env=self, seeds=self._reset_seeds(split, starts))
 
-    def play_request(self, actors: Mapping[str, Actor], mapping: PolicyMapping, request: EpisodeRequest) -> Episodes:
+    def play_request(
+        self, actors: Mapping[str, Actor], mapping: PolicyMapping, request: EpisodeRequest
+    ) -> Episodes:
         """Play one episode per row of the request; see `StartBatch.play`."""
         if self._vector_env is None:
             self._vector_env = self._create_vector_env()
         try:
-            played = play_episodes(self._vector_env, self._num_envs, actors, mapping, request, self.max_episode_steps)
+            played = play_episodes(
+                self._vector_env, self._num_envs, actors, mapping, request, self.max_episode_steps
+            )
         except BaseException:
             # The next call must not see unfinished episodes.
             with suppress(Exception):  # the first error is the one to report
@@ -162,8 +180,8 @@ class SeededGroups(ABC):
         if limit is not None and (played.truncated & (played.lengths >= limit)).any():
             self._default_limit = None  # one warning
             warn(
-                f"An episode of {self.name} was truncated after {limit:,} steps, the default limit. Set "
-                "max_episode_steps.",
+                f"An episode of {self.name} was truncated after {limit:,} steps, the default limit."
+                " Set max_episode_steps.",
                 rank_zero_only=False,
             )
         return played
@@ -173,7 +191,10 @@ class SeededGroups(ABC):
         return deal_starts(self.seed, self.size("train"), step, count, block)
 
     def fingerprint(self) -> dict[str, str]:
-        """Return short texts that identify starts and environment; see `evogrpo.envs.protocol.SupportsFingerprint`."""
+        """Return short texts that identify starts and environment.
+
+        See `evogrpo.envs.protocol.SupportsFingerprint`.
+        """
         sizes = {f"{split} starts": str(self.size(split)) for split in SPLITS}
         return {**sizes, "seed": str(self.seed), **self._identity()}
 

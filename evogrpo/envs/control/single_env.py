@@ -26,7 +26,8 @@ Wrap = Callable[["gymnasium.Env[Any, Any]"], "gymnasium.Env[Any, Any]"]
 """A class of `gymnasium.Wrapper`, or another callable that returns an environment wrapped."""
 
 ACTION_MASK = "action_mask"
-"""Key of the legal actions in infos, and in Dict observations in the form of RLlib and PettingZoo."""
+"""Key of the legal actions in infos, and in Dict observations in the form of RLlib and PettingZoo.
+"""
 
 MASK_METHOD = "action_masks"
 """Method that returns the legal actions, in the form of sb3-contrib."""
@@ -41,15 +42,18 @@ EnvResult = tuple[Any, Any, Any, Any, Any]
 class EndForkedChildren:
     """Context in which user code may fork: a child process that leaves it ends there.
 
-    Otherwise an environment that calls `os.fork` would leave a second process in this program, which would train or
-    reply like the first one.
+    Otherwise an environment that calls `os.fork` would leave a second process in this program,
+    which would train or reply like the first one.
     """
 
     def __enter__(self) -> None:
         self._process = os.getpid()
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if os.getpid() == self._process:
             return
@@ -74,8 +78,16 @@ def call_env(env: "gymnasium.Env[Any, Any]", method: Method, value: Any) -> EnvR
             observation, info = checked_results(env.reset(seed=value), RESET_RESULTS)
             found: EnvResult = (observation, None, None, None, mask_of(env, info))
         else:
-            observation, reward, terminated, truncated, info = checked_results(env.step(value), STEP_RESULTS)
-            found = (observation, reward, terminated, truncated, mask_of(env, info, (terminated, truncated)))
+            observation, reward, terminated, truncated, info = checked_results(
+                env.step(value), STEP_RESULTS
+            )
+            found = (
+                observation,
+                reward,
+                terminated,
+                truncated,
+                mask_of(env, info, (terminated, truncated)),
+            )
     check_same_actions(action_space, env.action_space, method)
     return found
 
@@ -85,7 +97,9 @@ STEP_RESULTS = "step must return (observation, reward, terminated, truncated, in
 
 
 def checked_results(returned: Any, form: str) -> tuple[Any, ...]:
-    """Return the results of a reset or step; raise ValueError unless they are a tuple of this form, with a dict last.
+    """Return the results of a reset or step.
+
+    Raise ValueError unless they are a tuple of this form, with a dict last.
 
     Args:
         returned: Results as the environment gave them.
@@ -108,24 +122,32 @@ def check_same_actions(declared: object, current: object, method: Method) -> Non
     """Raise ValueError if a reset or step has changed an action space: the policy was built for the first one."""
     if current is not declared and current != declared:
         raise ValueError(
-            f"action_space must not change, but {method} changed it from {shown(declared)} to {shown(current)}. Set "
-            "it in the constructor, and return an action_mask if some actions are not legal."
+            f"action_space must not change, but {method} changed it from {shown(declared)} to"
+            f" {shown(current)}. Set it in the constructor, and return an action_mask if some"
+            " actions are not legal."
         )
 
 
 def check_mask_name(keys: Iterable[Any]) -> None:
     """Raise ValueError if an info or a Dict observation has a mask under the name of the method."""
     if MASK_METHOD in keys:
-        raise ValueError(f"{MASK_METHOD!r} is the name of a method. Rename the entry to {ACTION_MASK!r}.")
+        raise ValueError(
+            f"{MASK_METHOD!r} is the name of a method. Rename the entry to {ACTION_MASK!r}."
+        )
 
 
-def mask_of(env: "gymnasium.Env[Any, Any]", info: Mapping[str, Any], ends: Sequence[Any] = ()) -> Any:
-    """Return the legal actions, from `info["action_mask"]` or the method `action_masks`; None if there is neither.
+def mask_of(
+    env: "gymnasium.Env[Any, Any]", info: Mapping[str, Any], ends: Sequence[Any] = ()
+) -> Any:
+    """Return the legal actions, from `info["action_mask"]` or the method `action_masks`.
+
+    None if there is neither.
 
     Args:
         env: Environment; the method may be that of one of its wrappers.
         info: Info of the latest reset or step.
-        ends: Flags of this step. Some environments have no legal action after their end, so the method is not called.
+        ends: Flags of this step. Some environments have no legal action after their end, so the
+            method is not called.
 
     Raises:
         ValueError: If `action_masks` is no method, or an entry of the info.
@@ -140,7 +162,9 @@ def mask_of(env: "gymnasium.Env[Any, Any]", info: Mapping[str, Any], ends: Seque
         return None
     method = env.get_wrapper_attr(MASK_METHOD)
     if not callable(method):
-        raise ValueError(f"{MASK_METHOD} must be a method that returns the legal actions, got {shown(method)}.")
+        raise ValueError(
+            f"{MASK_METHOD} must be a method that returns the legal actions, got {shown(method)}."
+        )
     return method()
 
 
@@ -157,9 +181,9 @@ def noise_seed(seed: int, replica: int) -> int:
 class ReseededNoise(gymnasium.Wrapper[Any, Any, Any, Any]):
     """Replaces the noise after reset, so that the episodes of a group share their start only.
 
-    `unwrapped.np_random` is replaced by the generator (seed, "noise", reset seed, replica). Other sources of
-    randomness in an environment are not affected. The bits of a reset seed above the lower 31 hold the replica, since
-    vector environments pass nothing else to a single environment.
+    `unwrapped.np_random` is replaced by the generator (seed, "noise", reset seed, replica). Other
+    sources of randomness in an environment are not affected. The bits of a reset seed above the
+    lower 31 hold the replica, since vector environments pass nothing else to a single environment.
 
     Args:
         env: Environment.
@@ -170,14 +194,18 @@ class ReseededNoise(gymnasium.Wrapper[Any, Any, Any, Any]):
         super().__init__(env)
         self._seed = seed
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
         """Reset with the lower 31 bits of the seed; None = a random start."""
         if seed is None:
             return self.env.reset(seed=None, options=options)
         replica, start = divmod(seed, 1 << _SEED_BITS)
         result = self.env.reset(seed=start, options=options)
         noise = int(generator(self._seed, "noise", start, replica).integers(2**63))
-        self.env.unwrapped.np_random, _ = seeding.np_random(noise)  # the generator class that environments expect
+        self.env.unwrapped.np_random, _ = seeding.np_random(
+            noise
+        )  # the generator class that environments expect
         return result
 
 
@@ -199,15 +227,20 @@ def check_env(env: object) -> None:
     name = type(env).__name__
     is_vector = hasattr(env, "num_envs") and not isinstance(env, gymnasium.Env)
     if is_vector or getattr(env, "num_envs", 1) != 1:
-        raise ValueError(f"env must create a single environment, got a vector of several ({name}). Set num_envs.")
+        raise ValueError(
+            f"env must create a single environment, got a vector of several ({name}). Set num_envs."
+        )
     if not isinstance(env, gymnasium.Env):
         raise ValueError(
-            f"env must create a gymnasium.Env, got {name} (old Gym: shimmy; several agents: PettingZooGroups)."
+            f"env must create a gymnasium.Env, got {name} (old Gym: shimmy; several agents:"
+            " PettingZooGroups)."
         )
     for kind in ("observation_space", "action_space"):
         space = getattr(env, kind, None)
         if not isinstance(space, gymnasium.Space):
-            raise ValueError(f"{name}.{kind} must be a space of gymnasium.spaces, got {class_name(space)}.")
+            raise ValueError(
+                f"{name}.{kind} must be a space of gymnasium.spaces, got {class_name(space)}."
+            )
 
 
 MAX_ID = 500
@@ -253,7 +286,8 @@ class EnvFactory:
     Attributes:
         env: A registered id, or a callable.
         env_kwargs: Keyword arguments of either.
-        max_episode_steps: Steps after which an episode is truncated; None = the environment's own limit.
+        max_episode_steps: Steps after which an episode is truncated; None = the environment's own
+            limit.
         noise_seed: Root seed of the noise after reset; None = the environment's own noise.
         wrappers: Wrappers, the first one innermost.
 
@@ -270,19 +304,22 @@ class EnvFactory:
     def __post_init__(self) -> None:
         if not isinstance(self.env, str) and not callable(self.env):
             raise ValueError(
-                f"env must be the id of an environment, or a function that creates one, got {class_name(self.env)}."
+                "env must be the id of an environment, or a function that creates one, got"
+                f" {class_name(self.env)}."
             )
 
     def __call__(self) -> "gymnasium.Env[Any, Any]":
         """Create one environment.
 
         Raises:
-            ValueError: If the callable returns anything else, the environment has a lower limit of its own, or a
-                wrapper fails.
+            ValueError: If the callable returns anything else, the environment has a lower limit of
+                its own, or a wrapper fails.
         """
         if isinstance(self.env, str):
             env_spec(self.env)  # for its error messages
-            env = gymnasium.make(self.env, max_episode_steps=self.max_episode_steps, **self.env_kwargs)
+            env = gymnasium.make(
+                self.env, max_episode_steps=self.max_episode_steps, **self.env_kwargs
+            )
         else:
             env = self.env(**self.env_kwargs)
             check_env(env)
@@ -290,13 +327,17 @@ class EnvFactory:
                 limit = time_limit(env)
                 steps = self.max_episode_steps
                 if limit is not None and limit < steps:
-                    raise ValueError(f"max_episode_steps must be at most the environment's {limit}, got {steps}.")
+                    raise ValueError(
+                        f"max_episode_steps must be at most the environment's {limit}, got {steps}."
+                    )
                 env = TimeLimit(env, self.max_episode_steps)
         for wrap in self.wrappers:
             try:
                 env = wrap(env)
             except Exception as error:
-                raise ValueError(f"wrapper {wrapper_name(wrap)} failed on {env}: {error!r}") from error
+                raise ValueError(
+                    f"wrapper {wrapper_name(wrap)} failed on {env}: {error!r}"
+                ) from error
             check_env(env)
         if self.noise_seed is None:
             return env

@@ -26,12 +26,14 @@ from evogrpo.records import DEFAULT_POLICY
 class PolicyInput(NamedTuple):
     """Inputs of one policy: one entry for each of its agents that can act.
 
-    A named tuple because one is created per step; a frozen dataclass costs CartPole 2 % of its throughput.
+    A named tuple because one is created per step; a frozen dataclass costs CartPole 2 % of its
+    throughput.
 
     Attributes:
         observations: Leaves `[m, ...]`, never written to again.
         action_masks: `[m, k]` booleans, True = legal; None = all.
-        positions: `[m]` position of each entry's environment, ascending; None = one entry per environment.
+        positions: `[m]` position of each entry's environment, ascending; None = one entry per
+            environment.
         agents: `[m]` agent of each entry; empty for single-agent environments.
     """
 
@@ -65,8 +67,9 @@ class VectorEnv(ABC):
     """Parallel episodes, addressed by position. Positions change with `add` and `select` only.
 
     Attributes:
-        stop: Checked before each reset or step of an environment in this process, as those of all together may take
-            long. Environments in other processes are reset or stepped all at once.
+        stop: Checked before each reset or step of an environment in this process, as those of all
+            together may take long. Environments in other processes are reset or stepped all at
+            once.
     """
 
     stop: Stop = NEVER
@@ -111,7 +114,9 @@ class SerialVectorEnv(VectorEnv):
         self._idle: list[Any] = []
 
     @abstractmethod
-    def _reset(self, envs: Sequence[Any], seeds: Sequence[int], replicas: Sequence[int]) -> list[Any]:
+    def _reset(
+        self, envs: Sequence[Any], seeds: Sequence[int], replicas: Sequence[int]
+    ) -> list[Any]:
         """Start an episode in each environment and return their first results."""
 
     def add(self, seeds: Sequence[int], replicas: Sequence[int]) -> None:
@@ -131,7 +136,9 @@ class SerialVectorEnv(VectorEnv):
     def select(self, positions: NDArray[np.int64]) -> None:
         """See `VectorEnv`."""
         kept = positions.tolist()
-        dropped = [self._running[position][0] for position in set(range(len(self._running))) - set(kept)]
+        dropped = [
+            self._running[position][0] for position in set(range(len(self._running))) - set(kept)
+        ]
         self._running = [self._running[position] for position in kept]
         if self._recreate_env:
             close_all(dropped)
@@ -164,15 +171,21 @@ class GymnasiumVectorEnv(SerialVectorEnv):
         results = []
         for env, value in zip(envs, values, strict=True):
             self.stop.check()
-            # Copies, as an environment may write the results of its next call, or of another environment, into the
-            # same arrays.
+            # Copies, as an environment may write the results of its next call, or of another
+            # environment, into the same arrays.
             results.append(own_copy(call_env(env, method, value)))
         return results
 
-    def _reset(self, envs: Sequence[Any], seeds: Sequence[int], replicas: Sequence[int]) -> list[Any]:
+    def _reset(
+        self, envs: Sequence[Any], seeds: Sequence[int], replicas: Sequence[int]
+    ) -> list[Any]:
         if self._reseed:
-            seeds = [noise_seed(seed, replica) for seed, replica in zip(seeds, replicas, strict=True)]
-        return [(observation, False, mask) for observation, *_, mask in self._call("reset", envs, seeds)]
+            seeds = [
+                noise_seed(seed, replica) for seed, replica in zip(seeds, replicas, strict=True)
+            ]
+        return [
+            (observation, False, mask) for observation, *_, mask in self._call("reset", envs, seeds)
+        ]
 
     def finished(self) -> NDArray[np.bool_]:
         """See `VectorEnv`."""
@@ -197,7 +210,9 @@ class GymnasiumVectorEnv(SerialVectorEnv):
         steps = self._call("step", envs, actions[DEFAULT_POLICY])
         result = VectorStep(
             rewards=scalars([reward for _, reward, *_ in steps], np.float64, "reward"),
-            terminated=scalars([terminated for _, _, terminated, *_ in steps], np.bool_, "terminated"),
+            terminated=scalars(
+                [terminated for _, _, terminated, *_ in steps], np.bool_, "terminated"
+            ),
             truncated=scalars([truncated for *_, truncated, _ in steps], np.bool_, "truncated"),
         )
         over = (result.terminated | result.truncated).tolist()
@@ -209,18 +224,23 @@ class GymnasiumVectorEnv(SerialVectorEnv):
 
 
 class ProcessVectorEnv(GymnasiumVectorEnv):
-    """Vector environment of Gymnasium environments, each in a process of its own; see `GymnasiumVectorEnv`.
+    """Vector environment of Gymnasium environments, each in a process of its own.
+
+    See `GymnasiumVectorEnv`.
 
     Raises:
         ValueError: If the environment cannot be sent to a process.
     """
 
     def __init__(self, make: MakeEnv, *, recreate_env: bool, reseed: bool) -> None:
-        # Each process recreates its own environment, which is faster than a new process per episode.
+        # Each process recreates its own environment, which is faster than a new process per
+        # episode.
         setup = process_setup(make, recreate_env=recreate_env)
         super().__init__(lambda: EnvProcess(setup), reseed=reseed)
 
-    def _call(self, method: Method, envs: Sequence[EnvProcess], values: Iterable[Any]) -> list[EnvResult]:
+    def _call(
+        self, method: Method, envs: Sequence[EnvProcess], values: Iterable[Any]
+    ) -> list[EnvResult]:
         for env, value in zip(envs, values, strict=True):
             env.send(method, value)
         return [env.receive() for env in envs]

@@ -15,7 +15,9 @@ from evogrpo.text import pluralize, shown
 from evogrpo.warnings import warn
 
 AnyTable = Any
-"""A `datasets.Dataset`, a pandas or polars data frame, a pyarrow table, or any sequence of mappings."""
+"""A `datasets.Dataset`, a pandas or polars data frame, a pyarrow table, or any sequence of
+mappings.
+"""
 
 
 def tables_by_split(train: Any, validation: Any, test: Any) -> dict[Split, Any]:
@@ -33,14 +35,21 @@ def tables_by_split(train: Any, validation: Any, test: Any) -> dict[Split, Any]:
     if isinstance(train, Mapping) and "train" in train:
         for split in SPLITS[1:]:
             if split in train and tables[split] is not None:
-                raise ValueError(f"train_dataset contains a {split} split, and {split}_dataset is set. Remove one.")
+                raise ValueError(
+                    f"train_dataset contains a {split} split, and {split}_dataset is set. Remove"
+                    " one."
+                )
         tables |= {split: train[split] for split in SPLITS if split in train}
         if unused := [name for name in train if name not in SPLITS]:
             warn(
-                f"train_dataset has parts that are not used: {shown(unused, 200)}. Rename them to {', '.join(SPLITS)}."
+                f"train_dataset has parts that are not used: {shown(unused, 200)}. Rename them to"
+                f" {', '.join(SPLITS)}."
             )
     if tables["train"] is None:
-        raise ValueError("train_dataset must be given: rows such as [{'question': ..., 'answer': ...}], got None.")
+        raise ValueError(
+            "train_dataset must be given: rows such as [{'question': ..., 'answer': ...}], got"
+            " None."
+        )
     return {split: _rows(table) for split, table in tables.items()}
 
 
@@ -48,7 +57,10 @@ def _rows(table: Any) -> Any:
     """Return data frames and arrow tables as rows of plain values, other tables unchanged."""
     if hasattr(table, "iloc") and hasattr(table, "columns"):  # pandas, with NaN for missing values
         check_column_names(list(table.columns), "a data frame")
-        return [_plain(row) for row in table.astype(object).where(table.notna(), None).to_dict("records")]
+        return [
+            _plain(row)
+            for row in table.astype(object).where(table.notna(), None).to_dict("records")
+        ]
     if hasattr(table, "to_dicts"):  # polars
         return table.to_dicts()
     if hasattr(table, "to_pylist") and hasattr(table, "schema"):  # pyarrow
@@ -74,11 +86,15 @@ def _plain(value: Any) -> Any:
 def check_column_names(names: Sequence[Any], where: str) -> None:
     """Raise ValueError if two columns have the same name: only one of them would be read."""
     for name in (name for place, name in enumerate(names) if name in names[:place]):
-        raise ValueError(f"Columns of {where} must have different names, got {shown(name)} twice. Rename one.")
+        raise ValueError(
+            f"Columns of {where} must have different names, got {shown(name)} twice. Rename one."
+        )
 
 
 def check_table(table: AnyTable, columns: Sequence[str], name: str) -> list[str]:
-    """Check that a dataset is a non-empty table with the required columns in all rows; return all its columns.
+    """Check that a dataset is a non-empty table with the required columns in all rows.
+
+    Return all its columns.
 
     Raises:
         ValueError: If it is not.
@@ -89,7 +105,10 @@ def check_table(table: AnyTable, columns: Sequence[str], name: str) -> list[str]
         received = shown(table)
         if isinstance(table, Mapping):
             received = f"a mapping of {shown(list(table))} without train"
-        raise ValueError(f"{name} must be a list of mappings, a data frame or a datasets.Dataset, got {received}.")
+        raise ValueError(
+            f"{name} must be a list of mappings, a data frame or a datasets.Dataset, got"
+            f" {received}."
+        )
     if len(table) == 0:
         raise ValueError(f"{name} must contain at least one row, got none.")
     # 2. Check each row of a list; a `datasets.Dataset` has the same columns in all rows.
@@ -97,16 +116,21 @@ def check_table(table: AnyTable, columns: Sequence[str], name: str) -> list[str]
     for number in range(len(table)) if names is None else ():
         row = table[number]
         if not isinstance(row, Mapping):
-            raise ValueError(f"{numbered(number, name)} must be a mapping with {list(columns)}, got {shown(row)}.")
+            raise ValueError(
+                f"{numbered(number, name)} must be a mapping with {list(columns)}, got"
+                f" {shown(row)}."
+            )
         if set(row) != set(table[0]):
-            raise ValueError(f"{numbered(number, name)} must have the columns {list(table[0])}, got {list(row)}.")
+            raise ValueError(
+                f"{numbered(number, name)} must have the columns {list(table[0])}, got {list(row)}."
+            )
     # 3. Check the columns.
     present = list(table[0]) if names is None else list(names)
     missing = [column for column in columns if column not in present]
     if missing:
         raise ValueError(
-            f"{name} must have the columns {list(columns)}, got {shown(present, 200)}. Missing: {missing}. "
-            f"{_how_to_name(missing, present, columns)}"
+            f"{name} must have the columns {list(columns)}, got {shown(present, 200)}. Missing:"
+            f" {missing}. {_how_to_name(missing, present, columns)}"
         )
     return present
 
@@ -119,13 +143,15 @@ def _how_to_name(missing: Sequence[str], present: Sequence[Any], columns: Sequen
         else:
             given = "conversations"
         return (
-            f"Rename {given} to prompt, without the last answer, and use reward_funcs (form: trl). An answer in a "
-            "column of its own is passed to them."
+            f"Rename {given} to prompt, without the last answer, and use reward_funcs (form: trl)."
+            " An answer in a column of its own is passed to them."
         )
     renamed = []
     names = [str(given) for given in present if given not in columns]
     for column in missing:
-        known = next((given for given in names if counterpart(given, [column])), None) or close_match(column, names)
+        known = next(
+            (given for given in names if counterpart(given, [column])), None
+        ) or close_match(column, names)
         if known is None and "prompt" in present:
             return "With a column prompt, use reward_funcs (form: trl): they get all other columns."
         if known is None:
@@ -154,7 +180,10 @@ class Filtered:
     held_out: int = 0
 
     def __str__(self) -> str:
-        return f"{self.too_long} too long, {self.duplicates} duplicates, {self.held_out} held out elsewhere"
+        return (
+            f"{self.too_long} too long, {self.duplicates} duplicates, {self.held_out} held out"
+            " elsewhere"
+        )
 
 
 @dataclass(frozen=True)
@@ -177,7 +206,10 @@ class RowHashes:
 
     def position(self, seed: int) -> float:
         """Return a position in [0, 1) that depends on the question and the seed alone."""
-        return int.from_bytes(hashlib.sha256(f"{seed} ".encode() + self.question).digest()[:6], "big") / 2**48
+        return (
+            int.from_bytes(hashlib.sha256(f"{seed} ".encode() + self.question).digest()[:6], "big")
+            / 2**48
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -189,7 +221,8 @@ class PromptSplit:
         rows: Row number in `table` of each prompt.
         prompts: Token ids of each prompt.
         hashes: Hashes of each row.
-        whole_rows: True if rows with equal prompts and different other columns are different questions.
+        whole_rows: True if rows with equal prompts and different other columns are different
+            questions.
     """
 
     table: AnyTable
@@ -231,21 +264,23 @@ def make_splits(
 ) -> tuple[dict[Split, PromptSplit], dict[Split, Filtered]]:
     """Return train, validation and test splits that share no prompt.
 
-    Two rows are the same question if their prompts have the same tokens. A prompt that occurs in several datasets stays
-    in test, or else in validation. Rows of one question that differ in other columns, such as the answer, are kept
-    within a split, but never in two splits.
+    Two rows are the same question if their prompts have the same tokens. A prompt that occurs in
+    several datasets stays in test, or else in validation. Rows of one question that differ in other
+    columns, such as the answer, are kept within a split, but never in two splits.
 
-    A held-out split without a dataset is drawn from the training questions. A hash of each question and the seed gives
-    it a position in [0, 1), independent of the rest of the dataset. Test takes the lowest positions below
-    `HELD_OUT_FRACTION`, validation the highest positions above 1 - `HELD_OUT_FRACTION`. If these intervals hold more
-    questions than needed, the outermost ones are held out. When rows are added, no training question becomes a
-    held-out question. For sizes beyond the intervals, the outermost questions of all are taken.
+    A held-out split without a dataset is drawn from the training questions. A hash of each question
+    and the seed gives it a position in [0, 1), independent of the rest of the dataset. Test takes
+    the lowest positions below `HELD_OUT_FRACTION`, validation the highest positions above 1 -
+    `HELD_OUT_FRACTION`. If these intervals hold more questions than needed, the outermost ones are
+    held out. When rows are added, no training question becomes a held-out question. For sizes
+    beyond the intervals, the outermost questions of all are taken.
 
     Args:
         tables: All rows of each given dataset, tokenized; "train" is required.
         max_prompt_length: Maximum number of prompt tokens; None = no limit.
-        sizes: Number of questions to draw for a held-out split without a dataset; None means `DEFAULT_SIZES`, or the
-            number in the split's interval if that is fewer, but at least two if there are enough questions.
+        sizes: Number of questions to draw for a held-out split without a dataset; None means
+            `DEFAULT_SIZES`, or the number in the split's interval if that is fewer, but at least
+            two if there are enough questions.
         seed: Seed of the draw.
 
     Returns:
@@ -266,17 +301,23 @@ def make_splits(
                 limit = f" (max_prompt_length={max_prompt_length})"
             else:
                 limit = ""
-            raise ValueError(f"Every row of {split}_dataset was left out: {filtered[split]}{limit}. Add other rows.")
+            raise ValueError(
+                f"Every row of {split}_dataset was left out: {filtered[split]}{limit}. Add other"
+                " rows."
+            )
     # 2. Held-out splits without a dataset, drawn from train.
     train = splits["train"]
     keys = train.keys
-    remaining = {number: (hashes.position(seed), hashes.row) for number, hashes in enumerate(train.hashes)}
+    remaining = {
+        number: (hashes.position(seed), hashes.row) for number, hashes in enumerate(train.hashes)
+    }
     drawn = [split for split in reversed(SPLITS) if split not in tables]
     num_questions = len(set(keys))
     if num_questions <= len(drawn):
         raise ValueError(
-            f"train_dataset has {pluralize(num_questions, 'question')} ({filtered['train']}), too few to draw other "
-            f"splits. Add rows, or pass {' and '.join(f'{split}_dataset' for split in drawn)}."
+            f"train_dataset has {pluralize(num_questions, 'question')} ({filtered['train']}), too"
+            " few to draw other splits. Add rows, or pass"
+            f" {' and '.join(f'{split}_dataset' for split in drawn)}."
         )
     for place, split in enumerate(drawn):
         # Every split that is still missing, and train, need at least one question.
@@ -289,7 +330,9 @@ def make_splits(
         for number in left_out:
             del remaining[number]
         num_others = len(left_out) - len(chosen)
-        filtered["train"] = replace(filtered["train"], held_out=filtered["train"].held_out + num_others)
+        filtered["train"] = replace(
+            filtered["train"], held_out=filtered["train"].held_out + num_others
+        )
     splits["train"] = train.take(remaining)
     # 3. Warn of left-out rows.
     parts = [f"{split}: {filtered[split]}" for split in SPLITS if filtered[split] != Filtered()]
@@ -298,12 +341,15 @@ def make_splits(
     return {split: splits[split] for split in SPLITS}, {split: filtered[split] for split in SPLITS}
 
 
-def _draw(split: Split, remaining: Mapping[int, tuple[float, bytes]], size: int | None, *, most: int) -> list[int]:
+def _draw(
+    split: Split, remaining: Mapping[int, tuple[float, bytes]], size: int | None, *, most: int
+) -> list[int]:
     """Return the questions of a held-out split, at most `most`."""
     from_test_end = split == "test"
     # 1. Order the questions by their distance from the split's end of [0, 1); ties by content.
     depth = {
-        number: (position if from_test_end else 1.0 - position, row) for number, (position, row) in remaining.items()
+        number: (position if from_test_end else 1.0 - position, row)
+        for number, (position, row) in remaining.items()
     }
     order = sorted(depth, key=lambda number: depth[number])
     candidate_count = sum(value < HELD_OUT_FRACTION for value, _ in depth.values())
@@ -312,7 +358,9 @@ def _draw(split: Split, remaining: Mapping[int, tuple[float, bytes]], size: int 
     else:
         count = size
     if not 1 <= count <= most:
-        raise ValueError(f"{split}_size must be in [1, {most}], got {count}. Pass {split}_dataset or more rows.")
+        raise ValueError(
+            f"{split}_size must be in [1, {most}], got {count}. Pass {split}_dataset or more rows."
+        )
     # 2. The first ones are held out.
     return order[:count]
 
@@ -343,7 +391,9 @@ def _clean(
 
 @dataclass(frozen=True, kw_only=True)
 class ReasoningReward:
-    """Reward function of a task in TRL's form; a class, so that it can be pickled for worker processes.
+    """Reward function of a task in TRL's form.
+
+    A class, so that it can be pickled for worker processes.
 
     Attributes:
         __name__: Name of the task.
@@ -372,9 +422,13 @@ class ReasoningReward:
             extract_answer = importlib.import_module("reasoning_gym.utils").extract_answer
             answers = [extract_answer(text, tag_name=self.answer_tag) for text in texts]
         entries = [
-            {"question": q, "answer": a, "metadata": m} for q, a, m in zip(question, answer, metadata, strict=True)
+            {"question": q, "answer": a, "metadata": m}
+            for q, a, m in zip(question, answer, metadata, strict=True)
         ]
-        return [float(self.task.score_answer(a, entry=entry)) for a, entry in zip(answers, entries, strict=True)]
+        return [
+            float(self.task.score_answer(a, entry=entry))
+            for a, entry in zip(answers, entries, strict=True)
+        ]
 
 
 def _has_length(table: Any) -> bool:

@@ -30,7 +30,15 @@ from evogrpo.envs.text.reward_functions import (
     own_row,
     timeout_error,
 )
-from evogrpo.envs.text.templates import Message, Options, Tokenizer, check_messages, numbered, reply_tokens, row_options
+from evogrpo.envs.text.templates import (
+    Message,
+    Options,
+    Tokenizer,
+    check_messages,
+    numbered,
+    reply_tokens,
+    row_options,
+)
 from evogrpo.envs.text.tools import (
     UNKNOWN_TOOL,
     Schema,
@@ -47,12 +55,22 @@ from evogrpo.envs.text.tools import (
 )
 from evogrpo.interruption import NEVER, Stop
 from evogrpo.records import Conversation
-from evogrpo.text import class_name, escaped_prints, one_line, pluralize, printable, short_repr, shown
+from evogrpo.text import (
+    class_name,
+    escaped_prints,
+    one_line,
+    pluralize,
+    printable,
+    short_repr,
+    shown,
+)
 from evogrpo.validation import finite_number, lists_options, names_unknown, whole_between
 from evogrpo.warnings import warn
 
 EnvironmentFactory = Callable[[], Any]
-"""A class or function without arguments that returns an environment: `reset`, tools and `get_reward`, as in TRL."""
+"""A class or function without arguments that returns an environment: `reset`, tools and
+`get_reward`, as in TRL.
+"""
 ENVIRONMENT_COLUMN = "environment"
 """Column with the name of a row's environment, if there are several, as in TRL."""
 DEFAULT_ENVIRONMENT_TIMEOUT = 60.0
@@ -67,7 +85,8 @@ class EnvironmentPool:
 
     Attributes:
         factories: Functions that return an environment, by name; None is the name of the only one.
-        seeded: Seed Python's and NumPy's global random numbers by the argument `seed` of each reset.
+        seeded: Seed Python's and NumPy's global random numbers by the argument `seed` of each
+            reset.
         workers: Number of threads; 0 = the calling thread, without a time limit.
         timeout: Time limit of one call, in seconds; None = no limit.
     """
@@ -108,18 +127,21 @@ class EnvironmentPool:
                 if self._seeding is seeding:
                     self._seeding = threading.Lock()  # the reset that holds the previous one hangs
             raise timeout_error(limit)
-        before = random.getstate(), np.random.get_state()  # noqa: NPY002 (what environments draw from)
+        numpy_state = np.random.get_state()  # noqa: NPY002 (what environments draw from)
+        python_state = random.getstate()
         try:
             random.seed(arguments["seed"])
             np.random.seed(arguments["seed"])  # noqa: NPY002
             return finished(environment.reset(**arguments))
         finally:
-            random.setstate(before[0])
-            np.random.set_state(before[1])  # noqa: NPY002
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)  # noqa: NPY002
             seeding.release()
 
     def start(self, name: str | None, arguments: Mapping[str, Any]) -> tuple[Any, Any]:
-        """Take an environment and reset it, once more in a new one on a ConnectionError; return it and the observation.
+        """Take an environment and reset it, once more in a new one on a ConnectionError.
+
+        Return it and the observation.
 
         An environment whose reset fails is closed.
         """
@@ -140,7 +162,9 @@ class EnvironmentPool:
         with escaped_prints():
             outcomes = run_calls(calls, workers=self.workers, timeout=self.timeout, stop=stop)
         if any(isinstance(outcome, CallFailedError) for outcome in outcomes):
-            self._seeding = threading.Lock()  # an abandoned reset may never release the previous one
+            self._seeding = (
+                threading.Lock()
+            )  # an abandoned reset may never release the previous one
         return outcomes
 
     def close(self) -> None:
@@ -170,7 +194,8 @@ class Episode:
         results: Messages with the results of tools, after each completion that called some.
         replies: Token ids of these messages.
         failures: Number of calls that failed.
-        error: Reason why it is excluded; None if it is not. Text, as a traceback would keep the batch in memory.
+        error: Reason why it is excluded; None if it is not. Text, as a traceback would keep the
+            batch in memory.
         abandoned: True if a call to its environment may still be running.
         rewarded: True once the environment has returned its reward.
         reward: That reward.
@@ -235,7 +260,8 @@ class EnvironmentBatch(SingleTurnBatch):
         sources: Arguments of `reset` and the observation that it must return, for each prompt.
         tools: Functions that all completions can call.
         schemas: Schemas of all tools, by name of the environment.
-        own_rewards: Name of the reward of each environment with `get_reward`, by name of the environment.
+        own_rewards: Name of the reward of each environment with `get_reward`, by name of the
+            environment.
         options: Keyword arguments of the chat template.
     """
 
@@ -253,7 +279,9 @@ class EnvironmentBatch(SingleTurnBatch):
         weakref.finalize(self, _release, self.pool, self._episodes).atexit = False
 
     def respond(self, conversations: Sequence[Conversation]) -> list[tuple[int, ...] | None]:
-        """Call the tools that completions ask for, and return their results; see `PromptBatch.respond`.
+        """Call the tools that completions ask for, and return their results.
+
+        See `PromptBatch.respond`.
 
         Raises:
             RewardError: If an environment fails.
@@ -266,7 +294,9 @@ class EnvironmentBatch(SingleTurnBatch):
             if turn.calls or turn.error is not None:
                 playing.append((conversation, self._episode(conversation), turn))
         # 2. Call the tools.
-        outcomes = self.pool.run([partial(self._play, each.start, episode, turn) for each, episode, turn in playing])
+        outcomes = self.pool.run(
+            [partial(self._play, each.start, episode, turn) for each, episode, turn in playing]
+        )
         failed = [
             self._exclude(episode, outcome)
             for (_, episode, _), outcome in zip(playing, outcomes, strict=True)
@@ -282,7 +312,11 @@ class EnvironmentBatch(SingleTurnBatch):
             results, failures = outcome
             options = {**self.options, **row_options(self.rows[conversation.start])}
             replies[conversation.row] = reply_tokens(
-                tool_call(results[0]["name"]), results, self.tokenizer, options, conversation.completions[-1]
+                tool_call(results[0]["name"]),
+                results,
+                self.tokenizer,
+                options,
+                conversation.completions[-1],
             )
             episode.results.append(results)
             episode.replies.append(replies[conversation.row])
@@ -299,7 +333,9 @@ class EnvironmentBatch(SingleTurnBatch):
         # 1. Get the rewards of the environments; a conversation without calls begins and ends here.
         episodes = [self._episode(conversation) for conversation in conversations]
         waiting = [
-            pair for pair in zip(conversations, episodes, strict=True) if not pair[1].rewarded and pair[1].error is None
+            pair
+            for pair in zip(conversations, episodes, strict=True)
+            if not pair[1].rewarded and pair[1].error is None
         ]
         outcomes = self.pool.run([partial(self._finish, *pair) for pair in waiting], stop)
         failures = []
@@ -314,12 +350,19 @@ class EnvironmentBatch(SingleTurnBatch):
                 failures.append(self._exclude(episode, error))
         if failures and self.on_reward_error == "raise":
             raise failures[0]
-        # 2. Compute the other rewards. The base class reads an environment's rewards from a finished job, like those of
-        # a reward function.
+        # 2. Compute the other rewards. The base class reads an environment's rewards from a
+        # finished job, like those of a reward function.
         for name in dict.fromkeys(self.own_rewards.values()):
             future: Future[list[Any]] = Future()
-            future.set_result([each.reward if self.own_rewards.get(each.name) == name else None for each in episodes])
-            job = Job(name=name, parts=tuple((row,) for row in range(len(conversations))), batched=False)
+            future.set_result(
+                [
+                    each.reward if self.own_rewards.get(each.name) == name else None
+                    for each in episodes
+                ]
+            )
+            job = Job(
+                name=name, parts=tuple((row,) for row in range(len(conversations))), batched=False
+            )
             self._started.append((job, future))
         scores = super().score(conversations, stop)
         # 3. Exclude failed conversations, and count calls.
@@ -329,15 +372,22 @@ class EnvironmentBatch(SingleTurnBatch):
             scores.step_rewards[failed] = np.nan
         if failed.any():
             first = next(episode.error for episode in episodes if episode.error is not None)
-            warn(f"{failed.sum()} of {len(failed)} conversations excluded; the first: {first}", rank_zero_only=False)
+            warn(
+                f"{failed.sum()} of {len(failed)} conversations excluded; the first: {first}",
+                rank_zero_only=False,
+            )
         calls = sum(len(results) for episode in episodes for results in episode.results)
         metrics = {"tools/call_frequency": calls / len(episodes)}
         if calls:
-            metrics["tools/failure_frequency"] = sum(episode.failures for episode in episodes) / calls
+            metrics["tools/failure_frequency"] = (
+                sum(episode.failures for episode in episodes) / calls
+            )
         return replace(scores, metrics={**scores.metrics, **metrics})
 
     def _episode(self, conversation: Conversation) -> Episode:
-        episode = self._episodes.setdefault(conversation.row, Episode(name=self.names[conversation.start]))
+        episode = self._episodes.setdefault(
+            conversation.row, Episode(name=self.names[conversation.start])
+        )
         if tuple(episode.replies[: len(conversation.replies)]) != conversation.replies:
             raise ValueError("replies of conversations must come from `respond` of the same batch.")
         return episode
@@ -367,16 +417,24 @@ class EnvironmentBatch(SingleTurnBatch):
         episode.environment = environment
 
     def _play(self, start: int, episode: Episode, turn: ToolTurn) -> tuple[list[Message], int]:
-        """Make the calls of a completion; return messages with their results, and the number of failed calls."""
+        """Make the calls of a completion.
+
+        Return messages with their results, and the number of failed calls.
+        """
         if turn.error is not None:
-            return [{"role": "tool", "name": UNKNOWN_TOOL, "content": str({"error": turn.error})}], 1
+            return [
+                {"role": "tool", "name": UNKNOWN_TOOL, "content": str({"error": turn.error})}
+            ], 1
         self._begin(start, episode)
         environment = episode.environment
         if environment is None:
             methods = {}
         else:
             methods = {name: getattr(environment, name) for name in tool_methods(environment)}
-        made = [(name, *call_tool({**self.tools, **methods}, name, arguments)) for name, arguments in turn.calls]
+        made = [
+            (name, *call_tool({**self.tools, **methods}, name, arguments))
+            for name, arguments in turn.calls
+        ]
         results = [{"role": "tool", "name": name, "content": content} for name, content, _ in made]
         return results, sum(failed for *_, failed in made)
 
@@ -417,17 +475,32 @@ class EnvironmentBatch(SingleTurnBatch):
         """Return the texts of completions and of tool results, in order."""
         results = self._episodes[conversation.row].results
         return [
-            "\n".join(message["content"] for message in results[number // 2]) if number % 2 else self._text(list(part))
+            (
+                "\n".join(message["content"] for message in results[number // 2])
+                if number % 2
+                else self._text(list(part))
+            )
             for number, part in enumerate(conversation.turns)
         ]
 
     def _reward_inputs(self, conversations: Sequence[Conversation]) -> RewardInputs:
         inputs = super()._reward_inputs(conversations)
         rows = list(inputs.rows)
-        if self.pool.factories and self.runner.in_process:  # environments are not sent to worker processes
-            environments = [self._episodes[conversation.row].environment for conversation in conversations]
-            rows = [{**row, ENVIRONMENTS: environment} for row, environment in zip(rows, environments, strict=True)]
-        return replace(inputs, rows=rows, messages=[self._messages(conversation) for conversation in conversations])
+        if (
+            self.pool.factories and self.runner.in_process
+        ):  # environments are not sent to worker processes
+            environments = [
+                self._episodes[conversation.row].environment for conversation in conversations
+            ]
+            rows = [
+                {**row, ENVIRONMENTS: environment}
+                for row, environment in zip(rows, environments, strict=True)
+            ]
+        return replace(
+            inputs,
+            rows=rows,
+            messages=[self._messages(conversation) for conversation in conversations],
+        )
 
 
 def _reason(error: BaseException) -> str:
@@ -438,7 +511,10 @@ def _reason(error: BaseException) -> str:
 
 
 def _reward_value(value: Any, conversation: Conversation) -> Any:
-    """Return the result of `get_reward`; a list of numbers becomes step rewards at the end of each completion."""
+    """Return the result of `get_reward`.
+
+    A list of numbers becomes step rewards at the end of each completion.
+    """
     if hasattr(value, "tolist"):  # arrays, tensors and their scalars
         value = value.tolist()
     if value is None or isinstance(value, StepRewards):
@@ -448,7 +524,8 @@ def _reward_value(value: Any, conversation: Conversation) -> Any:
     if len(value) > len(conversation.completions):
         completions = pluralize(len(conversation.completions), "completion")
         raise ValueError(
-            f"get_reward must return at most one number per completion, got {len(value)} for {completions}."
+            f"get_reward must return at most one number per completion, got {len(value)} for"
+            f" {completions}."
         )
     lengths = np.cumsum([len(part) for part in conversation.turns])
     values = [float(each) if isinstance(each, bool) else each for each in value]
@@ -466,8 +543,12 @@ def _named_tools(tools: Any) -> dict[str, Tool]:
     named: dict[str, Tool] = {}
     for tool in tools:
         name = getattr(tool, "__name__", None)
-        if not callable(tool) or name is None:  # a partial function has no name and no docstring of its own
-            raise ValueError(f"tools must be functions that were defined with def, got {shown(tool, 200)}.")
+        if (
+            not callable(tool) or name is None
+        ):  # a partial function has no name and no docstring of its own
+            raise ValueError(
+                f"tools must be functions that were defined with def, got {shown(tool, 200)}."
+            )
         if name in named:
             raise ValueError(f"tools must have different names, got {name!r} twice. Rename one.")
         named[name] = tool
@@ -482,38 +563,48 @@ async def _own_reward(completions: Sequence[Any]) -> list[float | None]:
 class EnvironmentGym(PromptEnvironment):
     """A prompt dataset with tools and environments in TRL's form, which the model calls between completions.
 
-    An environment is a class that also runs in TRL's `GRPOTrainer(environment_factory=)`. `reset(**row)` starts a
-    conversation; text that it returns is appended to the last message of the prompt. All other public methods are tools
-    and need type hints and a docstring with Args. `get_reward()` returns the reward at the end. It may also return a
-    list with one number per completion, for advantages of single turns. If the class has an attribute `truncated`, it
-    is set before: True if the conversation ran out of tokens. `close` or `_close` is called at the end of the run.
+    An environment is a class that also runs in TRL's `GRPOTrainer(environment_factory=)`.
+    `reset(**row)` starts a conversation; text that it returns is appended to the last message of
+    the prompt. All other public methods are tools and need type hints and a docstring with Args.
+    `get_reward()` returns the reward at the end. It may also return a list with one number per
+    completion, for advantages of single turns. If the class has an attribute `truncated`, it is set
+    before: True if the conversation ran out of tokens. `close` or `_close` is called at the end of
+    the run.
 
-    The chat template shows the tools to the model and renders their results, which are masked in the loss. Calls are
-    parsed by the tokenizer's `response_template`; without one they are JSON in <tool_call> tags. The model reads errors
-    of unknown tools, malformed calls and tools that raise. The metrics tools/call_frequency (per conversation) and
-    tools/failure_frequency (per call) count them. `on_reward_error` applies if `reset` or `get_reward` raises, a call
-    exceeds the time limit, or a tool raises ConnectionError, which means that its server is lost. A `reset` that raises
-    ConnectionError is repeated once in a new environment.
+    The chat template shows the tools to the model and renders their results, which are masked in
+    the loss. Calls are parsed by the tokenizer's `response_template`; without one they are JSON in
+    <tool_call> tags. The model reads errors of unknown tools, malformed calls and tools that raise.
+    The metrics tools/call_frequency (per conversation) and tools/failure_frequency (per call) count
+    them. `on_reward_error` applies if `reset` or `get_reward` raises, a call exceeds the time
+    limit, or a tool raises ConnectionError, which means that its server is lost. A `reset` that
+    raises ConnectionError is repeated once in a new environment.
 
-    Environments are made once and reset for every conversation. `reset` is called for every row at the start, as
-    prompts and splits depend on it; it must return the same text for the same row. Splits are those of
-    `HuggingFaceGym`, but rows with equal prompts and other columns are different questions.
+    Environments are made once and reset for every conversation. `reset` is called for every row at
+    the start, as prompts and splits depend on it; it must return the same text for the same row.
+    Splits are those of `HuggingFaceGym`, but rows with equal prompts and other columns are
+    different questions.
 
     Args:
-        train_dataset: As for `HuggingFaceGym`; `prompt` is a list of messages. With environments it may be left out.
-            For environments that choose their task in `reset`, a number of starts: each has a `seed`, with which
-            Python's `random` and NumPy's global generator are seeded during `reset`.
+        train_dataset: As for `HuggingFaceGym`; `prompt` is a list of messages. With environments it
+            may be left out. For environments that choose their task in `reset`, a number of starts:
+            each has a `seed`, with which Python's `random` and NumPy's global generator are seeded
+            during `reset`.
         test_dataset: Questions for the final report; None = draw them from the training dataset.
         tokenizer: A transformers tokenizer with a chat template.
-        environment_factory: Class or function that returns an environment, or several by the names in the column
-            `environment`; None = tools only. Environments whose classes have the same name share one reward.
+        environment_factory: Class or function that returns an environment, or several by the names
+            in the column `environment`; None = tools only. Environments whose classes have the same
+            name share one reward.
         tools: Functions that the model can call, with type hints and a docstring with Args.
         max_turns: Maximum number of completions in a conversation, at least 2.
-        reward_funcs: One or several rewards in TRL's form, added to those of environments. A completion is the list of
-            all messages after the prompt. The argument `environments` has the environment of each conversation.
-        reward_weights: Factor of each of `reward_funcs` in the sum; None means 1 each. Environments have 1.
-        environment_timeout: Time limit of the calls to an environment in one turn, in seconds; None = no limit.
-        environment_workers: Number of threads that call environments and tools; 0 = the main thread without time limit.
+        reward_funcs: One or several rewards in TRL's form, added to those of environments. A
+            completion is the list of all messages after the prompt. The argument `environments` has
+            the environment of each conversation.
+        reward_weights: Factor of each of `reward_funcs` in the sum; None means 1 each. Environments
+            have 1.
+        environment_timeout: Time limit of the calls to an environment in one turn, in seconds; None
+            = no limit.
+        environment_workers: Number of threads that call environments and tools; 0 = the main thread
+            without time limit.
         options: Other options; see `evogrpo.envs.text.huggingface_gym.PromptOptions`.
 
     Attributes:
@@ -524,7 +615,8 @@ class EnvironmentGym(PromptEnvironment):
         action_space: One completion, as a sequence of token ids.
 
     Raises:
-        ValueError: If an argument, a column, a split, a tool or the chat template is invalid, or an environment fails.
+        ValueError: If an argument, a column, a split, a tool or the chat template is invalid, or an
+            environment fails.
     """
 
     whole_rows: ClassVar[bool] = True
@@ -553,10 +645,17 @@ class EnvironmentGym(PromptEnvironment):
         else:
             starts = None
         if starts is not None:
-            train_dataset = [{"seed": number} for number in range(whole_between("train_dataset", starts, 1))]
+            train_dataset = [
+                {"seed": number} for number in range(whole_between("train_dataset", starts, 1))
+            ]
         self._max_turns = whole_between("max_turns", max_turns, 2)
-        if environment_timeout is not None and finite_number("environment_timeout", environment_timeout) <= 0:
-            raise ValueError(f"environment_timeout must be above 0 seconds, or None, got {environment_timeout}.")
+        if (
+            environment_timeout is not None
+            and finite_number("environment_timeout", environment_timeout) <= 0
+        ):
+            raise ValueError(
+                f"environment_timeout must be above 0 seconds, or None, got {environment_timeout}."
+            )
         # Factories by name; a single factory has the name None.
         self._several = isinstance(environment_factory, Mapping)
         if self._several:
@@ -567,11 +666,16 @@ class EnvironmentGym(PromptEnvironment):
             factories = {}
         for factory in factories.values():
             if not callable(factory):
-                raise ValueError(f"environment_factory must be a class or a function, got {shown(factory, 200)}.")
+                raise ValueError(
+                    f"environment_factory must be a class or a function, got {shown(factory, 200)}."
+                )
         self._tools = _named_tools(tools)
         if not factories and not self._tools:
-            raise ValueError("environment_factory or tools must be given. Without tools use HuggingFaceGym.")
-        # 2. Create one environment of each factory, to read its tools and whether it has `get_reward`.
+            raise ValueError(
+                "environment_factory or tools must be given. Without tools use HuggingFaceGym."
+            )
+        # 2. Create one environment of each factory, to read its tools and whether it has
+        #    `get_reward`.
         self._pool = EnvironmentPool(
             factories=factories,
             seeded=starts is not None,
@@ -580,48 +684,74 @@ class EnvironmentGym(PromptEnvironment):
         )
         weakref.finalize(self, self._pool.close)
         self._own_rewards: dict[str | None, str] = {}
-        self._schemas: dict[str | None, list[Schema]] = {None: [tool_schema(tool) for tool in self._tools.values()]}
+        self._schemas: dict[str | None, list[Schema]] = {
+            None: [tool_schema(tool) for tool in self._tools.values()]
+        }
         for name in factories:
             (environment,) = self._pool.run([partial(self._pool.take, name)])
             if isinstance(environment, BaseException):
                 raise ValueError(f"environment_factory {_reason(environment)}") from environment
             self._pool.give(name, environment)
             if not callable(getattr(environment, "reset", None)):
-                raise ValueError(f"An environment must have a method reset, got {shown(environment, 200)}.")
+                raise ValueError(
+                    f"An environment must have a method reset, got {shown(environment, 200)}."
+                )
             methods = [getattr(environment, each) for each in tool_methods(environment)]
             for each in tool_methods(environment):
                 if each in self._tools:
                     raise ValueError(
-                        f"tools must not have the name of a method of {type(environment).__name__}, got {each!r}. "
-                        "Rename one."
+                        f"tools must not have the name of a method of {type(environment).__name__},"
+                        f" got {each!r}. Rename one."
                     )
             self._schemas[name] = [tool_schema(tool) for tool in (*self._tools.values(), *methods)]
             if hasattr(environment, "get_reward"):
                 self._own_rewards[name] = type(environment).__name__
         # 3. Combine the reward functions with the rewards of environments.
         if reward_weights is not None and reward_funcs is None:
-            raise ValueError("reward_weights requires reward_funcs. Remove it: environments have weight 1.")
+            raise ValueError(
+                "reward_weights requires reward_funcs. Remove it: environments have weight 1."
+            )
         rewards: tuple[Reward, ...] = ()
         if reward_funcs is not None or not self._own_rewards:
             rewards = make_rewards(None, reward_funcs, reward_weights)
-        own_names = dict.fromkeys(self._own_rewards.values())  # environments of equal class names share one reward
+        own_names = dict.fromkeys(
+            self._own_rewards.values()
+        )  # environments of equal class names share one reward
         repeated = own_names.keys() & {reward.name for reward in rewards}
         if repeated:
-            raise ValueError(f"reward_funcs must not have the name of an environment, got {min(repeated)}. Rename it.")
-        env_rewards = [Reward(name=name, weight=1.0, batched=True, function=_own_reward) for name in own_names]
+            raise ValueError(
+                f"reward_funcs must not have the name of an environment, got {min(repeated)}."
+                " Rename it."
+            )
+        env_rewards = [
+            Reward(name=name, weight=1.0, batched=True, function=_own_reward) for name in own_names
+        ]
         # 4. Build the prompts. Each ends with the first observation of its environment.
-        super().__init__(train_dataset, test_dataset, tokenizer, rewards=(*rewards, *env_rewards), **options)
+        super().__init__(
+            train_dataset, test_dataset, tokenizer, rewards=(*rewards, *env_rewards), **options
+        )
         # 5. Check that the chat template renders tools.
-        check_tool_template(self.tokenizer, self._options, next(filter(None, self._schemas.values()), []))
+        check_tool_template(
+            self.tokenizer, self._options, next(filter(None, self._schemas.values()), [])
+        )
 
     def fingerprint(self) -> dict[str, str]:
-        """Return hashes of questions, prompts, reward functions, tools and environments; see `SupportsFingerprint`."""
-        code = {f"environment {name or ''}".strip(): code_hash(each) for name, each in self._pool.factories.items()}
+        """Return hashes of questions, prompts, reward functions, tools and environments.
+
+        See `SupportsFingerprint`.
+        """
+        code = {
+            f"environment {name or ''}".strip(): code_hash(each)
+            for name, each in self._pool.factories.items()
+        }
         code |= {f"tool {name}": code_hash(tool) for name, tool in self._tools.items()}
         return {**super().fingerprint(), **code, "max_turns": str(self._max_turns)}
 
     def close(self) -> None:
-        """Close all environments and end the worker processes of reward functions. Further use starts new ones."""
+        """Close all environments and end the worker processes of reward functions.
+
+        Further use starts new ones.
+        """
         super().close()
         self._pool.close()
 
@@ -640,7 +770,10 @@ class EnvironmentGym(PromptEnvironment):
             max_turns=self._max_turns,
             pool=self._pool,
             names=[self._name(row) for row in fields["rows"]],
-            sources=[(self._reset_arguments(table.table[number]), table.observations[number]) for number in numbers],
+            sources=[
+                (self._reset_arguments(table.table[number]), table.observations[number])
+                for number in numbers
+            ],
             tools=self._tools,
             schemas=self._schemas,
             own_rewards=self._own_rewards,
@@ -649,7 +782,10 @@ class EnvironmentGym(PromptEnvironment):
 
     def _row_options(self, row: Mapping[str, Any]) -> Options:
         if "tools" in {**self._options, **row_options(row)}:
-            raise ValueError("chat_template_kwargs must not contain tools, which the environment sets. Remove it.")
+            raise ValueError(
+                "chat_template_kwargs must not contain tools, which the environment sets."
+                " Remove it."
+            )
         # Some templates show instructions for an empty list of tools.
         return {"tools": self._schemas[self._name(row)] or None}
 
@@ -658,31 +794,42 @@ class EnvironmentGym(PromptEnvironment):
 
     def _reset_arguments(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Return the columns of a row that `reset` gets: as in TRL all, except for the environment's name."""
-        return {key: value for key, value in row.items() if not (self._several and key == ENVIRONMENT_COLUMN)}
+        return {
+            key: value
+            for key, value in row.items()
+            if not (self._several and key == ENVIRONMENT_COLUMN)
+        }
 
     def _prepare(self, table: AnyTable, where: str) -> ObservedTable:
         """Reset an environment for each row, and return the rows with their observations."""
         check_table(
-            table, (ENVIRONMENT_COLUMN,) if self._several else () if self._pool.factories else ("prompt",), where
+            table,
+            (ENVIRONMENT_COLUMN,) if self._several else () if self._pool.factories else ("prompt",),
+            where,
         )
         rows = [table[number] for number in range(len(table))]
         for number, row in enumerate(rows):
             if self._several and self._name(row) not in self._pool.factories:
                 raise ValueError(
-                    f"{numbered(number, where)}: {ENVIRONMENT_COLUMN} must be one of {list(self._pool.factories)}, "
-                    f"got {shown(self._name(row))}."
+                    f"{numbered(number, where)}: {ENVIRONMENT_COLUMN} must be one of"
+                    f" {list(self._pool.factories)}, got {shown(self._name(row))}."
                 )
             if isinstance(row.get("prompt"), str):
-                raise ValueError(f"{numbered(number, where)}: prompt must be a list of messages, got text.")
+                raise ValueError(
+                    f"{numbered(number, where)}: prompt must be a list of messages, got text."
+                )
         observations: list[str | None] = [None] * len(rows)
         if self._pool.factories:
             outcomes = self._pool.run([partial(self._first_observation, row) for row in rows])
             for number, outcome in enumerate(outcomes):
                 if isinstance(outcome, BaseException):
-                    raise ValueError(f"{numbered(number, where)}: reset {_reason(outcome)}") from outcome
+                    raise ValueError(
+                        f"{numbered(number, where)}: reset {_reason(outcome)}"
+                    ) from outcome
                 if outcome is not None and not isinstance(outcome, str):
                     raise ValueError(
-                        f"{numbered(number, where)}: reset must return text or None, got {shown(outcome)}."
+                        f"{numbered(number, where)}: reset must return text or None, got"
+                        f" {shown(outcome)}."
                     )
             observations = outcomes
         return ObservedTable(table=table, observations=observations)

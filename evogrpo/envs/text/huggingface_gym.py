@@ -59,11 +59,19 @@ from evogrpo.extras import require
 from evogrpo.records import single_turn_conversations
 from evogrpo.spaces import CompletionSpace
 from evogrpo.text import class_name, one_line, shown
-from evogrpo.validation import lists_options, names_unknown, refuse_unknown, whole_between, whole_number
+from evogrpo.validation import (
+    lists_options,
+    names_unknown,
+    refuse_unknown,
+    whole_between,
+    whole_number,
+)
 
 SAMPLE_COMPLETIONS = ("This is a made-up completion: 42.", "This is another made-up completion.")
 PromptTensors = dict[str, Tensor]
-StepResult = tuple[list[PromptTensors], Tensor, NDArray[np.bool_], NDArray[np.bool_], dict[str, Any]]
+StepResult = tuple[
+    list[PromptTensors], Tensor, NDArray[np.bool_], NDArray[np.bool_], dict[str, Any]
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +81,8 @@ class Preflight:
     Attributes:
         prompt: First training prompt, rendered; untrusted text.
         tokens: Token ids of the prompt.
-        rewards: Reward of the first sample completion by function; None where it does not apply or failed.
+        rewards: Reward of the first sample completion by function; None where it does not apply or
+            failed.
     """
 
     prompt: str
@@ -85,19 +94,24 @@ class PromptOptions(TypedDict, total=False):
     """Optional arguments of all environments with a prompt dataset.
 
     Attributes:
-        validation_dataset: Questions for fitness; by default they are drawn from the training dataset.
-        validation_size: Number of questions to draw; by default `VALIDATION_SIZE`, or a fifth of the training questions
-            if fewer.
-        test_size: Number of questions to draw; by default `TEST_SIZE`, or a fifth of the training questions if fewer.
-        chat_template_kwargs: Keyword arguments of the tokenizer's chat template, such as {"enable_thinking": False}. A
-            column of this name overrides them for its row.
-        max_prompt_length: Maximum number of prompt tokens: the model's context minus the longest completion. Longer
-            prompts are left out and counted in `filtered`; by default there is no limit.
-        on_reward_error: "raise" (default) stops with a `RewardError`; "exclude" gives the completion or conversation a
-            NaN reward and warns.
-        reward_timeout: Time limit of one call of a reward function, in seconds; None (default) = no limit.
-        reward_workers: Worker processes for reward functions that are slow or may crash; 0 = run in this process.
-            None (default) = 0, or one per core up to 8 if a timeout is set for functions that are not async.
+        validation_dataset: Questions for fitness; by default they are drawn from the training
+            dataset.
+        validation_size: Number of questions to draw; by default `VALIDATION_SIZE`, or a fifth of
+            the training questions if fewer.
+        test_size: Number of questions to draw; by default `TEST_SIZE`, or a fifth of the training
+            questions if fewer.
+        chat_template_kwargs: Keyword arguments of the tokenizer's chat template, such as
+            {"enable_thinking": False}. A column of this name overrides them for its row.
+        max_prompt_length: Maximum number of prompt tokens: the model's context minus the longest
+            completion. Longer prompts are left out and counted in `filtered`; by default there is
+            no limit.
+        on_reward_error: "raise" (default) stops with a `RewardError`; "exclude" gives the
+            completion or conversation a NaN reward and warns.
+        reward_timeout: Time limit of one call of a reward function, in seconds; None (default) = no
+            limit.
+        reward_workers: Worker processes for reward functions that are slow or may crash; 0 = run in
+            this process. None (default) = 0, or one per core up to 8 if a timeout is set for
+            functions that are not async.
         seed: Seed of the training order and of drawn splits; 0 by default.
     """
 
@@ -122,8 +136,8 @@ class PromptEnvironment:
         test_dataset: Questions for the final report; None = draw them from the training dataset.
         tokenizer: A transformers tokenizer.
         rewards: The reward functions.
-        template: Messages with the fields {question} and {answer}; None if rows have a `prompt` or questions are
-            plain text.
+        template: Messages with the fields {question} and {answer}; None if rows have a `prompt` or
+            questions are plain text.
         columns: Required columns; the first is the question or prompt.
 
     Raises:
@@ -131,7 +145,9 @@ class PromptEnvironment:
     """
 
     whole_rows: ClassVar[bool] = False  # rows with equal prompts may be different questions
-    extra_arguments: ClassVar[tuple[str, ...]] = ()  # arguments of reward functions in addition to the columns
+    extra_arguments: ClassVar[
+        tuple[str, ...]
+    ] = ()  # arguments of reward functions in addition to the columns
 
     def __init__(
         self,
@@ -156,11 +172,17 @@ class PromptEnvironment:
         if not (callable(tokenizer) and hasattr(tokenizer, "decode")):
             raise ValueError(f"tokenizer must be a transformers tokenizer, got {shown(tokenizer)}.")
         if not isinstance(on_reward_error, str) or on_reward_error not in ("raise", "exclude"):
-            raise ValueError(f'on_reward_error must be "raise" or "exclude", got {shown(on_reward_error)}.')
+            raise ValueError(
+                f'on_reward_error must be "raise" or "exclude", got {shown(on_reward_error)}.'
+            )
         if max_prompt_length is not None:
             max_prompt_length = whole_between("max_prompt_length", max_prompt_length, 1)
         sizes: dict[Split, int | None] = {
-            "validation": None if validation_size is None else whole_number("validation_size", validation_size),
+            "validation": (
+                None
+                if validation_size is None
+                else whole_number("validation_size", validation_size)
+            ),
             "test": None if test_size is None else whole_number("test_size", test_size),
         }
         self.tokenizer = tokenizer
@@ -174,20 +196,28 @@ class PromptEnvironment:
         self._chat_template: Any = self._given_options.get("chat_template", own_template)
         self._runner = make_reward_runner(rewards, reward_timeout, reward_workers)
         self._progress = (0, 0)
-        self._code = {reward.name: code_hash(reward.function) for reward in rewards}  # before the first call
+        self._code = {
+            reward.name: code_hash(reward.function) for reward in rewards
+        }  # before the first call
         # 2. Columns of each dataset.
         tables = tables_by_split(train_dataset, validation_dataset, test_dataset)
         datasets = {
-            split: self._prepare(table, f"{split}_dataset") for split, table in tables.items() if table is not None
+            split: self._prepare(table, f"{split}_dataset")
+            for split, table in tables.items()
+            if table is not None
         }
         for split, table in datasets.items():
             where = f"{split}_dataset"
             present = check_table(table, self._columns, where)
             for reward in rewards:
-                reward.check([*present, *self.extra_arguments], where, in_process=self._runner.in_process)
+                reward.check(
+                    [*present, *self.extra_arguments], where, in_process=self._runner.in_process
+                )
         for split, size in sizes.items():
             if size is not None and split in datasets:
-                raise ValueError(f"{split}_size requires that {split}_dataset is not set, got both.")
+                raise ValueError(
+                    f"{split}_size requires that {split}_dataset is not set, got both."
+                )
         # 3. Tokenized, deduplicated splits.
         self._datasets = datasets
         self._sizes = sizes
@@ -195,11 +225,16 @@ class PromptEnvironment:
         self._fix_date(datetime.now().isoformat(timespec="seconds"))
         vocabulary = gymnasium.spaces.Discrete(len(tokenizer))
         self.observation_space = gymnasium.spaces.Sequence(vocabulary)
-        self.action_space = CompletionSpace(len(tokenizer), end_of_turn_ids(tokenizer, self._options))
+        self.action_space = CompletionSpace(
+            len(tokenizer), end_of_turn_ids(tokenizer, self._options)
+        )
 
     @property
     def date(self) -> str | None:
-        """Date and time that the chat template inserts into prompts, in ISO format; None if it inserts none."""
+        """Date and time that the chat template inserts into prompts, in ISO format.
+
+        None if it inserts none.
+        """
         if inserts_date(self._chat_template):
             return self._date
         return None
@@ -216,14 +251,20 @@ class PromptEnvironment:
         if inserts_date(self._chat_template):
             dated = dated_template(self._chat_template, datetime.fromisoformat(date))
             self._options = {**self._given_options, "chat_template": dated}
-        tables = {split: self._read_table(table, f"{split}_dataset") for split, table in self._datasets.items()}
+        tables = {
+            split: self._read_table(table, f"{split}_dataset")
+            for split, table in self._datasets.items()
+        }
         self._splits, self.filtered = make_splits(
             tables, max_prompt_length=self._max_prompt_length, sizes=self._sizes, seed=self.seed
         )
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{split} {self.size(split)}" for split in SPLITS)
-        return f"{type(self).__name__}({sizes} questions, {', '.join(reward.name for reward in self._rewards)})"
+        return (
+            f"{type(self).__name__}({sizes} questions,"
+            f" {', '.join(reward.name for reward in self._rewards)})"
+        )
 
     def size(self, split: Split) -> int:
         """Return the number of distinct prompts of a split."""
@@ -239,9 +280,13 @@ class PromptEnvironment:
         fingerprint = {}
         for split in SPLITS:
             hashes = self._splits[split].hashes
-            fingerprint[f"{split} questions"] = f"{len(hashes)}, content {short_hash(*(each.row for each in hashes))}"
+            fingerprint[f"{split} questions"] = (
+                f"{len(hashes)}, content {short_hash(*(each.row for each in hashes))}"
+            )
         for reward in self._rewards:
-            fingerprint[f"reward {reward.name}"] = f"weight {reward.weight:g}, code {self._code[reward.name]}"
+            fingerprint[f"reward {reward.name}"] = (
+                f"weight {reward.weight:g}, code {self._code[reward.name]}"
+            )
         if self.date is not None:
             fingerprint["date"] = self.date
         prompts = [ids.tobytes() for split in SPLITS for ids in self._splits[split].prompts]
@@ -274,17 +319,24 @@ class PromptEnvironment:
         self._progress = (step, total_steps)
 
     def completion_form(self) -> str:
-        """Return a sentence for reward functions in TRL's form that get messages; empty if they get texts."""
+        """Return a sentence for reward functions in TRL's form that get messages.
+
+        Empty if they get texts.
+        """
         batched = any(reward.batched for reward in self._rewards)
         if not batched or isinstance(self._datasets["train"][0]["prompt"], str):
             return ""
-        return 'Completions are lists of messages, as the prompts are: the text is completion[-1]["content"].'
+        return (
+            "Completions are lists of messages, as the prompts are: the text is"
+            ' completion[-1]["content"].'
+        )
 
     def preflight(self) -> Preflight:
         """Test reward functions, reply functions and environments on sample completions of the first training prompt.
 
-        Two completions reveal a wrong number of rewards. Functions in TRL's form are also called with one completion
-        alone, as for a greedy answer. With on_reward_error "exclude" a failure is a warning.
+        Two completions reveal a wrong number of rewards. Functions in TRL's form are also called
+        with one completion alone, as for a greedy answer. With on_reward_error "exclude" a failure
+        is a warning.
 
         Raises:
             RewardError: If a function fails.
@@ -292,7 +344,9 @@ class PromptEnvironment:
         batch = self.open("train", [0])
         ids = self.tokenizer(list(SAMPLE_COMPLETIONS), add_special_tokens=False)["input_ids"]
         members = [0, 0]
-        if any(reward.batched for reward in self._rewards):  # another member's completion is a group of its own
+        if any(
+            reward.batched for reward in self._rewards
+        ):  # another member's completion is a group of its own
             ids.append(ids[0])
             members.append(1)
         samples = single_turn_conversations([0] * len(ids), ids, members)
@@ -300,7 +354,11 @@ class PromptEnvironment:
             batch.respond(samples)
             scores = batch.score(samples)
         except Exception as error:  # noqa: BLE001 (user code may raise anything)
-            reason = error if isinstance(error, RewardError) else f"{class_name(error)}: {one_line(error)}"
+            reason = (
+                error
+                if isinstance(error, RewardError)
+                else f"{class_name(error)}: {one_line(error)}"
+            )
             message = f"Your functions are tested on sample completions before training: {reason}"
             # The function may take messages for text.
             form = self.completion_form()
@@ -309,12 +367,18 @@ class PromptEnvironment:
             raise RewardError(message) from error.__cause__ or error
         for reward in self._rewards if self.on_reward_error == "raise" else ():
             if not reward.batched and np.isnan(scores.components[reward.name]).all():
-                raise RewardError(f"Reward function {reward.name!r} must return a number, got None for all samples.")
+                raise RewardError(
+                    f"Reward function {reward.name!r} must return a number, got None for all"
+                    " samples."
+                )
         rewards = {
-            name: None if np.isnan(values[0]) else float(values[0]) for name, values in scores.components.items()
+            name: None if np.isnan(values[0]) else float(values[0])
+            for name, values in scores.components.items()
         }
         (prompt,) = batch.prompts
-        return Preflight(prompt=str(self.tokenizer.decode(prompt)), tokens=tuple(prompt), rewards=rewards)
+        return Preflight(
+            prompt=str(self.tokenizer.decode(prompt)), tokens=tuple(prompt), rewards=rewards
+        )
 
     def close(self) -> None:
         """End the worker processes of reward functions. The next score starts new ones."""
@@ -351,9 +415,13 @@ class PromptEnvironment:
             row_name = numbered(number, where)
             for name in self._columns:
                 if isinstance(row[name], bytes | bytearray):
-                    raise ValueError(f"{row_name} must have text as {name}, got bytes. Decode it first.")
+                    raise ValueError(
+                        f"{row_name} must have text as {name}, got bytes. Decode it first."
+                    )
                 if _missing(row[name]) and not (name == "answer" and row[name] == ""):
-                    raise ValueError(f"{row_name} has no {name}, got {shown(row[name])}. Remove the row.")
+                    raise ValueError(
+                        f"{row_name} has no {name}, got {shown(row[name])}. Remove the row."
+                    )
             question = row[self._columns[0]]
             hashes.append(RowHashes.of(dict(row) if self.whole_rows else question, row))
             # 2. The prompt.
@@ -363,8 +431,9 @@ class PromptEnvironment:
                     prompt = check_messages(question, f"{row_name}: prompt")
                 elif is_written_messages(question):
                     raise ValueError(
-                        f"{row_name} has messages that are written as text as prompt: {shown(question, 80)}. Read them "
-                        "with json.loads, so that they get the chat template."
+                        f"{row_name} has messages that are written as text as prompt:"
+                        f" {shown(question, 80)}. Read them with json.loads, so that they get the"
+                        " chat template."
                     )
             elif self._template is not None:
                 prompt = fill_template(self._template, question, row["answer"])
@@ -376,7 +445,11 @@ class PromptEnvironment:
             prompts.append((prompt, {**options, **self._row_options(row)}))
         tokenized = tokenize(prompts, self.tokenizer, where)
         return PromptSplit(
-            table=table, rows=range(len(table)), prompts=tokenized, hashes=hashes, whole_rows=self.whole_rows
+            table=table,
+            rows=range(len(table)),
+            prompts=tokenized,
+            hashes=hashes,
+            whole_rows=self.whole_rows,
         )
 
     def _row_options(self, row: Mapping[str, Any]) -> Options:
@@ -404,36 +477,41 @@ class _Cursor:
 class HuggingFaceGym(PromptEnvironment):
     """An environment with a prompt dataset and reward functions, where one completion answers one prompt.
 
-    Rewards have exactly one of two forms. AgileRL's form needs the columns `question` and `answer`, and
-    `reward_fn(completion, answer, question) -> float`; `conversation_template` renders a question as messages. TRL's
-    form needs a column `prompt` (text, or a list of messages) and `reward_funcs`, each called with all completions of
-    a group at once as `f(prompts=, completions=, completion_ids=, **columns) -> list[float | None]`, where None means
-    not applicable. Functions get the arguments that they name; AgileRL's form accepts its three names and columns in
-    any order, or other names in this order. If a prompt ends with an assistant message, the model continues it;
-    completions contain only sampled text.
+    Rewards have exactly one of two forms. AgileRL's form needs the columns `question` and `answer`,
+    and `reward_fn(completion, answer, question) -> float`; `conversation_template` renders a
+    question as messages. TRL's form needs a column `prompt` (text, or a list of messages) and
+    `reward_funcs`, each called with all completions of a group at once as `f(prompts=,
+    completions=, completion_ids=, **columns) -> list[float | None]`, where None means not
+    applicable. Functions get the arguments that they name; AgileRL's form accepts its three names
+    and columns in any order, or other names in this order. If a prompt ends with an assistant
+    message, the model continues it; completions contain only sampled text.
 
-    Functions of both forms may be `async def`; they run concurrently (in AgileRL's form, for all completions). A
-    function may return `StepRewards` instead of a number. Functions get copies of the columns: they may change them.
-    Each call in TRL's form has one group: the completions of one member to one prompt, in order. Groups of held-out
-    questions have a single greedy completion, or the sampled answers to a question. With `reward_workers` the functions
-    run in worker processes. A call that exceeds `reward_timeout` is killed, then repeated completion by completion to
-    find the cause. Async functions and those in worker processes start with whole groups while other groups are still
-    being sampled.
+    Functions of both forms may be `async def`; they run concurrently (in AgileRL's form, for all
+    completions). A function may return `StepRewards` instead of a number. Functions get copies of
+    the columns: they may change them. Each call in TRL's form has one group: the completions of one
+    member to one prompt, in order. Groups of held-out questions have a single greedy completion, or
+    the sampled answers to a question. With `reward_workers` the functions run in worker processes.
+    A call that exceeds `reward_timeout` is killed, then repeated completion by completion to find
+    the cause. Async functions and those in worker processes start with whole groups while other
+    groups are still being sampled.
 
-    The train, validation (fitness) and test (final report) splits are disjoint and deduplicated: two rows are the same
-    question if their prompts have the same tokens. Splits without a dataset are drawn from the training dataset.
-    Neither fitness nor the final report uses a training question, and fitness never uses a test question.
+    The train, validation (fitness) and test (final report) splits are disjoint and deduplicated:
+    two rows are the same question if their prompts have the same tokens. Splits without a dataset
+    are drawn from the training dataset. Neither fitness nor the final report uses a training
+    question, and fitness never uses a test question.
 
     Args:
-        train_dataset: A `datasets.Dataset`, a data frame (pandas, polars) or any sequence of mappings with the same
-            keys; or a mapping of splits to these, such as a `datasets.DatasetDict`.
+        train_dataset: A `datasets.Dataset`, a data frame (pandas, polars) or any sequence of
+            mappings with the same keys; or a mapping of splits to these, such as a
+            `datasets.DatasetDict`.
         test_dataset: Questions for the final report; None = draw them from the training dataset.
         tokenizer: A transformers tokenizer; with a chat template if prompts are messages.
         reward_fn: Reward in AgileRL's form.
         reward_funcs: One or several rewards in TRL's form.
         reward_weights: Factor of each of `reward_funcs` in the sum; None means 1 each.
-        conversation_template: Messages with the fields {question} and {answer}, for AgileRL's form. None = a single
-            user message with the question, or plain text if the tokenizer has no chat template.
+        conversation_template: Messages with the fields {question} and {answer}, for AgileRL's form.
+            None = a single user message with the question, or plain text if the tokenizer has no
+            chat template.
         data_batch_size: Prompts per batch of `reset` and `step`.
         options: Other options; see `evogrpo.envs.text.huggingface_gym.PromptOptions`.
 
@@ -443,7 +521,8 @@ class HuggingFaceGym(PromptEnvironment):
         on_reward_error: As in the constructor.
         filtered: Number of rows left out by split and reason, as `Filtered`.
         observation_space: One prompt, as a sequence of token ids.
-        action_space: One completion, as a sequence of token ids; `end_ids` are the tokens that end a turn.
+        action_space: One completion, as a sequence of token ids; `end_ids` are the tokens that end
+            a turn.
 
     Raises:
         ValueError: If an argument, a column or a split is invalid.
@@ -466,15 +545,24 @@ class HuggingFaceGym(PromptEnvironment):
     ) -> None:
         agilerl = reward_fn is not None
         if conversation_template is not None and not agilerl:
-            raise ValueError("conversation_template requires reward_fn. With reward_funcs, put messages into prompt.")
-        if conversation_template is None and agilerl and getattr(tokenizer, "chat_template", None) is not None:
+            raise ValueError(
+                "conversation_template requires reward_fn. With reward_funcs, put messages into"
+                " prompt."
+            )
+        if (
+            conversation_template is None
+            and agilerl
+            and getattr(tokenizer, "chat_template", None) is not None
+        ):
             conversation_template = [{"role": "user", "content": "{question}"}]
         super().__init__(
             train_dataset,
             test_dataset,
             tokenizer,
             rewards=make_rewards(reward_fn, reward_funcs, reward_weights),
-            template=None if conversation_template is None else check_template(conversation_template),
+            template=(
+                None if conversation_template is None else check_template(conversation_template)
+            ),
             columns=("question", "answer") if agilerl else ("prompt",),
             **options,
         )
@@ -503,7 +591,8 @@ class HuggingFaceGym(PromptEnvironment):
                 2000 for train, and `DEFAULT_SIZES`.
             seed: Seed of the questions and of the training order.
             system_prompt: System message before each question.
-            answer_tag: Score the last <tag>...</tag> of a completion; None = the whole completion, stripped.
+            answer_tag: Score the last <tag>...</tag> of a completion; None = the whole completion,
+                stripped.
             gym_options: Other arguments of HuggingFaceGym, e.g. {"max_prompt_length": 512}.
             task_options: Settings of the task, e.g. min_terms=2.
 
@@ -513,20 +602,27 @@ class HuggingFaceGym(PromptEnvironment):
         """
         require(f"Task {name!r}", "reasoning_gym")
         refuse_unknown("split in sizes", sizes or {}, SPLITS)
-        refuse_unknown("reasoning-gym task", [name], import_module("reasoning_gym.factory").DATASETS)
+        refuse_unknown(
+            "reasoning-gym task", [name], import_module("reasoning_gym.factory").DATASETS
+        )
         counts = {"train": 2000, **DEFAULT_SIZES, **(sizes or {})}
         try:
             task = import_module("reasoning_gym").create_dataset(
                 name, size=sum(counts.values()), seed=seed, **task_options
             )
         except (TypeError, AssertionError) as error:
-            raise ValueError(f"Invalid settings of task {name!r}, {task_options}: {error}") from error
+            raise ValueError(
+                f"Invalid settings of task {name!r}, {task_options}: {error}"
+            ) from error
         if system_prompt is None:
             system = []
         else:
             system = [{"role": "system", "content": system_prompt}]
         entries = [task[number] for number in range(sum(counts.values()))]
-        rows = [{"prompt": [*system, {"role": "user", "content": entry["question"]}], **entry} for entry in entries]
+        rows = [
+            {"prompt": [*system, {"role": "user", "content": entry["question"]}], **entry}
+            for entry in entries
+        ]
         tables = {}
         first = 0
         for split in SPLITS:
@@ -554,8 +650,8 @@ class HuggingFaceGym(PromptEnvironment):
             options: {"step": k} moves to the k-th batch.
 
         Returns:
-            Per prompt {"input_ids", "attention_mask"}, each a LongTensor `[1, prompt]`; and a dict with "split" and
-            "starts".
+            Per prompt {"input_ids", "attention_mask"}, each a LongTensor `[1, prompt]`; and a dict
+            with "split" and "starts".
 
         Raises:
             ValueError: If an option is unknown or out of range.
@@ -574,13 +670,15 @@ class HuggingFaceGym(PromptEnvironment):
         """Reward one group of completions per prompt of the current batch, and return the next batch.
 
         Args:
-            completion_ids: Per prompt a LongTensor `[group_size, prompt + completion]` with rows that start with the
-                prompt and are padded on the right after their end; the same group_size for all.
+            completion_ids: Per prompt a LongTensor `[group_size, prompt + completion]` with rows
+                that start with the prompt and are padded on the right after their end; the same
+                group_size for all.
 
         Returns:
-            The next prompts; rewards `[prompts, group_size]` (float32, NaN = not applicable); terminated (all True) and
-            truncated (all False), both `[prompts, group_size]`; and a dict with "rewards/<function>" values
-            `[prompts, group_size]`, "completions" (texts per prompt), and "split" and "starts" of the next prompts.
+            The next prompts; rewards `[prompts, group_size]` (float32, NaN = not applicable);
+            terminated (all True) and truncated (all False), both `[prompts, group_size]`; and a
+            dict with "rewards/<function>" values `[prompts, group_size]`, "completions" (texts per
+            prompt), and "split" and "starts" of the next prompts.
 
         Raises:
             ValueError: If there is no current batch, or a shape or prompt does not match it.
@@ -591,14 +689,19 @@ class HuggingFaceGym(PromptEnvironment):
         if batch is None:
             raise ValueError("step needs the prompts of reset. Call reset first.")
         # 1. Cut the completions out of the padded rows.
-        if not isinstance(completion_ids, Sequence) or any(getattr(ids, "ndim", 0) != 2 for ids in completion_ids):
-            raise ValueError(f"completion_ids must be a list of tensors [group, tokens], got {shown(completion_ids)}.")
+        if not isinstance(completion_ids, Sequence) or any(
+            getattr(ids, "ndim", 0) != 2 for ids in completion_ids
+        ):
+            raise ValueError(
+                "completion_ids must be a list of tensors [group, tokens], got"
+                f" {shown(completion_ids)}."
+            )
         sizes = {len(group) for group in completion_ids}
         smallest = 2 if cursor.split == "train" else 1
         if len(completion_ids) != len(batch.prompts) or len(sizes) != 1 or min(sizes) < smallest:
             raise ValueError(
-                f"completion_ids must be {len(batch.prompts)} groups of equal size of at least {smallest}, got shapes "
-                f"{[tuple(group.shape) for group in completion_ids]}."
+                f"completion_ids must be {len(batch.prompts)} groups of equal size of at least"
+                f" {smallest}, got shapes {[tuple(group.shape) for group in completion_ids]}."
             )
         (group_size,) = sizes
         rows = [
@@ -608,19 +711,34 @@ class HuggingFaceGym(PromptEnvironment):
         ]
         # 2. Compute the rewards.
         shape = (len(batch.prompts), group_size)
-        scores = batch.score(single_turn_conversations([n // group_size for n in range(len(rows))], rows))
-        texts = [list(scores.completions[i * group_size : (i + 1) * group_size]) for i in range(shape[0])]
+        scores = batch.score(
+            single_turn_conversations([n // group_size for n in range(len(rows))], rows)
+        )
+        texts = [
+            list(scores.completions[i * group_size : (i + 1) * group_size]) for i in range(shape[0])
+        ]
         # 3. Load the next batch.
         self._cursor = self._loaded(replace(cursor, step=cursor.step + 1))
-        info: dict[str, Any] = {f"rewards/{name}": values.reshape(shape) for name, values in scores.components.items()}
+        info: dict[str, Any] = {
+            f"rewards/{name}": values.reshape(shape) for name, values in scores.components.items()
+        }
         info |= scores.metrics
         info |= {"completions": texts, "split": cursor.split, "starts": self._cursor.starts}
         rewards = torch.as_tensor(scores.rewards.reshape(shape), dtype=torch.float32)
-        return self._observation(), rewards, np.ones(shape, dtype=bool), np.zeros(shape, dtype=bool), info
+        return (
+            self._observation(),
+            rewards,
+            np.ones(shape, dtype=bool),
+            np.zeros(shape, dtype=bool),
+            info,
+        )
 
     @contextmanager
     def eval_mode(self, split: Split = "validation") -> Iterator[None]:
-        """Use a held-out split from its first question inside a `with` block; the training position is kept."""
+        """Use a held-out split from its first question inside a `with` block.
+
+        The training position is kept.
+        """
         refuse_unknown("split of eval_mode", [split], SPLITS[1:])
         before = self._cursor
         self._cursor = _Cursor(split=split, seed=before.seed)
@@ -642,13 +760,18 @@ class HuggingFaceGym(PromptEnvironment):
 
     def _observation(self) -> list[PromptTensors]:
         assert self._cursor.batch is not None
-        ids = [torch.tensor([list(prompt)], dtype=torch.long) for prompt in self._cursor.batch.prompts]
+        ids = [
+            torch.tensor([list(prompt)], dtype=torch.long) for prompt in self._cursor.batch.prompts
+        ]
         return [{"input_ids": prompt, "attention_mask": torch.ones_like(prompt)} for prompt in ids]
 
     def _completion(self, row: list[int], prompt: Sequence[int]) -> list[int]:
         """Return the tokens after the prompt without trailing padding: those that the agent learns from."""
         if row[: len(prompt)] != list(prompt):
-            raise ValueError("Rows of completion_ids must start with their prompt. Keep the order of the prompts.")
+            raise ValueError(
+                "Rows of completion_ids must start with their prompt. Keep the order of the"
+                " prompts."
+            )
         completion = row[len(prompt) :]
         pad = self.tokenizer.pad_token_id
         padded = bool(completion) and completion[-1] == pad

@@ -49,7 +49,8 @@ class MultiTurnBatch(SingleTurnBatch):
 
     reply: Reply
     options: Options
-    # Texts of replies by row, number of the turn and tokens: different texts may have the same tokens.
+    # Texts of replies by row, number of the turn and tokens: different texts may have the same
+    # tokens.
     _replies: dict[tuple[int, int, tuple[int, ...]], str] = field(default_factory=dict, init=False)
 
     def respond(self, conversations: Sequence[Conversation]) -> list[tuple[int, ...] | None]:
@@ -71,11 +72,16 @@ class MultiTurnBatch(SingleTurnBatch):
                 replies.append(None)
                 continue
             if not isinstance(text, str):
-                raise ValueError(f"reply must return text, or None to end the conversation, got {shown(text, 200)}.")
+                raise ValueError(
+                    "reply must return text, or None to end the conversation, got"
+                    f" {shown(text, 200)}."
+                )
             try:
                 text.encode()
             except UnicodeEncodeError as error:
-                raise ValueError(f"reply must return valid text, got an incomplete character ({error}).") from error
+                raise ValueError(
+                    f"reply must return valid text, got an incomplete character ({error})."
+                ) from error
             options = {**self.options, **row_options(row)}
             completion = conversation.completions[-1]
             message = {"role": "user", "content": text}
@@ -93,7 +99,9 @@ class MultiTurnBatch(SingleTurnBatch):
             else:
                 text = self._text(list(part))
             if text is None:
-                raise ValueError("replies of conversations must come from `respond` of the same batch.")
+                raise ValueError(
+                    "replies of conversations must come from `respond` of the same batch."
+                )
             texts.append(text)
         return texts
 
@@ -104,7 +112,9 @@ def _check_reply(reply: object) -> None:
     if not callable(reply):
         raise ValueError(f"{rule}, got {shown(reply, 200)}.")
     if is_async(reply):
-        raise ValueError(f"{rule} without async, got {shown(reply, 200)}. Use asyncio.run inside it.")
+        raise ValueError(
+            f"{rule} without async, got {shown(reply, 200)}. Use asyncio.run inside it."
+        )
     try:
         signature = inspect.signature(reply)
     except (TypeError, ValueError):  # some functions in C have none
@@ -121,15 +131,17 @@ def _check_reply(reply: object) -> None:
 class MultiTurnGym(PromptEnvironment):
     """A prompt dataset with multi-turn conversations, in which completions and replies alternate.
 
-    The dataset has a column `prompt` of messages. After each completion except the last that `max_turns` allows,
-    `reply(row, messages)` returns the next user message, or None to end the conversation. It should be a function of
-    its arguments alone, which are copies. Tokens of replies are masked in the loss. The tokenizer's chat template
-    renders the markers around replies; sampled tokens are never tokenized again.
+    The dataset has a column `prompt` of messages. After each completion except the last that
+    `max_turns` allows, `reply(row, messages)` returns the next user message, or None to end the
+    conversation. It should be a function of its arguments alone, which are copies. Tokens of
+    replies are masked in the loss. The tokenizer's chat template renders the markers around
+    replies; sampled tokens are never tokenized again.
 
-    Rewards have TRL's form, `f(prompts=, completions=, completion_ids=, **columns) -> list[float | None]`. A completion
-    is the list of all messages after the prompt, with roles "assistant" (model) and "user" (replies), and its ids are
-    all tokens after the prompt. Positions of `StepRewards` refer to these tokens, or to the text they decode to.
-    Rewards at tokens of a reply count for the last sampled token before it. Splits are those of `HuggingFaceGym`.
+    Rewards have TRL's form, `f(prompts=, completions=, completion_ids=, **columns) -> list[float |
+    None]`. A completion is the list of all messages after the prompt, with roles "assistant"
+    (model) and "user" (replies), and its ids are all tokens after the prompt. Positions of
+    `StepRewards` refer to these tokens, or to the text they decode to. Rewards at tokens of a reply
+    count for the last sampled token before it. Splits are those of `HuggingFaceGym`.
 
     Args:
         train_dataset: As for `HuggingFaceGym`.
@@ -177,21 +189,31 @@ class MultiTurnGym(PromptEnvironment):
         message = {"role": "user", "content": "Go on."}
         tokens = reply_tokens(ANSWER, [message], self.tokenizer, self._options, ())
         if message["content"] not in self.tokenizer.decode(tokens):
-            raise ValueError("The tokenizer's chat_template must render replies of the user. Set one that does.")
-        # Sampled tokens stay as they are, but other programs render earlier turns with the template.
+            raise ValueError(
+                "The tokenizer's chat_template must render replies of the user. Set one that does."
+            )
+        # Sampled tokens stay as they are, but other programs render earlier turns with the
+        # template.
         thoughts = {"role": "assistant", "content": "<think>\nWhy?\n</think>\n\nSo."}
         try:
             render_reply([QUESTION, thoughts], [message], self.tokenizer, self._options)
         except ValueError:
             warn(
-                "The chat template removes <think> blocks of earlier turns, but training keeps them. Other programs "
-                "will show the model other prompts. Set a template that keeps them; TRL has some "
-                "(get_training_chat_template)."
+                "The chat template removes <think> blocks of earlier turns, but training keeps"
+                " them. Other programs will show the model other prompts. Set a template that keeps"
+                " them; TRL has some (get_training_chat_template)."
             )
 
     def fingerprint(self) -> dict[str, str]:
-        """Return hashes of the questions, prompts, reward functions and reply; see `SupportsFingerprint`."""
-        return {**super().fingerprint(), "reply": self._reply_code, "max_turns": str(self._max_turns)}
+        """Return hashes of the questions, prompts, reward functions and reply.
+
+        See `SupportsFingerprint`.
+        """
+        return {
+            **super().fingerprint(),
+            "reply": self._reply_code,
+            "max_turns": str(self._max_turns),
+        }
 
     def open(self, split: Split, starts: Sequence[int]) -> MultiTurnBatch:
         """Return a batch of prompts of a split, each index in [0, size(split)).
@@ -200,5 +222,8 @@ class MultiTurnGym(PromptEnvironment):
             ValueError: If the split or an index does not exist.
         """
         return MultiTurnBatch(
-            **self._batch_fields(split, starts), max_turns=self._max_turns, reply=self._reply, options=self._options
+            **self._batch_fields(split, starts),
+            max_turns=self._max_turns,
+            reply=self._reply,
+            options=self._options,
         )

@@ -41,8 +41,27 @@ StartedJob = tuple[Job, "Future[Results]"]
 MAX_NAME = 200
 """Maximum number of characters in the name of a metric."""
 RESERVED_NAMES = (
-    *("slot", "index", "loss", "learning_rate", "step_kl", "step_passes", "calibrated_lr", "grad_norm", "reward"),
-    *("reward_std", "frac_reward_zero_std", "shared_ess", "shared_outside", "shared_share", "kl", "kl_coef", "entropy"),
+    *(
+        "slot",
+        "index",
+        "loss",
+        "learning_rate",
+        "step_kl",
+        "step_passes",
+        "calibrated_lr",
+        "grad_norm",
+        "reward",
+    ),
+    *(
+        "reward_std",
+        "frac_reward_zero_std",
+        "shared_ess",
+        "shared_outside",
+        "shared_share",
+        "kl",
+        "kl_coef",
+        "entropy",
+    ),
     *("optimizer_steps", "tokens", "num_tokens", "step_time"),
 )
 RESERVED_PREFIXES = ("rewards/", "completions/", "clip_ratio/", "sampling/", "tools/")
@@ -54,7 +73,8 @@ class RewardResult:
     """Rewards of `n` completions.
 
     Attributes:
-        rewards: `[n]` weighted sum of the reward functions; NaN if none applies or the completion is excluded.
+        rewards: `[n]` weighted sum of the reward functions; NaN if none applies or the completion
+            is excluded.
         components: `[n]` values of each function, before its weight; NaN where it does not apply.
         steps: Values of each function that returned step rewards; None for completions without.
     """
@@ -79,7 +99,8 @@ class SingleTurnBatch:
         on_reward_error: "raise" or "exclude".
         progress: Number of learning steps taken, and of all learning steps (0 if unknown).
         max_turns: 1, except in subclasses with several turns.
-        held_out: True for validation and test prompts. Failed rewards are computed once more before they are excluded.
+        held_out: True for validation and test prompts. Failed rewards are computed once more before
+            they are excluded.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -92,9 +113,12 @@ class SingleTurnBatch:
     max_turns: int = 1
     held_out: bool = False
     _started: list[StartedJob] = field(default_factory=list, init=False, repr=False)
-    # Values that reward functions log: by column and row of the completions table; by metric, with the number of rows.
+    # Values that reward functions log: by column and row of the completions table; by metric, with
+    # the number of rows.
     _columns: dict[str, dict[int, Any]] = field(default_factory=dict, init=False, repr=False)
-    _metrics: dict[str, list[tuple[int, float]]] = field(default_factory=dict, init=False, repr=False)
+    _metrics: dict[str, list[tuple[int, float]]] = field(
+        default_factory=dict, init=False, repr=False
+    )
 
     @property
     def questions(self) -> tuple[str, ...]:
@@ -121,8 +145,8 @@ class SingleTurnBatch:
     def start_scoring(self, conversations: Sequence[Conversation]) -> None:
         """Start to compute the rewards of a finished group in the background.
 
-        Call `score` later with the conversations of all groups, in the order of their rows. Its result is the same as
-        without this call.
+        Call `score` later with the conversations of all groups, in the order of their rows. Its
+        result is the same as without this call.
         """
         inputs = self._reward_inputs(conversations)
         for reward in self.background_rewards:
@@ -137,7 +161,9 @@ class SingleTurnBatch:
         self._started.clear()
 
     def score(self, conversations: Sequence[Conversation], stop: Stop = NEVER) -> Scores:
-        """Compute the rewards of conversations; see `PromptBatch.score`. `stop` is checked between calls.
+        """Compute the rewards of conversations; see `PromptBatch.score`.
+
+        `stop` is checked between calls.
 
         Raises:
             RewardError: If a reward function fails.
@@ -147,14 +173,24 @@ class SingleTurnBatch:
         self._started.clear()
         inputs = self._reward_inputs(conversations)
         result = compute_rewards(
-            self.rewards, inputs, self.on_reward_error, self.runner, retry=self.held_out, started=started, stop=stop
+            self.rewards,
+            inputs,
+            self.on_reward_error,
+            self.runner,
+            retry=self.held_out,
+            started=started,
+            stop=stop,
         )
-        # 2. Add the values that were logged. Rows without a value, such as those of failed calls, get None.
+        # 2. Add the values that were logged. Rows without a value, such as those of failed calls,
+        #    get None.
         columns = {
-            name: tuple(values.get(row) for row in range(len(conversations))) for name, values in self._columns.items()
+            name: tuple(values.get(row) for row in range(len(conversations)))
+            for name, values in self._columns.items()
         }
         metrics = {
-            name: float(np.average([value for _, value in values], weights=[size for size, _ in values]))
+            name: float(
+                np.average([value for _, value in values], weights=[size for size, _ in values])
+            )
             for name, values in self._metrics.items()
         }
         self._columns.clear()
@@ -164,7 +200,9 @@ class SingleTurnBatch:
             components=result.components,
             completions=tuple(map(_display_text, inputs.turns or ())),
             weights=tuple(reward.weight for reward in self.rewards),
-            step_rewards=self._step_rewards(result, inputs, conversations) if result.steps else None,
+            step_rewards=(
+                self._step_rewards(result, inputs, conversations) if result.steps else None
+            ),
             columns=columns,
             metrics=metrics,
         )
@@ -175,7 +213,8 @@ class SingleTurnBatch:
         return RewardInputs(
             rows=[self.rows[conversation.start] for conversation in conversations],
             texts=[
-                texts[0] if len(texts) == 1 else self._text(ids) for texts, ids in zip(turns, token_ids, strict=True)
+                texts[0] if len(texts) == 1 else self._text(ids)
+                for texts, ids in zip(turns, token_ids, strict=True)
             ],
             token_ids=token_ids,
             groups=[(conversation.member, conversation.start) for conversation in conversations],
@@ -184,7 +223,10 @@ class SingleTurnBatch:
         )
 
     def trainer_arguments(self, rows: Sequence[int]) -> Mapping[str, Any]:
-        """Return the trainer's arguments of a call for these rows, in TRL's form; worker processes cannot log."""
+        """Return the trainer's arguments of a call for these rows, in TRL's form.
+
+        Worker processes cannot log.
+        """
         require("A reward function in TRL's form", "transformers")
         from transformers import TrainerState
 
@@ -194,22 +236,24 @@ class SingleTurnBatch:
 
         def log_extra(column: str, values: Sequence[Any]) -> None:
             if len(values) != len(rows):
-                raise ValueError(f"log_extra needs {len(rows)} values, got {len(values)} for {shown(column)}.")
+                raise ValueError(
+                    f"log_extra needs {len(rows)} values, got {len(values)} for {shown(column)}."
+                )
             self._columns.setdefault(str(column), {}).update(zip(rows, values, strict=True))
 
         def log_metric(name: str, value: Any) -> None:
             number = float32_number(value)
             if not isinstance(name, str) or len(name) > MAX_NAME or printable(name) != name:
                 raise ValueError(
-                    f"The name of log_metric must be printable text of at most {MAX_NAME} characters, got "
-                    f"{shown(name)}."
+                    f"The name of log_metric must be printable text of at most {MAX_NAME}"
+                    f" characters, got {shown(name)}."
                 )
             if name in RESERVED_NAMES or name.startswith(RESERVED_PREFIXES):
                 raise ValueError(f"The log_metric name {name!r} is reserved. Choose another one.")
             if number is None:
                 raise ValueError(
-                    f"log_metric values must be finite numbers of at most {FLOAT32_LIMIT:g}, got {shown(value)} for "
-                    f"{shown(name)}."
+                    f"log_metric values must be finite numbers of at most {FLOAT32_LIMIT:g}, got"
+                    f" {shown(value)} for {shown(name)}."
                 )
             self._metrics.setdefault(name, []).append((len(rows), number))
 
@@ -218,12 +262,17 @@ class SingleTurnBatch:
     def _step_rewards(
         self, result: RewardResult, inputs: RewardInputs, conversations: Sequence[Conversation]
     ) -> NDArray[np.float64]:
-        """Return the `[n, t]` reward at each sampled token; rewards of whole completions are at the last one."""
+        """Return the `[n, t]` reward at each sampled token.
+
+        Rewards of whole completions are at the last one.
+        """
         table = np.full((len(inputs.texts), max(1, *map(len, inputs.token_ids))), np.nan)
         for row, conversation in enumerate(conversations):
             ids = inputs.token_ids[row]
             sampled = conversation.sampled
-            if np.isnan(result.rewards[row]) or not ids:  # a user's own loop may give a completion without tokens
+            if (
+                np.isnan(result.rewards[row]) or not ids
+            ):  # a user's own loop may give a completion without tokens
                 continue
             # Rewards at tokens of a reply belong to the last sampled token before it.
             last_sampled = np.maximum.accumulate(np.where(sampled, np.arange(len(sampled)), 0))
@@ -239,7 +288,10 @@ class SingleTurnBatch:
                     parts = [(last_sampled[-1], value)]
                 else:
                     positions = token_positions(steps, ids, inputs.texts[row], self._text)
-                    parts = [(last_sampled[at], part) for at, part in zip(positions, steps.values, strict=True)]
+                    parts = [
+                        (last_sampled[at], part)
+                        for at, part in zip(positions, steps.values, strict=True)
+                    ]
                 for place, part in parts:
                     table[row, place] = np.nansum([table[row, place], reward.weight * part])
         return table
@@ -254,7 +306,9 @@ class SingleTurnBatch:
 
 def _display_text(turns: Sequence[str]) -> str:
     """Return completions as they are, and replies in lines with the prefix `REPLY`."""
-    replies = ["".join(f"\n{REPLY}{line}" for line in reply.split("\n")) + "\n" for reply in turns[1::2]]
+    replies = [
+        "".join(f"\n{REPLY}{line}" for line in reply.split("\n")) + "\n" for reply in turns[1::2]
+    ]
     return "".join(text + reply for text, reply in zip(turns[::2], [*replies, ""], strict=False))
 
 
@@ -263,7 +317,8 @@ def token_positions(
 ) -> list[int]:
     """Return the token position of each value of a completion's step rewards.
 
-    A character belongs to the token that completes it: if its bytes are spread over several tokens, to the last one.
+    A character belongs to the token that completes it: if its bytes are spread over several tokens,
+    to the last one.
 
     Args:
         rewards: The step rewards.
@@ -273,13 +328,16 @@ def token_positions(
     """
     if rewards.unit == "token" or not rewards.positions:
         return list(rewards.positions)
-    # 1. Numbers of complete characters after each token, if tokens decode to the same text alone as in context.
+    # 1. Numbers of complete characters after each token, if tokens decode to the same text alone as
+    #    in context.
     pieces = [decode([token]) for token in token_ids]
     if "".join(pieces) != text:
-        # Slower: decode every prefix, as spaces between words and parts of characters depend on context.
+        # Slower: decode every prefix, as spaces between words and parts of characters depend on
+        # context.
         prefixes = [decode(list(token_ids[:count])) for count in range(1, len(token_ids))]
-        # A prefix that ends within a character decodes to a replacement character, so only leading characters that
-        # agree with the text are complete. The running maximum keeps the counts sorted for `bisect_right`.
+        # A prefix that ends within a character decodes to a replacement character, so only leading
+        # characters that agree with the text are complete. The running maximum keeps the counts
+        # sorted for `bisect_right`.
         equal = [sum(takewhile(bool, map(eq, prefix, text))) for prefix in prefixes]
         ends = [*accumulate(equal, max), len(text)]
     else:
@@ -303,16 +361,18 @@ def compute_rewards(
     Args:
         rewards: The reward functions.
         inputs: The n completions with their dataset rows.
-        on_error: "raise", or "exclude": a completion with a failed reward gets NaN, with one warning per call.
+        on_error: "raise", or "exclude": a completion with a failed reward gets NaN, with one
+            warning per call.
         runner: Calls the functions; None = in this process.
         retry: Repeat failed calls once if on_error is "exclude": the cause may be temporary.
         started: Jobs for some of the completions that the runner has already started.
         stop: Checked between calls.
 
     Raises:
-        RewardError: If a function returns the wrong number of values. With on_error "raise" also if it raises, exceeds
-            the time limit, ends its process, or returns something other than a finite number, StepRewards or None.
-            The message shows the function and the (escaped) completion.
+        RewardError: If a function returns the wrong number of values. With on_error "raise" also if
+            it raises, exceeds the time limit, ends its process, or returns something other than a
+            finite number, StepRewards or None. The message shows the function and the (escaped)
+            completion.
     """
     runner = runner or InProcessRunner({reward.name: reward.function for reward in rewards})
     by_name = {reward.name: reward for reward in rewards}
@@ -338,17 +398,21 @@ def compute_rewards(
             values[name, part[0]] = result
         else:
             failed.append((name, part, result))
-    # 2. Repeat failed calls for several completions one by one, to find the completions that cause the failure.
+    # 2. Repeat failed calls for several completions one by one, to find the completions that cause
+    #    the failure.
     repeated = [(name, row) for name, part, _ in failed for row in part]
     if retry and on_error == "exclude":
         repeated += [key for key, value in values.items() if isinstance(value, BaseException)]
     jobs = [job for name, row in repeated for job in by_name[name].jobs(inputs, [row], 1)]
     for name, part, result in run(jobs):
         values[name, part[0]] = result if isinstance(result, BaseException) else result[0]
-    # 3. Call the function with the other completions together, as their rewards may depend on each other.
+    # 3. Call the function with the other completions together, as their rewards may depend on each
+    #    other.
     jobs = []
     for name, part, error in failed:
-        others = tuple(row for row in part if not isinstance(values.get((name, row)), BaseException))
+        others = tuple(
+            row for row in part if not isinstance(values.get((name, row)), BaseException)
+        )
         if stop_at_first and others == part:
             raise _batch_error(name, error, inputs, part)
         if len(others) > 1 and not stop_at_first:
@@ -368,7 +432,9 @@ def compute_rewards(
         step_values: list[StepRewards | None] = [None] * len(inputs.texts)
         for row in range(len(inputs.texts)):
             try:
-                components[name][row], step_values[row] = _checked_value(name, values.get((name, row)), inputs, row)
+                components[name][row], step_values[row] = _checked_value(
+                    name, values.get((name, row)), inputs, row
+                )
             except RewardError as error:
                 if on_error == "raise":
                     raise
@@ -384,11 +450,15 @@ def compute_rewards(
         row = int(np.nanargmax(np.abs(total)))
         text = shown(inputs.texts[row], 160)
         raise RewardError(
-            f"Rewards times reward_weights must be at most {FLOAT32_LIMIT:g}, got {total[row]:g} for {text}."
+            f"Rewards times reward_weights must be at most {FLOAT32_LIMIT:g}, got {total[row]:g}"
+            f" for {text}."
         )
     if failures:
         first = failures[min(failures)]
-        warn(f"{len(failures)} of {len(total)} completions excluded; the first: {first}", rank_zero_only=False)
+        warn(
+            f"{len(failures)} of {len(total)} completions excluded; the first: {first}",
+            rank_zero_only=False,
+        )
     return RewardResult(rewards=total, components=components, steps=steps)
 
 
@@ -407,7 +477,8 @@ def _run(
     With `stop_at_first`, the jobs that are unfinished when one fails are cancelled and left out.
 
     Returns:
-        For each call the name of the function, the rows, and a list with the value of each row, or an exception.
+        For each call the name of the function, the rows, and a list with the value of each row, or
+        an exception.
     """
     running = list(started)
     try:
@@ -425,17 +496,25 @@ def _run(
     finally:
         runner.cancel([future for _, future in running])
     return [
-        (job.name, part, result) for job, results in finished for part, result in zip(job.parts, results, strict=True)
+        (job.name, part, result)
+        for job, results in finished
+        for part, result in zip(job.parts, results, strict=True)
     ]
 
 
 def _has_failed(job: Job, future: "Future[Results]") -> bool:
-    return future.done() and any(isinstance(result, BaseException) for result in _results(job, future))
+    return future.done() and any(
+        isinstance(result, BaseException) for result in _results(job, future)
+    )
 
 
 def _results(job: Job, future: "Future[Results]") -> list[Any]:
     """Return, for each call of a finished job, a list with the value of each row, or an exception."""
-    error = CallFailedError("was cancelled or blocked its event loop") if future.cancelled() else future.exception()
+    error = (
+        CallFailedError("was cancelled or blocked its event loop")
+        if future.cancelled()
+        else future.exception()
+    )
     if error is not None:
         if not isinstance(error, CallFailedError):
             raise error
@@ -449,8 +528,13 @@ def _results(job: Job, future: "Future[Results]") -> list[Any]:
     return results
 
 
-def _checked_value(name: str, value: Any, inputs: RewardInputs, row: int) -> tuple[float, StepRewards | None]:
-    """Return one reward as a float, NaN for None, and its step rewards; raise RewardError if it is invalid."""
+def _checked_value(
+    name: str, value: Any, inputs: RewardInputs, row: int
+) -> tuple[float, StepRewards | None]:
+    """Return one reward as a float, NaN for None, and its step rewards.
+
+    Raise RewardError if it is invalid.
+    """
     text = inputs.texts[row]
     _check_awaited(name, value)
     if isinstance(value, BaseException):
@@ -465,15 +549,15 @@ def _checked_value(name: str, value: Any, inputs: RewardInputs, row: int) -> tup
             length = len(text)
         if any(position >= length for position in steps.positions):
             raise RewardError(
-                f"Reward function {name!r} returned step rewards at position {max(steps.positions)} of a completion of "
-                f"{length} {steps.unit}s: {shown(text, 160)}"
+                f"Reward function {name!r} returned step rewards at position {max(steps.positions)}"
+                f" of a completion of {length} {steps.unit}s: {shown(text, 160)}"
             )
         value = steps.total
     number = float32_number(value)
     if number is None:
         raise RewardError(
-            f"Reward function {name!r} must return None or finite numbers of at most {FLOAT32_LIMIT:g}, got "
-            f"{shown(value)} for the completion {shown(text, 160)}."
+            f"Reward function {name!r} must return None or finite numbers of at most"
+            f" {FLOAT32_LIMIT:g}, got {shown(value)} for the completion {shown(text, 160)}."
         )
     return number, steps
 
@@ -487,7 +571,9 @@ def _checked_list(name: str, values: Any, count: int) -> list[Any]:
             received = shown(values)
         else:
             received = f"{len(items)} values"
-        raise RewardError(f"Reward function {name!r} must return a list of {count} rewards, got {received}.")
+        raise RewardError(
+            f"Reward function {name!r} must return a list of {count} rewards, got {received}."
+        )
     return items
 
 
@@ -495,7 +581,8 @@ def _check_awaited(name: str, value: Any) -> None:
     """Raise RewardError for a coroutine: only functions that are declared as async are awaited."""
     if inspect.isawaitable(value):
         raise RewardError(
-            f"Reward function {name!r} returned a coroutine. Declare it with `async def`, and `await` what it calls."
+            f"Reward function {name!r} returned a coroutine. Declare it with `async def`, and"
+            " `await` what it calls."
         )
 
 
@@ -506,12 +593,16 @@ def _reward_error(name: str, error: BaseException, text: str, note: str = "") ->
         reason = str(error)
     else:
         reason = raised
-    failure = RewardError(f"Reward function {name!r} {reason}{note} for the completion {shown(text, 160)}")
+    failure = RewardError(
+        f"Reward function {name!r} {reason}{note} for the completion {shown(text, 160)}"
+    )
     failure.__cause__ = error
     return failure
 
 
-def _batch_error(name: str, error: BaseException, inputs: RewardInputs, rows: Sequence[int]) -> RewardError:
+def _batch_error(
+    name: str, error: BaseException, inputs: RewardInputs, rows: Sequence[int]
+) -> RewardError:
     """Return the RewardError for a call that fails on a batch, but on none of its completions alone."""
     note = f" (on a batch of {len(rows)} completions, not on single ones)"
     return _reward_error(name, error, inputs.texts[rows[0]], note=note)

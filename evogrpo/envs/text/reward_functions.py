@@ -11,7 +11,16 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Awaitable, Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Awaitable,
+    Callable,
+    Collection,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, get_args
@@ -29,7 +38,10 @@ GRACE_SECONDS = 1.0  # between cancelling coroutines and abandoning or stopping 
 
 
 class CallFailedError(Exception):
-    """A call without a result. The message completes a sentence that starts with the function's name."""
+    """A call without a result.
+
+    The message completes a sentence that starts with the function's name.
+    """
 
 
 def timeout_error(seconds: float) -> CallFailedError:
@@ -43,9 +55,10 @@ class Job:
 
     Attributes:
         name: Name of the function.
-        parts: Indices of the completions of each call. Only jobs of async functions have several calls.
-        batched: True if a call returns a list with a value for each of its completions, False if it has one completion
-            and returns its value.
+        parts: Indices of the completions of each call. Only jobs of async functions have several
+            calls.
+        batched: True if a call returns a list with a value for each of its completions, False if it
+            has one completion and returns its value.
     """
 
     name: str
@@ -64,13 +77,19 @@ Results = list[Any]
 
 def is_async(function: Function) -> bool:
     """Return True for `async def` functions and objects with an async `__call__`."""
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+    if inspect.iscoroutinefunction(function):
+        return True
+    call = getattr(function, "__call__", None)  # noqa: B004
+    return inspect.iscoroutinefunction(call)
 
 
 def call_sync(function: Function, call: Call) -> Any:
-    """Return the result of a call, or the exception that it raised; end processes that the function forked off.
+    """Return the result of a call, or the exception that it raised.
 
-    Settings of torch for the whole program, such as those for a reward model, are undone: the run has its own.
+    End processes that the function forked off.
+
+    Settings of torch for the whole program, such as those for a reward model, are undone: the run
+    has its own.
     """
     args, keywords = call
     process = os.getpid()
@@ -129,8 +148,8 @@ async def call_async(function: Function, calls: Sequence[Call], timeout: float |
 def end_fork(outcome: Any) -> NoReturn:
     """End a process that user code forked off and that has left the user's function.
 
-    It would continue the run a second time. As for a Python program, its exit code is 0, that of `sys.exit`, or 1 after
-    an exception.
+    It would continue the run a second time. As for a Python program, its exit code is 0, that of
+    `sys.exit`, or 1 after an exception.
 
     Args:
         outcome: The value that the function returned, or the exception that it raised.
@@ -169,8 +188,9 @@ def own_copy(value: Any, name: str) -> Any:
     except Exception as error:
         reason = f"{class_name(error)}: {one_line(error)}"
         raise RewardError(
-            f"Column {shown(name)} has a {class_name(value)} that cannot be copied ({reason}). Functions get "
-            "copies of a row. Keep such an object in your module, and its name in the column."
+            f"Column {shown(name)} has a {class_name(value)} that cannot be copied ({reason})."
+            " Functions get copies of a row. Keep such an object in your module, and its name in"
+            " the column."
         ) from error
 
 
@@ -188,12 +208,13 @@ def own_list(values: Any) -> Any:
 class InProcessRunner:
     """Runs reward functions in this process: async functions in an event loop, others in the calling thread.
 
-    The event loop has its own thread, so that it works in notebooks. It stays open between calls, so that a client
-    opened in one call serves the next.
+    The event loop has its own thread, so that it works in notebooks. It stays open between calls,
+    so that a client opened in one call serves the next.
 
     Args:
         functions: Reward functions by name.
-        timeout: Time limit of one call of an async function, in seconds. Other functions cannot be stopped.
+        timeout: Time limit of one call of an async function, in seconds. Other functions cannot be
+            stopped.
     """
 
     in_process = True  # functions run in this process
@@ -224,14 +245,20 @@ class InProcessRunner:
             return future
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-            threading.Thread(target=self._loop.run_forever, name="evogrpo async rewards", daemon=True).start()
+            threading.Thread(
+                target=self._loop.run_forever, name="evogrpo async rewards", daemon=True
+            ).start()
         if not self._running:
             self._prints.enter_context(escaped_prints())
-        future = asyncio.run_coroutine_threadsafe(call_async(function, calls, self._timeout), self._loop)
+        future = asyncio.run_coroutine_threadsafe(
+            call_async(function, calls, self._timeout), self._loop
+        )
         self._running.add(future)
         if self._timeout is not None:
             # call_async applies the limit; this is for blocking code in the loop.
-            timer = threading.Timer(self._timeout + GRACE_SECONDS, self._abandon, [future, self._loop])
+            timer = threading.Timer(
+                self._timeout + GRACE_SECONDS, self._abandon, [future, self._loop]
+            )
             timer.daemon = True
             timer.start()
             future.add_done_callback(lambda _: timer.cancel())
@@ -243,7 +270,10 @@ class InProcessRunner:
             self.close()
 
     def cancel(self, futures: Sequence["Future[Results]"]) -> None:
-        """Cancel the unfinished jobs among these. Call it also when all are done, to restore the output streams."""
+        """Cancel the unfinished jobs among these.
+
+        Call it also when all are done, to restore the output streams.
+        """
         for future in futures:
             future.cancel()
         self._running.difference_update(futures)
@@ -275,13 +305,14 @@ PositionUnit = Literal["token", "character"]
 class StepRewards:
     """Rewards at positions inside one completion, which a reward function may return instead of a number.
 
-    The completion's reward is the sum of the values. Several values at one position are added. Without values the
-    reward is 0.
+    The completion's reward is the sum of the values. Several values at one position are added.
+    Without values the reward is 0.
 
     Attributes:
         values: Rewards, each finite.
-        positions: Position of each reward from 0, in the completion's token ids or in its text. A character's reward
-            goes to the token that completes it. It is usually the last token or character of a step.
+        positions: Position of each reward from 0, in the completion's token ids or in its text. A
+            character's reward goes to the token that completes it. It is usually the last token or
+            character of a step.
         unit: Unit of positions: "token" or "character".
 
     Raises:
@@ -296,14 +327,23 @@ class StepRewards:
         values = _checked_list("values", self.values)
         positions = _checked_list("positions", self.positions)
         if not isinstance(self.unit, str) or self.unit not in get_args(PositionUnit):
-            raise ValueError(f'unit of StepRewards must be "token" or "character", got {shown(self.unit)}.')
+            raise ValueError(
+                f'unit of StepRewards must be "token" or "character", got {shown(self.unit)}.'
+            )
         if len(values) != len(positions):
             found = f"{pluralize(len(values), 'value')} and {pluralize(len(positions), 'position')}"
             raise ValueError(f"StepRewards needs one position per value: got {found}.")
-        whole = tuple(whole_between("positions of StepRewards", position, 0) for position in positions)
-        object.__setattr__(self, "values", tuple(finite_number("values of StepRewards", value) for value in values))
+        whole = tuple(
+            whole_between("positions of StepRewards", position, 0) for position in positions
+        )
+        object.__setattr__(
+            self, "values", tuple(finite_number("values of StepRewards", value) for value in values)
+        )
         if max(map(abs, self.values), default=0.0) > FLOAT32_LIMIT:
-            raise ValueError(f"values of StepRewards must be at most {FLOAT32_LIMIT:g}, got {shown(self.values)}.")
+            raise ValueError(
+                f"values of StepRewards must be at most {FLOAT32_LIMIT:g}, got"
+                f" {shown(self.values)}."
+            )
         object.__setattr__(self, "positions", whole)
 
     @property
@@ -331,13 +371,28 @@ OTHER_NAMES: Mapping[str, str] = {
     "answer": "ground_truth label reference reference_answer gold target expected",
     "question": "prompt prompt_str query problem input",
 }
-"""Names of these arguments in other libraries (verl, OpenRLHF, verifiers and others), separated by spaces."""
-ARGUMENT_OF = {name: argument for argument, names in OTHER_NAMES.items() for name in (argument, *names.split())}
+"""Names of these arguments in other libraries (verl, OpenRLHF, verifiers and others), separated by
+spaces.
+"""
+ARGUMENT_OF = {
+    name: argument for argument, names in OTHER_NAMES.items() for name in (argument, *names.split())
+}
 """Argument of AgileRL's form by name."""
 OTHER_ARGUMENTS = ("data_source", "extra_info", "state", "info", "parser", "metadata")
-"""Arguments of other libraries that are none of AgileRL's form; they are passed if the dataset has the column."""
+"""Arguments of other libraries that are none of AgileRL's form; they are passed if the dataset has
+the column.
+"""
 BATCH_NAMES = (
-    *("prompts", "completions", "completion_ids", "queries", "labels", "responses", "solutions", "answers"),
+    *(
+        "prompts",
+        "completions",
+        "completion_ids",
+        "queries",
+        "labels",
+        "responses",
+        "solutions",
+        "answers",
+    ),
     *("questions", "data_sources", "solution_strs", "ground_truths", "extra_infos"),
 )
 """Arguments of functions that take many completions, in all libraries."""
@@ -366,10 +421,12 @@ class RewardInputs:
         texts: Decoded completions.
         token_ids: Token ids of the completions, without padding.
         groups: Group of each completion: member and prompt. None = all are one group.
-        turns: Texts of completions and replies in turn, where `texts` and `token_ids` hold whole conversations; None
-            for single completions.
-        messages: Completions as messages; None = alternating messages of assistant and user, from `turns`.
-        trainer: Returns the arguments that the trainer provides to a call in TRL's form for these completions.
+        turns: Texts of completions and replies in turn, where `texts` and `token_ids` hold whole
+            conversations; None for single completions.
+        messages: Completions as messages; None = alternating messages of assistant and user, from
+            `turns`.
+        trainer: Returns the arguments that the trainer provides to a call in TRL's form for these
+            completions.
     """
 
     rows: Sequence[Mapping[str, Any]]
@@ -388,7 +445,8 @@ class Reward:
     Attributes:
         name: Name in reports.
         weight: Factor in the sum of rewards.
-        batched: True if one call takes a group of completions (TRL's form), False if it takes one (AgileRL's form).
+        batched: True if one call takes a group of completions (TRL's form), False if it takes one
+            (AgileRL's form).
         function: The user's function.
     """
 
@@ -405,18 +463,22 @@ class Reward:
         except (TypeError, ValueError):
             return None
 
-    def sources(self, columns: Collection[str], where: str = "the dataset") -> Mapping[str, str] | None:
+    def sources(
+        self, columns: Collection[str], where: str = "the dataset"
+    ) -> Mapping[str, str] | None:
         """Return where the arguments of a function in AgileRL's form come from.
 
-        A parameter gets the argument or the column of its name. One without a default may also have the name of an
-        argument in another library. A function with other parameters gets completion, answer and question by position.
+        A parameter gets the argument or the column of its name. One without a default may also have
+        the name of an argument in another library. A function with other parameters gets
+        completion, answer and question by position.
 
         Args:
             columns: Columns of the dataset.
             where: Name of the dataset in messages.
 
         Returns:
-            "completion" or a column for each argument that is passed by name; None if all are passed by position.
+            "completion" or a column for each argument that is passed by name; None if all are
+            passed by position.
 
         Raises:
             ValueError: If a parameter has no source, or its name contradicts its position.
@@ -432,23 +494,35 @@ class Reward:
             elif name in ARGUMENT_OF and parameters[name].default is inspect.Parameter.empty:
                 found[name] = ARGUMENT_OF[name]
         if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-            found |= {argument: argument for argument in AGILERL_ARGUMENTS if argument not in found.values()}
+            found |= {
+                argument: argument
+                for argument in AGILERL_ARGUMENTS
+                if argument not in found.values()
+            }
         if "completion" in found.values() and self._accepts(**dict.fromkeys(found)):
             return found
         # 2. By position, if no name says otherwise.
         misplaced = [
             name
             for name, argument in zip(parameters, AGILERL_ARGUMENTS, strict=False)
-            if name in (*OTHER_ARGUMENTS, *BATCH_NAMES) or ARGUMENT_OF.get(name, argument) != argument
+            if name in (*OTHER_ARGUMENTS, *BATCH_NAMES)
+            or ARGUMENT_OF.get(name, argument) != argument
         ]
         if not misplaced and self._accepts(*AGILERL_ARGUMENTS):
             return None
-        message = f"Reward function {self.name!r} must take (completion, answer, question), got {self.signature}."
+        message = (
+            f"Reward function {self.name!r} must take (completion, answer, question), got"
+            f" {self.signature}."
+        )
         if any(name in BATCH_NAMES for name in parameters):
-            raise ValueError(f"{message} Pass a function of several completions as reward_funcs (form: trl).")
+            raise ValueError(
+                f"{message} Pass a function of several completions as reward_funcs (form: trl)."
+            )
         missing = [name for name in self._required() if name not in found]
         if missing:
-            message += f" There is no column {missing[0]!r}{_similar(missing[0], columns)} of {where}."
+            message += (
+                f" There is no column {missing[0]!r}{_similar(missing[0], columns)} of {where}."
+            )
         raise ValueError(f"{message} Rename its parameters, or add columns.")
 
     def _required(self) -> list[str]:
@@ -495,21 +569,32 @@ class Reward:
         if not self.batched:
             self.sources(columns, where)
             return
-        others = TRAINER_ARGUMENTS if in_process else TRAINER_ARGUMENTS[:1]  # worker processes cannot log
+        others = (
+            TRAINER_ARGUMENTS if in_process else TRAINER_ARGUMENTS[:1]
+        )  # worker processes cannot log
         passed = [column for column in columns if column not in REPLACED_COLUMNS]
         if wrong := [column for column in passed if not isinstance(column, str)]:
-            raise ValueError(f"Columns must have text as names, got {shown(wrong[0])}. Rename the column.")
+            raise ValueError(
+                f"Columns must have text as names, got {shown(wrong[0])}. Rename the column."
+            )
         names = self._accepted(dict.fromkeys((*TRL_ARGUMENTS, *passed, *others)))
         if names and self._accepts(**dict.fromkeys(names)):
             return
         message = f"Reward function {self.name!r} takes {self.signature}."
         missing = [name for name in self._required() if name not in names]
         if any(ARGUMENT_OF.get(name) == "completion" for name in missing):
-            raise ValueError(f"{message} Pass a function of one completion as reward_fn (form: agilerl).")
+            raise ValueError(
+                f"{message} Pass a function of one completion as reward_fn (form: agilerl)."
+            )
         if missing:
-            message += f" There is no argument {missing[0]!r}{_similar(missing[0], passed)} of {where}."
+            message += (
+                f" There is no argument {missing[0]!r}{_similar(missing[0], passed)} of {where}."
+            )
         arguments = ", ".join((*TRL_ARGUMENTS, *others, *sorted(passed)))
-        raise ValueError(f"{message} It is called by name with {arguments}. Rename its parameters, or add a column.")
+        raise ValueError(
+            f"{message} It is called by name with {arguments}. Rename its parameters, or add a"
+            " column."
+        )
 
     def jobs(self, inputs: RewardInputs, rows: Sequence[int], num_workers: int) -> list[Job]:
         """Return the calls that reward these rows: one per row, or in TRL's form one per group, in order.
@@ -531,10 +616,15 @@ class Reward:
         else:
             size = 1
         starts = range(0, len(parts), size)
-        return [Job(name=self.name, parts=tuple(parts[start : start + size]), batched=self.batched) for start in starts]
+        return [
+            Job(name=self.name, parts=tuple(parts[start : start + size]), batched=self.batched)
+            for start in starts
+        ]
 
     def calls(self, inputs: RewardInputs, job: Job) -> list[Call]:
-        """Return the arguments of a job's calls. Each completion has its own copies of the values of its row.
+        """Return the arguments of a job's calls.
+
+        Each completion has its own copies of the values of its row.
 
         Raises:
             RewardError: If a value cannot be copied.
@@ -546,8 +636,15 @@ class Reward:
             columns = inputs.rows[row]
             sources = self.sources(columns)
             names = AGILERL_ARGUMENTS if sources is None else tuple(sources.values())
-            values = [inputs.texts[row] if name == "completion" else own_copy(columns[name], name) for name in names]
-            calls.append((tuple(values), {}) if sources is None else ((), dict(zip(sources, values, strict=True))))
+            values = [
+                inputs.texts[row] if name == "completion" else own_copy(columns[name], name)
+                for name in names
+            ]
+            calls.append(
+                (tuple(values), {})
+                if sources is None
+                else ((), dict(zip(sources, values, strict=True)))
+            )
         return calls
 
     def _batched_arguments(self, inputs: RewardInputs, rows: Sequence[int]) -> dict[str, Any]:
@@ -591,7 +688,10 @@ def _similar(name: str, columns: Collection[str]) -> str:
 
 def as_messages(texts: Sequence[str]) -> list[dict[str, str]]:
     """Return alternating completions and replies as assistant and user messages."""
-    return [{"role": "user" if number % 2 else "assistant", "content": text} for number, text in enumerate(texts)]
+    return [
+        {"role": "user" if number % 2 else "assistant", "content": text}
+        for number, text in enumerate(texts)
+    ]
 
 
 def make_rewards(
@@ -602,22 +702,29 @@ def make_rewards(
     """Return the user's reward functions in one form.
 
     Args:
-        reward_fn: AgileRL's form, `reward_fn(completion, answer, question) -> float`, called per completion. Arguments
-            and columns are passed by name in any order, or these three by position in this order.
-        reward_funcs: TRL's form, one or several `f(prompts=, completions=, completion_ids=, **columns)`, each called
-            with the completions of one member to one prompt and those of these arguments that it takes. Returns one
-            float or None (not applicable) per completion.
+        reward_fn: AgileRL's form, `reward_fn(completion, answer, question) -> float`, called per
+            completion. Arguments and columns are passed by name in any order, or these three by
+            position in this order.
+        reward_funcs: TRL's form, one or several `f(prompts=, completions=, completion_ids=,
+            **columns)`, each called with the completions of one member to one prompt and those of
+            these arguments that it takes. Returns one float or None (not applicable) per
+            completion.
         reward_weights: One factor per function of `reward_funcs`; None means 1 each.
 
     Raises:
-        ValueError: If not exactly one form is used, a function is not callable, or the weights do not fit.
+        ValueError: If not exactly one form is used, a function is not callable, or the weights do
+            not fit.
     """
     if (reward_fn is None) == (reward_funcs is None):
-        raise ValueError("Exactly one of reward_fn (AgileRL's form) and reward_funcs (TRL's form) must be set.")
+        raise ValueError(
+            "Exactly one of reward_fn (AgileRL's form) and reward_funcs (TRL's form) must be set."
+        )
     # 1. AgileRL's form.
     if reward_fn is not None:
         if reward_weights is not None:
-            raise ValueError("reward_weights requires reward_funcs, got reward_fn. Scale its value instead.")
+            raise ValueError(
+                "reward_weights requires reward_funcs, got reward_fn. Scale its value instead."
+            )
         return (Reward(name=_name(reward_fn), weight=1.0, batched=False, function=reward_fn),)
     # 2. TRL's form.
     assert reward_funcs is not None
@@ -627,7 +734,9 @@ def make_rewards(
         raise ValueError("reward_funcs must contain at least one function, got none.")
     factors = [1.0] * len(functions) if reward_weights is None else reward_weights
     if not isinstance(factors, Iterable) or len(weights := list(factors)) != len(functions):
-        raise ValueError(f"reward_weights must be {len(functions)} finite numbers, got {shown(reward_weights)}.")
+        raise ValueError(
+            f"reward_weights must be {len(functions)} finite numbers, got {shown(reward_weights)}."
+        )
     # 3. Functions of the same name get a number.
     rewards: dict[str, Reward] = {}
     for weight, function in zip(weights, functions, strict=True):
@@ -643,7 +752,9 @@ def make_rewards(
 def _name(function: Any) -> str:
     """Return the name of a function; raise ValueError for any other object."""
     if not callable(function) or (hasattr(function, "forward") and hasattr(function, "parameters")):
-        raise ValueError(f"A reward must be a function, got {shown(function)}. Wrap a model in a function.")
+        raise ValueError(
+            f"A reward must be a function, got {shown(function)}. Wrap a model in a function."
+        )
     while isinstance(function, functools.partial):
         function = function.func
     return str(getattr(function, "__name__", type(function).__name__))

@@ -10,15 +10,17 @@ from evogrpo.envs.text.huggingface_gym import HuggingFaceGym
 from evogrpo.envs.text.templates import Tokenizer
 from evogrpo.randomness import generator
 
-_NUMBER = re.compile(r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?", re.ASCII)  # with commas between thousands, or none
+_NUMBER = re.compile(
+    r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?", re.ASCII
+)  # with commas between thousands, or none
 _MINUS = re.compile(r"(?:^|[^\w)])-$|(?:^|[=:])\s*- +$", re.ASCII)
 
 
 def final_number(text: str) -> float | None:
     """Return the last number in a text, or None if there is none.
 
-    A minus directly before the digits is a sign unless it joins two terms ("45-22"). A minus followed by a space is a
-    sign only after "=" or ":" or at the start of the text.
+    A minus directly before the digits is a sign unless it joins two terms ("45-22"). A minus
+    followed by a space is a sign only after "=" or ":" or at the start of the text.
 
     Args:
         text: Untrusted text.
@@ -41,11 +43,13 @@ def accuracy(completion: str, answer: str, question: str) -> float:
     return float(final_number(completion) == float(answer))
 
 
-def two_digit_questions(seed: int, validation_size: int, test_size: int) -> dict[Split, list[dict[str, str]]]:
+def two_digit_questions(
+    seed: int, validation_size: int, test_size: int
+) -> dict[Split, list[dict[str, str]]]:
     """Return all questions of the task two_digit_sums, split at random.
 
-    Each unordered pair of numbers from 10 to 99 occurs once as a sum and once as a difference, in random order. No
-    held-out question is a training question with exchanged terms.
+    Each unordered pair of numbers from 10 to 99 occurs once as a sum and once as a difference, in
+    random order. No held-out question is a training question with exchanged terms.
 
     Args:
         seed: Seed of the split and of the order of terms.
@@ -72,11 +76,13 @@ def two_digit_questions(seed: int, validation_size: int, test_size: int) -> dict
     return _split(rows, validation_size, test_size)
 
 
-def sequence_questions(seed: int, validation_size: int, test_size: int) -> dict[Split, list[dict[str, str]]]:
+def sequence_questions(
+    seed: int, validation_size: int, test_size: int
+) -> dict[Split, list[dict[str, str]]]:
     """Return all questions of the task number_sequences, split at random.
 
-    A sequence has four numbers with equal differences, and the fifth is the answer. Every first number from 1 to 99
-    occurs once with every difference from 2 to 12.
+    A sequence has four numbers with equal differences, and the fifth is the answer. Every first
+    number from 1 to 99 occurs once with every difference from 2 to 12.
 
     Args:
         seed: Seed of the split.
@@ -90,7 +96,11 @@ def sequence_questions(seed: int, validation_size: int, test_size: int) -> dict[
         ValueError: If a size is not positive or leaves no training question.
     """
     rng = generator(seed, "number_sequences")
-    sequences = [[first + step * place for place in range(5)] for first in range(1, 100) for step in range(2, 13)]
+    sequences = [
+        [first + step * place for place in range(5)]
+        for first in range(1, 100)
+        for step in range(2, 13)
+    ]
     rows = []
     for number in rng.permutation(len(sequences)):
         *terms, answer = sequences[number]
@@ -99,13 +109,20 @@ def sequence_questions(seed: int, validation_size: int, test_size: int) -> dict[
     return _split(rows, validation_size, test_size)
 
 
-def _split(rows: list[dict[str, str]], validation_size: int, test_size: int) -> dict[Split, list[dict[str, str]]]:
+def _split(
+    rows: list[dict[str, str]], validation_size: int, test_size: int
+) -> dict[Split, list[dict[str, str]]]:
     """Return the rows by split, in order: train, validation, test."""
     if validation_size < 1 or test_size < 1 or validation_size + test_size >= len(rows):
         sizes = f"{validation_size} and {test_size}"
-        raise ValueError(f"validation_size and test_size must be at least 1, together below {len(rows)}, got {sizes}.")
+        raise ValueError(
+            f"validation_size and test_size must be at least 1, together below {len(rows)}, got"
+            f" {sizes}."
+        )
     ends = (len(rows) - validation_size - test_size, len(rows) - test_size)
-    return dict(zip(SPLITS, (rows[: ends[0]], rows[ends[0] : ends[1]], rows[ends[1] :]), strict=True))
+    return dict(
+        zip(SPLITS, (rows[: ends[0]], rows[ends[0] : ends[1]], rows[ends[1] :]), strict=True)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,19 +153,26 @@ class Task:
             validation_size: Questions for fitness.
             test_size: Questions for the final report.
             seed: Seed of the split and of the training order.
-            gym_options: Other arguments of HuggingFaceGym, e.g. conversation_template or data_batch_size.
+            gym_options: Other arguments of HuggingFaceGym, e.g. conversation_template or
+                data_batch_size.
         """
         tables = self.questions(seed, validation_size, test_size)
-        return HuggingFaceGym(tables, tokenizer=tokenizer, reward_fn=accuracy, seed=seed, **gym_options)
+        return HuggingFaceGym(
+            tables, tokenizer=tokenizer, reward_fn=accuracy, seed=seed, **gym_options
+        )
 
 
 TASKS: Mapping[str, Task] = {
     "two_digit_sums": Task(
-        description="sums and differences of two two-digit numbers; reward 1 if the last number is right",
+        description=(
+            "sums and differences of two two-digit numbers; reward 1 if the last number is right"
+        ),
         questions=two_digit_questions,
     ),
     "number_sequences": Task(
-        description="next number after four with equal differences; reward 1 if the last number is right",
+        description=(
+            "next number after four with equal differences; reward 1 if the last number is right"
+        ),
         questions=sequence_questions,
     ),
 }

@@ -14,7 +14,18 @@ from evogrpo.text import pluralize, shown
 from evogrpo.validation import plain_list, refuse_unknown
 from evogrpo.warnings import warn
 
-ROLES = ("system", "developer", "user", "assistant", "tool", "function", "model", "ipython", "environment", "documents")
+ROLES = (
+    "system",
+    "developer",
+    "user",
+    "assistant",
+    "tool",
+    "function",
+    "model",
+    "ipython",
+    "environment",
+    "documents",
+)
 Tokenizer = Any
 """A transformers tokenizer."""
 Message = dict[str, Any]
@@ -28,7 +39,9 @@ RESERVED_OPTIONS = {
 }  # fmt: skip
 
 _FIELD = re.compile(r"\{\{|\}\}|\{(\w+)\}")
-_DATE_DIRECTIVES = [f"%{pad}{letter}" for letter in "aAbBcdDeFGhHIjklmMnpPrRsStTuUVwWxXyYzZ" for pad in ("", "-")]
+_DATE_DIRECTIVES = [
+    f"%{pad}{letter}" for letter in "aAbBcdDeFGhHIjklmMnpPrRsStTuUVwWxXyYzZ" for pad in ("", "-")
+]
 _CHUNK = 1024  # prompts per call of the tokenizer
 
 
@@ -36,14 +49,17 @@ def check_template(template: Sequence[Mapping[str, str]]) -> tuple[Message, ...]
     """Check a conversation template; return it as plain messages.
 
     Args:
-        template: Messages {"role": ..., "content": ...} with the fields {question} and {answer} in their contents;
-            doubled braces are literal ones.
+        template: Messages {"role": ..., "content": ...} with the fields {question} and {answer} in
+            their contents; doubled braces are literal ones.
 
     Raises:
-        ValueError: If it is empty, a message is malformed, a field is unknown, or {question} is missing.
+        ValueError: If it is empty, a message is malformed, a field is unknown, or {question} is
+            missing.
     """
     messages = tuple(check_messages(template, where="conversation_template"))
-    fields = [field for message in messages for field in _FIELD.findall(message["content"]) if field]
+    fields = [
+        field for message in messages for field in _FIELD.findall(message["content"]) if field
+    ]
     refuse_unknown("field of conversation_template", fields, ("question", "answer"))
     if "question" not in fields:
         raise ValueError(f"conversation_template must contain {{question}}, got {list(messages)}.")
@@ -67,8 +83,8 @@ def check_messages(messages: object, where: str) -> list[Message]:
     """Check a conversation; return it as a list of dicts, with any additional keys.
 
     Raises:
-        ValueError: If it is not a non-empty sequence of {"role": str, "content": str}; content is optional with
-            `tool_calls`. The message starts with `where`.
+        ValueError: If it is not a non-empty sequence of {"role": str, "content": str}; content is
+            optional with `tool_calls`. The message starts with `where`.
     """
     rule = f'{where} must be a non-empty list of {{"role": str, "content": str}}'
     listed = plain_list(messages)  # data frames store lists as arrays
@@ -112,7 +128,8 @@ def _is_prefill(last: Message) -> bool:
 def render(messages: list[Message], tokenizer: Tokenizer, options: Options | None = None) -> str:
     """Render a conversation for the model to continue.
 
-    If the last message is from the assistant, the model continues it (prefill); otherwise an assistant turn is opened.
+    If the last message is from the assistant, the model continues it (prefill); otherwise an
+    assistant turn is opened.
 
     Args:
         messages: The conversation.
@@ -136,9 +153,14 @@ def render(messages: list[Message], tokenizer: Tokenizer, options: Options | Non
     text = render_chat(tokenizer, messages, **keywords)
     # 2. Tool calls must change the text.
     if any(message.get("tool_calls") for message in messages):
-        bare = [{key: value for key, value in message.items() if key != "tool_calls"} for message in messages]
+        bare = [
+            {key: value for key, value in message.items() if key != "tool_calls"}
+            for message in messages
+        ]
         if render_chat(tokenizer, bare, **keywords) == text:
-            raise ValueError("The tokenizer's chat_template does not render tool_calls. Set one that does.")
+            raise ValueError(
+                "The tokenizer's chat_template does not render tool_calls. Set one that does."
+            )
     return text
 
 
@@ -154,23 +176,31 @@ def render_reply(
         options: Keyword arguments of the template.
 
     Raises:
-        ValueError: If the template fails, or renders earlier turns differently when a reply follows.
+        ValueError: If the template fails, or renders earlier turns differently when a reply
+            follows.
     """
     try:
         before = render_chat(tokenizer, messages, **options)
         after = render_chat(tokenizer, [*messages, *reply], **options, add_generation_prompt=True)
     except Exception as error:  # templates may raise jinja2's errors or any others
-        raise ValueError(f"The tokenizer's chat_template cannot render a further turn: {error}") from error
+        raise ValueError(
+            f"The tokenizer's chat_template cannot render a further turn: {error}"
+        ) from error
     if not after.startswith(before):
         raise ValueError(
-            f"chat_template must leave earlier turns unchanged when a turn is added, but {before!r} becomes {after!r}. "
-            "Set another tokenizer.chat_template; TRL has some (get_training_chat_template)."
+            f"chat_template must leave earlier turns unchanged when a turn is added, but {before!r}"
+            f" becomes {after!r}. Set another tokenizer.chat_template; TRL has some"
+            " (get_training_chat_template)."
         )
     return before, after
 
 
 def reply_tokens(
-    assistant: Message, reply: Sequence[Message], tokenizer: Tokenizer, options: Options, completion: Sequence[int]
+    assistant: Message,
+    reply: Sequence[Message],
+    tokenizer: Tokenizer,
+    options: Options,
+    completion: Sequence[int],
 ) -> tuple[int, ...]:
     """Return the tokens between two completions: a reply with the markers of the chat template around it.
 
@@ -181,11 +211,12 @@ def reply_tokens(
         reply: Messages of the user or of tools.
         tokenizer: A transformers tokenizer with a chat template.
         options: Keyword arguments of the template.
-        completion: Token ids of the completion before the reply. If it ends with a special token or with the text that
-            closes a turn, the markers do not close the turn once more.
+        completion: Token ids of the completion before the reply. If it ends with a special token or
+            with the text that closes a turn, the markers do not close the turn once more.
 
     Raises:
-        ValueError: If there is no template, or it renders earlier turns differently once another turn follows.
+        ValueError: If there is no template, or it renders earlier turns differently once another
+            turn follows.
     """
     before, after = render_reply([QUESTION, assistant], reply, tokenizer, options)
     # 1. Find the markers that end a turn of the assistant: they follow the text of a plain answer.
@@ -193,10 +224,12 @@ def reply_tokens(
     answer = ANSWER["content"]
     if answer not in plain:
         raise ValueError(
-            f"chat_template must render the text of assistant messages, got {shown(plain)}. Set another template."
+            f"chat_template must render the text of assistant messages, got {shown(plain)}. Set"
+            " another template."
         )
     closing = plain[plain.rfind(answer) + len(answer) :]
-    # 2. Some templates end a turn with tool calls differently; then only what follows it is rendered.
+    # 2. Some templates end a turn with tool calls differently; then only what follows it is
+    #    rendered.
     if not before.endswith(closing):
         closing = ""
     # 3. The completion has closed its turn, with this or with another token that ends a turn.
@@ -211,11 +244,15 @@ def reply_tokens(
     # 4. Warn of replies that the model reads as something else.
     for message in reply:
         if not _contains(between, message["content"]):
-            warn(f"The chat template changes the text of replies ({message['role']}).", rank_zero_only=False)
+            warn(
+                f"The chat template changes the text of replies ({message['role']}).",
+                rank_zero_only=False,
+            )
         for token in special_tokens(tokenizer):
             if token in message["content"]:
                 warn(
-                    f"A reply ({message['role']}) contains {token!r}, which the model reads as a special token.",
+                    f"A reply ({message['role']}) contains {token!r}, which the model reads as a"
+                    " special token.",
                     rank_zero_only=False,
                 )
     return tuple(tokenizer([between], add_special_tokens=False)["input_ids"][0])
@@ -231,7 +268,11 @@ def row_options(row: Mapping[str, Any]) -> Options:
 
     Arrow tables give every row the keys of all rows, with None for missing ones.
     """
-    return {name: value for name, value in (row.get(TEMPLATE_OPTIONS) or {}).items() if value is not None}
+    return {
+        name: value
+        for name, value in (row.get(TEMPLATE_OPTIONS) or {}).items()
+        if value is not None
+    }
 
 
 def check_options(options: object, where: str) -> Options:
@@ -245,11 +286,15 @@ def check_options(options: object, where: str) -> Options:
     if not isinstance(options, Mapping) or not all(isinstance(key, str) for key in options):
         example = '{"enable_thinking": False}'
         raise ValueError(
-            f"{where} must be a mapping of keyword arguments, such as {example}, got {shown(options, 200)}."
+            f"{where} must be a mapping of keyword arguments, such as {example}, got"
+            f" {shown(options, 200)}."
         )
     reserved = sorted(RESERVED_OPTIONS & options.keys())
     if reserved:
-        raise ValueError(f"{where} must not contain {', '.join(reserved)}, which the environment sets. Remove it.")
+        raise ValueError(
+            f"{where} must not contain {', '.join(reserved)}, which the environment sets."
+            " Remove it."
+        )
     for name, value in options.items():
         # A template takes any text as true, "false" too.
         if isinstance(value, str) and value.strip().lower() in ("true", "false"):
@@ -264,26 +309,30 @@ def inserts_date(template: object) -> bool:
 
 def dated_template(template: str, date: datetime) -> str:
     """Return a chat template in which `strftime_now` formats this date instead of the current one."""
-    # transformers passes no functions to templates, so the function is a macro that replaces each directive.
-    # A loop compiles in milliseconds; a chain of filters, one inside the other, takes seconds.
+    # transformers passes no functions to templates, so the function is a macro that replaces each
+    # directive. A loop compiles in milliseconds; a chain of filters, one inside the other, takes
+    # seconds.
     pairs = []
     for directive in _DATE_DIRECTIVES:
         with suppress(ValueError):  # one that this system does not have
             pairs.append((directive, date.strftime(directive)))
-    # The empty text keeps a newline at the start of the template, which would be removed after a block.
+    # The empty text keeps a newline at the start of the template, which would be removed after a
+    # block.
     return (
-        "{% macro strftime_now(format) %}{% set ns = namespace(text=format) %}"
-        f"{{% for directive, value in {pairs} %}}"
-        "{% set ns.text = ns.text | replace(directive, value) %}{% endfor %}{{ ns.text }}{% endmacro %}"
-        f"{{{{ '' }}}}{template}"
+        "{% macro strftime_now(format) %}{% set ns = namespace(text=format) %}{% for"
+        f" directive, value in {pairs} %}}{{% set ns.text = ns.text | replace(directive, value)"
+        f" %}}{{% endfor %}}{{{{ ns.text }}}}{{% endmacro %}}{{{{ '' }}}}{template}"
     )
 
 
-def tokenize(prompts: Sequence[tuple[Prompt, Options]], tokenizer: Tokenizer, where: str) -> list["array[int]"]:
+def tokenize(
+    prompts: Sequence[tuple[Prompt, Options]], tokenizer: Tokenizer, where: str
+) -> list["array[int]"]:
     """Return the token ids of prompts, as compact integer arrays.
 
-    Special tokens are those of TRL: messages get the chat template's, plain text the tokenizer's default ones. Warns of
-    prompts that the chat template or the tokenizer changes, once for each kind of change.
+    Special tokens are those of TRL: messages get the chat template's, plain text the tokenizer's
+    default ones. Warns of prompts that the chat template or the tokenizer changes, once for each
+    kind of change.
 
     Args:
         prompts: Text or messages (the same for all), with keyword arguments of the chat template.
@@ -291,8 +340,8 @@ def tokenize(prompts: Sequence[tuple[Prompt, Options]], tokenizer: Tokenizer, wh
         where: Name of the dataset, for messages.
 
     Raises:
-        ValueError: If text and messages are mixed, a chat template is missing, fails or leaves a message out, or a
-            prompt is empty.
+        ValueError: If text and messages are mixed, a chat template is missing, fails or leaves a
+            message out, or a prompt is empty.
     """
     tokenized: list[array[int]] = []
     kind: type | None = None
@@ -302,7 +351,9 @@ def tokenize(prompts: Sequence[tuple[Prompt, Options]], tokenizer: Tokenizer, wh
         # 1. Prompts must have one type.
         kind = kind or type(chunk[0][0])
         if any(type(prompt) is not kind for prompt, _ in chunk):
-            raise ValueError(f"Prompts of {where} must all be text or all be lists of messages, got both.")
+            raise ValueError(
+                f"Prompts of {where} must all be text or all be lists of messages, got both."
+            )
         # 2. Render and tokenize.
         texts = []
         for row, (prompt, options) in enumerate(chunk, first):
@@ -314,8 +365,12 @@ def tokenize(prompts: Sequence[tuple[Prompt, Options]], tokenizer: Tokenizer, wh
             ids_of_texts = _with_special_tokens(texts, ids_of_texts, tokenizer)
         for text, ids in zip(texts, ids_of_texts, strict=True):
             if len(ids) == 0:
-                raise ValueError(f"{numbered(len(tokenized), where)} has a prompt without tokens. Remove the row.")
-            # Spaces may differ: some tokenizers begin with one, or drop those beside special tokens.
+                raise ValueError(
+                    f"{numbered(len(tokenized), where)} has a prompt without tokens. Remove the"
+                    " row."
+                )
+            # Spaces may differ: some tokenizers begin with one, or drop those beside special
+            # tokens.
             read = str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
             if _without_spaces(text) not in _without_spaces(read):
                 pairs = enumerate(zip(text, read, strict=False))
@@ -323,7 +378,9 @@ def tokenize(prompts: Sequence[tuple[Prompt, Options]], tokenizer: Tokenizer, wh
                 wanted = text[place:]
                 got = read[place:]
                 changes.add(
-                    "tokens", len(tokenized), f"the tokenizer changes the text {shown(wanted, 40)} to {shown(got, 40)}"
+                    "tokens",
+                    len(tokenized),
+                    f"the tokenizer changes the text {shown(wanted, 40)} to {shown(got, 40)}",
                 )
             tokenized.append(array("i", ids))
     # 3. Warn of changes, and of arguments of the template that have no effect.
@@ -341,22 +398,30 @@ def tokenize(prompts: Sequence[tuple[Prompt, Options]], tokenizer: Tokenizer, wh
             used_by = "text prompts do not use"
         else:
             used_by = "the chat template does not contain"
-        warn(f"{TEMPLATE_OPTIONS} of {where}: {used_by} {', '.join(unused)}. Check the name, or remove it.")
+        warn(
+            f"{TEMPLATE_OPTIONS} of {where}: {used_by} {', '.join(unused)}. Check the name, or"
+            " remove it."
+        )
     return tokenized
 
 
-def _with_special_tokens(texts: list[str], plain: list[list[int]], tokenizer: Tokenizer) -> list[list[int]]:
-    """Return the token ids of texts with the tokenizer's special tokens; a text that has its BOS gets no second one.
+def _with_special_tokens(
+    texts: list[str], plain: list[list[int]], tokenizer: Tokenizer
+) -> list[list[int]]:
+    """Return the token ids of texts with the tokenizer's special tokens.
+
+    A text that has its BOS gets no second one.
 
     Raises:
-        ValueError: If the tokenizer adds tokens after a text: the model would continue after the end.
+        ValueError: If the tokenizer adds tokens after a text: the model would continue after the
+            end.
     """
     added: list[list[int]] = tokenizer(texts)["input_ids"]
     extra = len(added[0]) - len(plain[0])
     if extra > 0 and added[0][extra:] != plain[0]:
         raise ValueError(
-            f"The tokenizer must add no tokens after a prompt, got {tokenizer.decode(added[0][-1:])!r}. Set "
-            "tokenizer.add_eos_token = False."
+            "The tokenizer must add no tokens after a prompt, got"
+            f" {tokenizer.decode(added[0][-1:])!r}. Set tokenizer.add_eos_token = False."
         )
     bos = getattr(tokenizer, "bos_token", None)
     result = []
@@ -414,30 +479,51 @@ class _Changes:
             ValueError: If the chat template leaves out a message.
         """
         # 1. Once for messages of the same roles and keys: find messages and keys that are left out.
-        shape = repr([sorted({**message, "content": "", "role": message["role"]}) for message in messages])
-        shape += repr([(message["role"], bool(message["content"])) for message in messages]) + repr(options)
+        shape = repr(
+            [sorted({**message, "content": "", "role": message["role"]}) for message in messages]
+        )
+        shape += repr([(message["role"], bool(message["content"])) for message in messages]) + repr(
+            options
+        )
         if shape not in self._shapes:
             self._shapes.add(shape)
             missing = _left_out(messages, self.tokenizer, options)
             if missing:
                 raise ValueError(
-                    f"{numbered(row, self.where)}: the chat template leaves out {_named(messages, missing[0])}. Remove "
-                    "the message, or set a chat template that renders it."
+                    f"{numbered(row, self.where)}: the chat template leaves out"
+                    f" {_named(messages, missing[0])}. Remove the message, or set a chat template"
+                    " that renders it."
                 )
             for name in _unused_keys(messages, self.tokenizer, options):
-                self.add(f"key {name}", row, f"the chat template does not use the key {shown(name)} of messages")
+                self.add(
+                    f"key {name}",
+                    row,
+                    f"the chat template does not use the key {shown(name)} of messages",
+                )
         # 2. For each row: find contents that are changed, and special tokens in them.
         for number, message in enumerate(messages):
             name = _named(messages, number)
             content = message["content"]
             if not _contains(text, content):
-                self.add("content", row, f"the chat template changes the content of {name}: {shown(content)}")
+                self.add(
+                    "content",
+                    row,
+                    f"the chat template changes the content of {name}: {shown(content)}",
+                )
             for token in self._special:
                 if token in content:
-                    self.add("token", row, f"{name} contains {token!r}, which the model reads as a special token")
+                    self.add(
+                        "token",
+                        row,
+                        f"{name} contains {token!r}, which the model reads as a special token",
+                    )
         last = messages[-1]
         if _is_prefill(last) and not text.endswith(last["content"]):
-            self.add("prefill", row, f"the chat template changes the end of the last message {shown(last['content'])}")
+            self.add(
+                "prefill",
+                row,
+                f"the chat template changes the end of the last message {shown(last['content'])}",
+            )
 
 
 def _named(messages: Sequence[Message], number: int) -> str:
@@ -455,7 +541,11 @@ def _left_out(messages: list[Message], tokenizer: Tokenizer, options: Options) -
         text = render(marked, tokenizer, options)
     except Exception:  # noqa: BLE001 (a template may refuse other contents)
         return []
-    return [number for number, marker in enumerate(markers) if messages[number]["content"] and marker not in text]
+    return [
+        number
+        for number, marker in enumerate(markers)
+        if messages[number]["content"] and marker not in text
+    ]
 
 
 def _unused_keys(messages: list[Message], tokenizer: Tokenizer, options: Options) -> list[str]:
@@ -466,7 +556,9 @@ def _unused_keys(messages: list[Message], tokenizer: Tokenizer, options: Options
     text = render(messages, tokenizer, options) if names else ""
     unused = []
     for name in sorted(names):
-        others = [{key: value for key, value in message.items() if key != name} for message in messages]
+        others = [
+            {key: value for key, value in message.items() if key != name} for message in messages
+        ]
         try:
             same = render(others, tokenizer, options) == text
         except Exception:  # noqa: BLE001 (a template may require the key)
@@ -480,7 +572,9 @@ def _contains(text: str, content: str) -> bool:
     """Return True if a text contains a content, without spaces around it or as a JSON string."""
     stripped = content.strip()
     return (
-        stripped in text or json.dumps(stripped)[1:-1] in text or json.dumps(stripped, ensure_ascii=False)[1:-1] in text
+        stripped in text
+        or json.dumps(stripped)[1:-1] in text
+        or json.dumps(stripped, ensure_ascii=False)[1:-1] in text
     )
 
 
@@ -492,7 +586,9 @@ def _text(prompt: Prompt, tokenizer: Tokenizer, options: Options, where: str) ->
             text = render(prompt, tokenizer, options)
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"{where} must be valid text, got an incomplete character ({error}).") from error
+        raise ValueError(
+            f"{where} must be valid text, got an incomplete character ({error})."
+        ) from error
     except Exception as error:  # templates may raise jinja2's errors or any others
         raise ValueError(f"{where} cannot be rendered by the chat template: {error}") from error
     return text

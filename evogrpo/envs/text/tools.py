@@ -38,7 +38,9 @@ def tool_methods(environment: object) -> list[str]:
     """Return the names of the methods of an environment that are tools: all public ones except `NOT_TOOLS`."""
     members = inspect.getmembers(type(environment))
     # Class methods are methods of the class itself.
-    names = [name for name, member in members if inspect.isfunction(member) or inspect.ismethod(member)]
+    names = [
+        name for name, member in members if inspect.isfunction(member) or inspect.ismethod(member)
+    ]
     return [name for name in names if not name.startswith("_") and name not in NOT_TOOLS]
 
 
@@ -54,7 +56,10 @@ def tool_schema(function: Tool) -> Schema:
         schema: Schema = get_json_schema(function)
     except Exception as error:  # several classes of errors, one of them without a base class
         name = getattr(function, "__qualname__", repr(function))
-        rule = "A tool needs type hints and a docstring with Args. Names of other methods start with an underscore."
+        rule = (
+            "A tool needs type hints and a docstring with Args. Names of other methods start with"
+            " an underscore."
+        )
         raise ValueError(f"{name} cannot be a tool: {error} {rule}") from error
     return schema
 
@@ -85,7 +90,11 @@ def hermes_template(tokenizer: Tokenizer) -> dict[str, Any]:
         "defaults": {"role": "assistant"},
         "start_anchor": "<tool_call>",  # required; unused, as the prefix is empty
         "fields": {
-            "reasoning_content": {"open": "<think>", "close_pattern": r"</think>\s*", "content": "text"},
+            "reasoning_content": {
+                "open": "<think>",
+                "close_pattern": r"</think>\s*",
+                "content": "text",
+            },
             "tool_calls": {
                 "open": "<tool_call>",
                 "close_pattern": r"</tool_call>\s*",
@@ -99,12 +108,15 @@ def hermes_template(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def parse_completion(
-    tokenizer: Tokenizer, completion: Sequence[int], prefix: Sequence[int], schemas: Sequence[Schema]
+    tokenizer: Tokenizer,
+    completion: Sequence[int],
+    prefix: Sequence[int],
+    schemas: Sequence[Schema],
 ) -> ToolTurn:
     """Parse the tool calls of a completion.
 
-    The parser is the tokenizer's `response_template`; without one, calls are JSON in <tool_call> tags. Calls in the
-    thinking part are not made.
+    The parser is the tokenizer's `response_template`; without one, calls are JSON in <tool_call>
+    tags. Calls in the thinking part are not made.
 
     Args:
         tokenizer: A transformers tokenizer.
@@ -115,7 +127,10 @@ def parse_completion(
     # 1. Parse the text; a completion that cannot be parsed becomes a plain message with an error.
     template = getattr(tokenizer, "response_template", None)
     text = str(tokenizer.decode(list(completion)))
-    plain = {"role": "assistant", "content": str(tokenizer.decode(list(completion), skip_special_tokens=True))}
+    plain = {
+        "role": "assistant",
+        "content": str(tokenizer.decode(list(completion), skip_special_tokens=True)),
+    }
     if template is not None:
         prefix_text = str(tokenizer.decode(list(prefix)))
     else:
@@ -138,7 +153,9 @@ def parse_completion(
     # 2. Check the form of the calls, whose names and arguments are sampled text.
     content = parsed.get("content") or ""
     last = list(completion[-1:])
-    if not tokenizer.decode(last, skip_special_tokens=True):  # a special token that ended the completion
+    if not tokenizer.decode(
+        last, skip_special_tokens=True
+    ):  # a special token that ended the completion
         content = content.removesuffix(str(tokenizer.decode(last)))
     message = {**parsed, "content": content}
     calls = []
@@ -148,9 +165,15 @@ def parse_completion(
         else:
             function = None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            return ToolTurn(message=plain, error="malformed tool call: it must be an object with name and arguments")
+            return ToolTurn(
+                message=plain,
+                error="malformed tool call: it must be an object with name and arguments",
+            )
         if not _is_json(function):
-            return ToolTurn(message=plain, error="malformed tool call: it must have valid text and finite numbers")
+            return ToolTurn(
+                message=plain,
+                error="malformed tool call: it must have valid text and finite numbers",
+            )
         unknown = sorted(function.keys() - _CALL_KEYS)
         if unknown or {"arguments", "parameters"} <= function.keys():
             if unknown:
@@ -168,7 +191,9 @@ def parse_completion(
 
 
 _CALL_KEYS = {"name", "arguments", "parameters", "id", "type"}
-"""Keys of a call. Others are arguments in a wrong place or under a wrong name: the call would be made without them."""
+"""Keys of a call. Others are arguments in a wrong place or under a wrong name: the call would be
+made without them.
+"""
 
 
 def _is_json(value: Any) -> bool:
@@ -197,27 +222,32 @@ def check_tool_template(tokenizer: Tokenizer, options: Options, schemas: Sequenc
         options: Keyword arguments of the template.
         schemas: Schemas of some tools.
     """
-    # 1. The template must show tools, calls and results, and leave earlier turns unchanged once a result follows.
+    # 1. The template must show tools, calls and results, and leave earlier turns unchanged once a
+    #    result follows.
     name = "name_of_a_tool"
     content = "result_of_a_tool"
     result = {"role": "tool", "name": name, "content": content}
     before, after = render_reply([QUESTION, tool_call(name)], [result], tokenizer, options)
     shown = {  # one text if the template ignores tools
-        render_chat(tokenizer, [QUESTION], **options, tools=tools) for tools in (None, schemas or None)
+        render_chat(tokenizer, [QUESTION], **options, tools=tools)
+        for tools in (None, schemas or None)
     }
     if name not in before or content not in after or len(shown) == 1:
         raise ValueError(
-            "The tokenizer's chat_template does not render tools, calls and results. Set tokenizer.chat_template, or "
-            "task.chat_template in a configuration, to one that does."
+            "The tokenizer's chat_template does not render tools, calls and results. Set"
+            " tokenizer.chat_template, or task.chat_template in a configuration, to one that does."
         )
     # 2. The parser must read the calls that it writes.
     if getattr(tokenizer, "response_template", None) is None:
-        call = tokenizer([before[before.rfind("<tool_call>") :]], add_special_tokens=False)["input_ids"][0]
+        call = tokenizer([before[before.rfind("<tool_call>") :]], add_special_tokens=False)[
+            "input_ids"
+        ][0]
         if parse_completion(tokenizer, call, (), ()).calls != ((name, {}),):
             raise ValueError(
-                "The tokenizer has no response_template, and its chat_template does not write tool calls as JSON in "
-                "<tool_call> tags. Set task.response_template to a JSON file (in Python tokenizer.response_template); "
-                "trl.chat_template_utils.add_response_schema(tokenizer) sets one for known models."
+                "The tokenizer has no response_template, and its chat_template does not write tool"
+                " calls as JSON in <tool_call> tags. Set task.response_template to a JSON file (in"
+                " Python tokenizer.response_template);"
+                " trl.chat_template_utils.add_response_schema(tokenizer) sets one for known models."
             )
 
 
@@ -241,9 +271,14 @@ def call_tool(tools: Mapping[str, Tool], name: str, arguments: Any) -> tuple[str
         if not isinstance(arguments, Mapping):
             raise ValueError(f"The arguments of {name} must be an object.")
         parameters = inspect.signature(tools[name]).parameters
-        unknown = [each for each in arguments if each not in parameters or parameters[each].kind in _MANY]
+        unknown = [
+            each for each in arguments if each not in parameters or parameters[each].kind in _MANY
+        ]
         if unknown:
-            raise ValueError(f"Tool {name} has no argument {unknown[0]}. Its arguments are: {', '.join(parameters)}.")
+            raise ValueError(
+                f"Tool {name} has no argument {unknown[0]}. Its arguments are:"
+                f" {', '.join(parameters)}."
+            )
         result = str(finished(tools[name](**arguments)))
         failed = False
     except ConnectionError:

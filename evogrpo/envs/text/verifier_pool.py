@@ -95,28 +95,38 @@ class _Worker:
         """Start the process and wait until it has loaded the functions."""
         self._close_pipes()
         # One thread per worker, so that the workers and this process share the cores.
-        environment = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **os.environ, WORKER_VARIABLE: "1"}
+        environment = {
+            "OMP_NUM_THREADS": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            **os.environ,
+            WORKER_VARIABLE: "1",
+        }
         self.process = process = subprocess.Popen(
             [sys.executable, "-P", str(SCRIPT)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env=environment,
-            # A new session, so that Ctrl-C does not reach it and its child processes can be killed with it.
+            # A new session, so that Ctrl-C does not reach it and its child processes can be killed
+            # with it.
             start_new_session=True,
         )
         threading.Thread(target=forward_output, args=(process.stderr,), daemon=True).start()
         try:
             self._exchange(process, self._setup, START_SECONDS)
         except CallFailedError as error:
-            raise ValueError(f"A worker process cannot load the reward functions: {error}") from None
+            raise ValueError(
+                f"A worker process cannot load the reward functions: {error}"
+            ) from None
 
-    def _exchange(self, process: "subprocess.Popen[bytes]", message: bytes, limit: float | None) -> Results:
+    def _exchange(
+        self, process: "subprocess.Popen[bytes]", message: bytes, limit: float | None
+    ) -> Results:
         """Send a request and return the reply, both with the same number.
 
         Raises:
-            CallFailedError: If the call failed. A process that ends, exceeds the limit or sends another reply is
-                killed.
+            CallFailedError: If the call failed. A process that ends, exceeds the limit or sends
+                another reply is killed.
         """
         assert process.stdin is not None and process.stdout is not None
         self._requests += 1
@@ -132,7 +142,9 @@ class _Worker:
         # 1. Send the request and read one line.
         line = b""
         try:
-            process.stdin.write(len(message).to_bytes(8, "big") + number.to_bytes(8, "big") + message)
+            process.stdin.write(
+                len(message).to_bytes(8, "big") + number.to_bytes(8, "big") + message
+            )
             process.stdin.flush()
             line = process.stdout.readline(MAX_REPLY_BYTES)
         except (OSError, ValueError):  # a closed pipe
@@ -148,12 +160,15 @@ class _Worker:
             ending = _kill(process, patience=0.0 if complete else 1.0)
         if timer is not None:
             timer.cancel()
-            timer.join()  # it may be killing the process, which must not happen after the next job was sent to it
+            # it may be killing the process, which must not happen after the next job was sent to it
+            timer.join()
         if answered != number:
             if limit is not None and time.monotonic() - began >= limit:
                 raise timeout_error(limit)
             if complete:
-                raise CallFailedError(f"was stopped, as its worker process sent a wrong reply: {line[:80]!r}")
+                raise CallFailedError(
+                    f"was stopped, as its worker process sent a wrong reply: {line[:80]!r}"
+                )
             raise CallFailedError(f"ended its worker process ({ending})")
         if isinstance(reply, CallFailedError):
             raise reply
@@ -208,8 +223,9 @@ def _decoded(item: dict[str, Any]) -> StepRewards | CallFailedError:
 class VerifierPool:
     """Runs reward functions in worker processes.
 
-    A worker that exceeds the time limit is killed with its child processes, and replaced. So is a worker that dies.
-    Worker processes protect the run against crashes; they are no sandbox against hostile code.
+    A worker that exceeds the time limit is killed with its child processes, and replaced. So is a
+    worker that dies. Worker processes protect the run against crashes; they are no sandbox against
+    hostile code.
 
     Args:
         functions: Reward functions by name.
@@ -222,11 +238,16 @@ class VerifierPool:
 
     in_process = False
 
-    def __init__(self, functions: Mapping[str, Function], *, workers: int, timeout: float | None) -> None:
+    def __init__(
+        self, functions: Mapping[str, Function], *, workers: int, timeout: float | None
+    ) -> None:
         if WORKER_VARIABLE in os.environ:
-            raise ValueError('Worker processes import this program. Put training under `if __name__ == "__main__":`.')
-        # 1. Pickle the functions: those of importable modules by name, others (of scripts and notebooks) with their
-        # code.
+            raise ValueError(
+                "Worker processes import this program. Put training under `if __name__ =="
+                ' "__main__":`.'
+            )
+        # 1. Pickle the functions: those of importable modules by name, others (of scripts and
+        # notebooks) with their code.
         pickled = {}
         for name, function in functions.items():
             try:
@@ -234,14 +255,15 @@ class VerifierPool:
             except Exception as error:
                 reason = f"{class_name(error)}: {one_line(error)}"
                 raise ValueError(
-                    f"Reward function {name!r} cannot be sent to a worker process ({reason}). Define it at the top "
-                    "level of a module."
+                    f"Reward function {name!r} cannot be sent to a worker process ({reason})."
+                    " Define it at the top level of a module."
                 ) from error
         # Files that a configuration names cannot be imported by name, so workers load them by path.
         files = {
             name: module.__file__
             for name, module in sys.modules.copy().items()
-            if name.startswith(USER_MODULE_PREFIX) and any(name.encode() in data for data in pickled.values())
+            if name.startswith(USER_MODULE_PREFIX)
+            and any(name.encode() in data for data in pickled.values())
         }
         setup = {"path": list(sys.path), "files": files, "functions": pickled, "timeout": timeout}
         # 2. Create the workers, whose processes start with their first job.
@@ -260,13 +282,17 @@ class VerifierPool:
         _end(self._tasks, self._workers)
 
     def runs_in_background(self, name: str) -> bool:
-        """Return True for functions that are not async. Async ones are faster with many completions per job."""
+        """Return True for functions that are not async.
+
+        Async ones are faster with many completions per job.
+        """
         return name not in self._async
 
     def submit(self, name: str, calls: Sequence[Call], stop: Stop = NEVER) -> "Future[Results]":
         """Queue the calls of a function as one job. Failures inside the function are results."""
         future: Future[Results] = Future()
-        # call_async applies the limit to async functions itself; the pool steps in if their loop is blocked.
+        # call_async applies the limit to async functions itself; the pool steps in if their loop is
+        # blocked.
         grace = GRACE_SECONDS if name in self._async else 0.0
         if self._timeout is None:
             limit = None
@@ -275,7 +301,9 @@ class VerifierPool:
         try:
             self._tasks.put((future, pickle.dumps((name, calls)), limit))
         except Exception as error:  # noqa: BLE001 (datasets may contain objects of any class)
-            text = f"cannot be sent its arguments, {class_name(error)}: {printable(str(error))[:400]}"
+            text = (
+                f"cannot be sent its arguments, {class_name(error)}: {printable(str(error))[:400]}"
+            )
             future.set_exception(CallFailedError(text))
         return future
 
@@ -288,7 +316,9 @@ class VerifierPool:
                     _kill(worker.process)
 
 
-def _end(tasks: "SimpleQueue[_Task | None]", workers: Sequence[_Worker], *, final: bool = False) -> None:
+def _end(
+    tasks: "SimpleQueue[_Task | None]", workers: Sequence[_Worker], *, final: bool = False
+) -> None:
     """Cancel queued jobs and kill the processes; with `final`, end the threads too."""
     with contextlib.suppress(Empty):
         while (task := tasks.get_nowait()) is not None:
@@ -296,24 +326,29 @@ def _end(tasks: "SimpleQueue[_Task | None]", workers: Sequence[_Worker], *, fina
     for worker in workers:
         if final:
             tasks.put(None)
-        if worker.process is not None and worker.owner == os.getpid():  # not in a fork of this process
+        if (
+            worker.process is not None and worker.owner == os.getpid()
+        ):  # not in a fork of this process
             _kill(worker.process)
 
 
 RewardRunner = InProcessRunner | VerifierPool
 
 
-def make_reward_runner(rewards: Sequence[Reward], timeout: float | None, workers: int | None) -> RewardRunner:
+def make_reward_runner(
+    rewards: Sequence[Reward], timeout: float | None, workers: int | None
+) -> RewardRunner:
     """Return a runner that calls the reward functions.
 
     Args:
         rewards: The reward functions.
         timeout: Time limit of one call, in seconds; None = no limit.
-        workers: Number of worker processes; 0 = call functions in this process; None = one per core, at most 8, if a
-            timeout is set and a function is not async, otherwise 0.
+        workers: Number of worker processes; 0 = call functions in this process; None = one per
+            core, at most 8, if a timeout is set and a function is not async, otherwise 0.
 
     Raises:
-        ValueError: If a number is out of range, a timeout needs worker processes, or a function cannot be pickled.
+        ValueError: If a number is out of range, a timeout needs worker processes, or a function
+            cannot be pickled.
     """
     check_worker_limits(timeout, workers)
     functions = {reward.name: reward.function for reward in rewards}
@@ -327,7 +362,10 @@ def make_reward_runner(rewards: Sequence[Reward], timeout: float | None, workers
     if workers > 0:
         return VerifierPool(functions, workers=workers, timeout=timeout)
     if timeout is not None and synchronous:
-        raise ValueError(f"reward_timeout requires reward_workers of at least 1 for {synchronous[0]!r} (not async).")
+        raise ValueError(
+            f"reward_timeout requires reward_workers of at least 1 for {synchronous[0]!r} (not"
+            " async)."
+        )
     return InProcessRunner(functions, timeout)
 
 

@@ -1,8 +1,9 @@
 """Script of verifier workers: loads reward functions and processes requests until its input ends.
 
-Requests are pickles on standard input, from the parent process. Replies are lines of JSON on the original standard
-output, so that completions cannot make the parent process execute code. A reply has the number of its request. A
-process that a reward function forks off this one cannot use the pipes, and ends when it leaves the function.
+Requests are pickles on standard input, from the parent process. Replies are lines of JSON on the
+original standard output, so that completions cannot make the parent process execute code. A reply
+has the number of its request. A process that a reward function forks off this one cannot use the
+pipes, and ends when it leaves the function.
 """
 
 import asyncio
@@ -72,7 +73,10 @@ def main() -> None:
 
 
 def _listen(requests: BinaryIO, inbox: "SimpleQueue[tuple[int, bytes]]") -> None:
-    """Queue requests with their numbers; end the process, even during a call, once the parent process has ended."""
+    """Queue requests with their numbers.
+
+    End the process, even during a call, once the parent process has ended.
+    """
     while size := requests.read(8):
         number = int.from_bytes(requests.read(8), "big")
         inbox.put((number, requests.read(int.from_bytes(size, "big"))))
@@ -92,7 +96,10 @@ def _load(setup: dict[str, Any]) -> dict[str, Any]:
 
 
 def encoded(value: Any) -> str:
-    """Return the result of a call, or the exception that it raised, as JSON; failures as `{"failed": reason}`."""
+    """Return the result of a call, or the exception that it raised, as JSON.
+
+    Failures as `{"failed": reason}`.
+    """
     try:
         return json.dumps(_without_dicts(value), default=_plain)
     except Exception:  # noqa: BLE001 (user classes may raise anything)
@@ -111,14 +118,19 @@ def _without_dicts(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value that JSON cannot represent to one that it can; raise TypeError for other values."""
+    """Convert a value that JSON cannot represent to one that it can.
+
+    Raise TypeError for other values.
+    """
     from evogrpo.envs.text.reward_functions import CallFailedError, StepRewards
     from evogrpo.text import user_line
 
     if isinstance(value, CallFailedError):
         return {"failed": str(value)}
     if isinstance(value, BaseException):
-        return {"failed": f"raised {class_name(value)}: {shown(text_of(value), 400)}{user_line(value)}"}
+        return {
+            "failed": f"raised {class_name(value)}: {shown(text_of(value), 400)}{user_line(value)}"
+        }
     if isinstance(value, StepRewards):
         return {"steps": [value.values, value.positions, value.unit]}
     if hasattr(value, "tolist"):  # arrays and tensors

@@ -1,4 +1,7 @@
-"""Built-in strategies by name. Each strategy maps the history of a run to a plan for the next generation."""
+"""Built-in strategies by name.
+
+Each strategy maps the history of a run to a plan for the next generation.
+"""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -43,7 +46,8 @@ def strategy_from_json(
 
     Args:
         values: "name" and the settings that `Strategy.to_json` returns.
-        custom: Class of a strategy that is not in `BUILT_IN`. Its name is never imported, as files are untrusted.
+        custom: Class of a strategy that is not in `BUILT_IN`. Its name is never imported, as files
+            are untrusted.
         custom_mutation: Function or class of a custom mutation, for the same reason.
 
     Raises:
@@ -69,8 +73,8 @@ def default_strategy(members: int, *, networks: bool, evolve_network: bool) -> S
 
     Args:
         members: Number of members.
-        networks: The members are small networks, for which `SuccessiveHalving` scores highest in the study of
-            docs/results.md.
+        networks: The members are small networks, for which `SuccessiveHalving` scores highest in
+            the study of docs/results.md.
         evolve_network: Architectures evolve, which needs a strategy that mutates.
     """
     if members > 1 and networks and not evolve_network:

@@ -63,22 +63,28 @@ class RandomSearch(Stateless):
 
     A failed member is replaced by an untrained founder from a random point of the space.
 
-    Source: Bergstra and Bengio, JMLR 13 (2012). The first population is a Latin hypercube, which covers every range
-    better than independent samples.
+    Source: Bergstra and Bengio, JMLR 13 (2012). The first population is a Latin hypercube, which
+    covers every range better than independent samples.
     """
 
     mutates = False
 
     def plan(self, history: History, rng: np.random.Generator) -> Plan:
-        """Keep every healthy member, and replace failed ones by founders; an empty slot stays empty."""
+        """Keep every healthy member, and replace failed ones by founders.
+
+        An empty slot stays empty.
+        """
         last = history.last
         space = history.space.for_samples_per_step(last.samples_per_step)
         choices = no_selection(last, rng)
-        # A founder shares all hyperparameters outside the search space with the other members, such as the oldest one.
+        # A founder shares all hyperparameters outside the search space with the other members, such
+        # as the oldest one.
         oldest = min((member for member, _ in last.healthy), key=lambda member: member.index)
         founder = partial(random_founder, space, oldest.hyperparameters)
         for slot in last.failed:
-            choices[slot] = Choice(parent=None, reason="new founder: the member failed", hyperparameters=founder)
+            choices[slot] = Choice(
+                parent=None, reason="new founder: the member failed", hyperparameters=founder
+            )
         return Plan.from_choices(history, choices, rng=rng)
 
 

@@ -18,27 +18,30 @@ from evogrpo.validation import REAL, WHOLE, NonNegativeFloat, settings
 class Narrowing(Stateless):
     """Halve the population at every rung until few members are left, and evolve the remaining ones.
 
-    A population of n members needs n times the samples of one agent, which is wasted once good hyperparameters are
-    known. At each rung the best 1 / `eta` of the members stay, as in successive halving, and take over the samples of
-    the others: learning steps grow, and no generation has more samples than the first. After every generation the
-    worst quarter is replaced by mutated clones of the best quarter, so that values no founder had can be found. If no
-    member improved beyond the noise, none is stopped and all but the best are mutated in place. Improvement is tested
-    with fitness by "validation" only, where generations answer the same questions.
+    A population of n members needs n times the samples of one agent, which is wasted once good
+    hyperparameters are known. At each rung the best 1 / `eta` of the members stay, as in successive
+    halving, and take over the samples of the others: learning steps grow, and no generation has
+    more samples than the first. After every generation the worst quarter is replaced by mutated
+    clones of the best quarter, so that values no founder had can be found. If no member improved
+    beyond the noise, none is stopped and all but the best are mutated in place. Improvement is
+    tested with fitness by "validation" only, where generations answer the same questions.
 
     Attributes:
         eta: Inverse share of members that stay at a rung, at least 2.
         every: Generations between rungs, at least 1.
         min_members: Members that always stay, at least 1. A single member no longer evolves.
-        z: Standard errors of the paired difference to the generation before above which a member counts as improved.
-            No effect unless fitness is by "validation".
-        quantile: Share of the members, in (0, 0.5], that clones replace in each generation; at least one member.
-        mutation: Maps the hyperparameters of a parent to those of a child: a `Mutation`, or your own callable.
+        z: Standard errors of the paired difference to the generation before above which a member
+            counts as improved. No effect unless fitness is by "validation".
+        quantile: Share of the members, in (0, 0.5], that clones replace in each generation; at
+            least one member.
+        mutation: Maps the hyperparameters of a parent to those of a child: a `Mutation`, or your
+            own callable.
 
     Raises:
         ValueError: If a setting is out of range.
 
-    Source: Jamieson and Talwalkar, AISTATS 2016 (arXiv:1502.07943), for rungs; Jaderberg et al., 2017
-    (arXiv:1711.09846), for selection between them.
+    Source: Jamieson and Talwalkar, AISTATS 2016 (arXiv:1502.07943), for rungs; Jaderberg et al.,
+    2017 (arXiv:1711.09846), for selection between them.
     """
 
     mutates = True
@@ -51,7 +54,10 @@ class Narrowing(Stateless):
     mutation: CheckedPerturbation = field(default_factory=Mutation)
 
     def plan(self, history: History, rng: np.random.Generator) -> Plan:
-        """Retire failed members, and at a rung all except the best; replace the worst of the remaining ones."""
+        """Retire failed members, and at a rung all except the best.
+
+        Replace the worst of the remaining ones.
+        """
         # 1. Choose the members that stay.
         first = history.generations[0]
         last = history.last
@@ -64,7 +70,8 @@ class Narrowing(Stateless):
         else:
             survivor_count = member_count
         survivors = last.ranked[:survivor_count]
-        # 2. Give them the samples of the others, and replace the worst of them by clones of the best.
+        # 2. Give them the samples of the others, and replace the worst of them by clones of the
+        #    best.
         samples = first.samples_per_step * self._sample_factor(founders, len(survivors))
         choices = truncation_selection(last, self.quantile, rng, among=survivors)
         # 3. Retire the others. If no member improved, mutate all but the best in place.
@@ -76,7 +83,9 @@ class Narrowing(Stateless):
                     reason = f"not among the best {survivor_count}"
                 choices[slot] = Choice(parent=None, reason=f"stopped: {reason}")
             elif stagnated and slot in last.ranked[1:]:
-                choices[slot] = Choice(parent=slot, reason="mutated in place: no member improved", mutate=True)
+                choices[slot] = Choice(
+                    parent=slot, reason="mutated in place: no member improved", mutate=True
+                )
         return Plan.from_choices(
             history,
             choices,

@@ -42,17 +42,19 @@ class ScheduleStage:
 class Replay(Stateless):
     """Train members with a fixed hyperparameter schedule, without selection or mutation.
 
-    Every member follows the schedule separately. A run of a single member shows the value of the schedule without the
-    search that found it. Hyperparameters change between generations. Failed members are retired.
+    Every member follows the schedule separately. A run of a single member shows the value of the
+    schedule without the search that found it. Hyperparameters change between generations. Failed
+    members are retired.
 
     Attributes:
-        stages: `ScheduleStage` records, or mappings of their fields, in order. The run starts with the first one; the
-            last one lasts until the end.
+        stages: `ScheduleStage` records, or mappings of their fields, in order. The run starts with
+            the first one; the last one lasts until the end.
 
     Raises:
         ValueError: If there is no stage, or a stage is invalid.
 
-    Source: Jaderberg et al., 2017 (arXiv:1711.09846); ray.tune.schedulers.PopulationBasedTrainingReplay.
+    Source: Jaderberg et al., 2017 (arXiv:1711.09846);
+    ray.tune.schedulers.PopulationBasedTrainingReplay.
     """
 
     mutates = False
@@ -65,7 +67,10 @@ class Replay(Stateless):
         return sum(len(stage.generations) for stage in self.stages)
 
     def stage_of(self, generation: int) -> tuple[ScheduleStage, int]:
-        """Return the stage and learning steps of a generation, counted from 1; the last one repeats after the end."""
+        """Return the stage and learning steps of a generation, counted from 1.
+
+        The last one repeats after the end.
+        """
         flat = [(stage, steps) for stage in self.stages for steps in stage.generations]
         return flat[min(generation, len(flat)) - 1]
 
@@ -81,11 +86,17 @@ class Replay(Stateless):
         healthy = last.ranked
         for slot in range(history.capacity):
             if slot not in healthy:
-                choices.append(Choice(parent=None, reason="empty" if slot in last.empty else "retired: failed"))
+                choices.append(
+                    Choice(parent=None, reason="empty" if slot in last.empty else "retired: failed")
+                )
             elif last.member(slot).hyperparameters == stage.hyperparameters:
-                choices.append(Choice(parent=slot, reason=f"kept: stage of {stage.steps} learning steps"))
+                choices.append(
+                    Choice(parent=slot, reason=f"kept: stage of {stage.steps} learning steps")
+                )
             else:
-                choices.append(Choice(parent=slot, reason="next stage", hyperparameters=stage.hyperparameters))
+                choices.append(
+                    Choice(parent=slot, reason="next stage", hyperparameters=stage.hyperparameters)
+                )
         if stage.samples_per_step == last.samples_per_step:
             new_samples = None
         else:
@@ -94,7 +105,9 @@ class Replay(Stateless):
             new_steps = None
         else:
             new_steps = steps
-        return Plan.from_choices(history, choices, samples_per_step=new_samples, steps_per_generation=new_steps)
+        return Plan.from_choices(
+            history, choices, samples_per_step=new_samples, steps_per_generation=new_steps
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Return the settings as plain JSON values."""

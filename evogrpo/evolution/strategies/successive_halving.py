@@ -17,10 +17,11 @@ Grow = Literal["steps_per_generation", "samples_per_step"]
 class SuccessiveHalving(Stateless):
     """Keep the better members at every rung until one is left; all rungs cost the same.
 
-    Of n members, ceil(n / eta) stay after the first rung, ceil(n / eta^2) after the second, and so on. The budget of
-    stopped members goes to the rest: generations get longer, or learning steps larger. Hyperparameters never change,
-    so the winner was trained with one setting throughout, and values that no founder has are never found. Founders
-    should therefore be spread over the search space.
+    Of n members, ceil(n / eta) stay after the first rung, ceil(n / eta^2) after the second, and so
+    on. The budget of stopped members goes to the rest: generations get longer, or learning steps
+    larger. Hyperparameters never change, so the winner was trained with one setting throughout, and
+    values that no founder has are never found. Founders should therefore be spread over the search
+    space.
 
     All rungs get the same number of generations if `every` is generations / (1 + log_eta(members)).
 
@@ -46,7 +47,9 @@ class SuccessiveHalving(Stateless):
         first = history.generations[0]
         last = history.last
         rungs, remainder = divmod(last.number - first.number + 1, self.every)
-        survivor_count = max(1, math.ceil(len(first.members) / self.eta**rungs))  # in a long run it underflows
+        survivor_count = max(
+            1, math.ceil(len(first.members) / self.eta**rungs)
+        )  # in a long run it underflows
         survivors = last.ranked[:survivor_count]
         choices = []
         for slot, record in enumerate(last.slots):
@@ -56,7 +59,11 @@ class SuccessiveHalving(Stateless):
                 choices.append(
                     Choice(
                         parent=slot,
-                        reason="kept: among the best" if remainder == 0 else "kept: no halving in this generation",
+                        reason=(
+                            "kept: among the best"
+                            if remainder == 0
+                            else "kept: no halving in this generation"
+                        ),
                     )
                 )
             else:
@@ -78,8 +85,11 @@ class SuccessiveHalving(Stateless):
         first = history.generations[0]
         last = history.last
         if self.grow == "samples_per_step":  # a multiple, so that group sizes divide it
-            return last.steps_per_generation, first.samples_per_step * max(1, len(first.members) // members)
-        # Count from the start of the run, so that learning steps lost to rounding are added to a later generation.
+            return last.steps_per_generation, first.samples_per_step * max(
+                1, len(first.members) // members
+            )
+        # Count from the start of the run, so that learning steps lost to rounding are added to a
+        # later generation.
         allowed = len(first.members) * first.steps_per_generation * (len(history.generations) + 1)
         spent = sum(len(each.members) * each.steps_per_generation for each in history.generations)
         return max(1, (allowed - spent) // members), last.samples_per_step

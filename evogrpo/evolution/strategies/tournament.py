@@ -17,19 +17,23 @@ from evogrpo.validation import WHOLE, Flag, NonNegativeFloat, settings
 class Tournament(Stateless):
     """Replace each member that a challenger beats significantly by a mutated clone of the challenger.
 
-    The challenger of a member is the best of `size` random members. It wins if the paired difference of their scores
-    exceeds `z` standard errors. If no member improved significantly over a generation, all but the best are mutated in
-    place, so that a population leaves hyperparameters with which no member learns. Improvement is tested with fitness
-    by "validation" only, where generations answer the same questions.
+    The challenger of a member is the best of `size` random members. It wins if the paired
+    difference of their scores exceeds `z` standard errors. If no member improved significantly over
+    a generation, all but the best are mutated in place, so that a population leaves hyperparameters
+    with which no member learns. Improvement is tested with fitness by "validation" only, where
+    generations answer the same questions.
 
     Attributes:
         size: Members per tournament, at least 1. More members select more strongly.
-        elitism: Keep the best member unchanged. If False, it is replaced by a mutated clone of itself.
-        z: Standard errors of the paired difference that a challenger must lead by; 0 accepts any lead.
-        mutation: Maps the hyperparameters of a parent to those of a child: a `Mutation`, your own callable (see
-            `evogrpo.evolution.Perturbation`), or None for exact clones, as in `SelectionOnly`.
-        explore_when_stuck: Mutate all but the best in place if no member improved. No effect unless fitness is by
-            "validation".
+        elitism: Keep the best member unchanged. If False, it is replaced by a mutated clone of
+            itself.
+        z: Standard errors of the paired difference that a challenger must lead by; 0 accepts any
+            lead.
+        mutation: Maps the hyperparameters of a parent to those of a child: a `Mutation`, your own
+            callable (see `evogrpo.evolution.Perturbation`), or None for exact clones, as in
+            `SelectionOnly`.
+        explore_when_stuck: Mutate all but the best in place if no member improved. No effect unless
+            fitness is by "validation".
 
     Raises:
         ValueError: If a setting is out of range, or elitism is off without a mutation.
@@ -55,9 +59,13 @@ class Tournament(Stateless):
         choices = tournament(history.last, self.size, self.z, rng)
         best, *others = history.last.ranked
         if not self.elitism:
-            choices[best] = Choice(parent=best, reason="mutated: the best, without elitism", mutate=True)
+            choices[best] = Choice(
+                parent=best, reason="mutated: the best, without elitism", mutate=True
+            )
         if self.explore_when_stuck and self.mutation is not None and has_stagnated(history, self.z):
             for slot in others:
                 if choices[slot].parent == slot:
-                    choices[slot] = Choice(parent=slot, reason="mutated in place: no member improved", mutate=True)
+                    choices[slot] = Choice(
+                        parent=slot, reason="mutated in place: no member improved", mutate=True
+                    )
         return Plan.from_choices(history, choices, mutation=self.mutation, rng=rng)

@@ -24,16 +24,18 @@ from evogrpo.validation import REAL, PositiveFloat, Share, settings
 class TruncationPBT(Stateless):
     """Replace the worst members by clones of the best, with all hyperparameters perturbed.
 
-    Matches Ray Tune's synchronous PopulationBasedTraining: every evolving hyperparameter of a clone is resampled or
-    multiplied by one of `factors`; a value from a list moves to a neighbour. Unlike in Ray, values never leave their
-    range and always change. Prefer `Tournament` if fitness is noisy or learning rates may be far off.
+    Matches Ray Tune's synchronous PopulationBasedTraining: every evolving hyperparameter of a clone
+    is resampled or multiplied by one of `factors`; a value from a list moves to a neighbour. Unlike
+    in Ray, values never leave their range and always change. Prefer `Tournament` if fitness is
+    noisy or learning rates may be far off.
 
     Attributes:
-        quantile: Share of members, in (0, 0.5], that is replaced after each generation by clones of as many of the
-            best; rounded up.
-        resample: Probability, in [0, 1], that a hyperparameter is resampled from its range instead of multiplied.
-        factors: Two factors for numbers, chosen with equal probability: one above 1, one between 0 and 1. The `factor`
-            of an `RLParameter` takes precedence.
+        quantile: Share of members, in (0, 0.5], that is replaced after each generation by clones of
+            as many of the best; rounded up.
+        resample: Probability, in [0, 1], that a hyperparameter is resampled from its range instead
+            of multiplied.
+        factors: Two factors for numbers, chosen with equal probability: one above 1, one between 0
+            and 1. The `factor` of an `RLParameter` takes precedence.
         mutation: Replaces resampling and factors: a `Mutation`, or your own callable.
 
     Raises:
@@ -51,7 +53,9 @@ class TruncationPBT(Stateless):
 
     def __post_init__(self) -> None:
         if not min(self.factors) < 1 < max(self.factors):
-            raise ValueError(f"factors must be one above 1 and one between 0 and 1, got {list(self.factors)}.")
+            raise ValueError(
+                f"factors must be one above 1 and one between 0 and 1, got {list(self.factors)}."
+            )
 
     def plan(self, history: History, rng: np.random.Generator) -> Plan:
         """Replace the worst and all failed members; an empty slot stays empty."""
@@ -59,7 +63,10 @@ class TruncationPBT(Stateless):
         return Plan.from_choices(history, choices, mutation=self.mutation or self._explore, rng=rng)
 
     def _explore(
-        self, hyperparameters: Hyperparameters, space: HyperparameterConfig, rng: np.random.Generator
+        self,
+        hyperparameters: Hyperparameters,
+        space: HyperparameterConfig,
+        rng: np.random.Generator,
     ) -> Hyperparameters:
         """Perturb every hyperparameter, as Ray's `explore` does."""
         choose, direction, fraction = rng.random((3, len(space)))
@@ -76,11 +83,18 @@ class TruncationPBT(Stateless):
             factor = self.factors[int(direction[column] < 0.5)]
             return self._multiplied(space[name], value, factor, integer=is_integer(name))
 
-        values: dict[str, Any] = {name: new_value(column, name) for column, name in enumerate(sorted(space))}
+        values: dict[str, Any] = {
+            name: new_value(column, name) for column, name in enumerate(sorted(space))
+        }
         return dataclasses.replace(hyperparameters, **values)
 
-    def _multiplied(self, parameter: RLParameter, value: float, factor: float, *, integer: bool) -> float:
-        """Return the value multiplied by a factor, clipped to its range; a step away if that changes nothing."""
+    def _multiplied(
+        self, parameter: RLParameter, value: float, factor: float, *, integer: bool
+    ) -> float:
+        """Return the value multiplied by a factor, clipped to its range.
+
+        A step away if that changes nothing.
+        """
         low, high = parameter.bounds
         product = value * factor
         if parameter.choices is None and parameter.factor is None and low <= value <= high:
@@ -88,7 +102,8 @@ class TruncationPBT(Stateless):
             bounded = round(bounded) if integer else bounded
             if bounded != value:
                 return bounded
-        # A value in a list moves by one entry, an integer by 1. A value at 0 or at a bound moves back into the range.
+        # A value in a list moves by one entry, an integer by 1. A value at 0 or at a bound moves
+        # back into the range.
         if parameter.choices is not None or integer:
             size = 1e-9
         else:

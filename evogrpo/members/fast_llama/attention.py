@@ -1,7 +1,8 @@
 """Attention with shared prompts: rows of one prompt share its products, and long rows run in blocks.
 
-Letters in shapes: `n` rows, `m` prompts, `kv` key-value heads, `rep` query heads that share one, `d` width of a head.
-Numbers of tokens: `t` queries of a row, `s` keys of a row, `P` keys of a prompt. `w` is rep * t.
+Letters in shapes: `n` rows, `m` prompts, `kv` key-value heads, `rep` query heads that share one,
+`d` width of a head. Numbers of tokens: `t` queries of a row, `s` keys of a row, `P` keys of a
+prompt. `w` is rep * t.
 """
 
 from collections.abc import Sequence
@@ -14,7 +15,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from evogrpo.members.language.adapters import runs_of
 
 MAX_KEPT_KEYS = 4
-"""Keep attention weights for the backward pass up to this many keys per head dimension; recompute them beyond that."""
+"""Keep attention weights for the backward pass up to this many keys per head dimension; recompute
+them beyond that.
+"""
 
 BLOCK = 64
 """Query tokens per block. A block skips later keys, and its scores fit into the CPU cache."""
@@ -75,15 +78,20 @@ def attention(
         runs = None if shared is None else shared.runs
         out: Tensor = _Attention.apply(q, k, v, t, bias, shared_bias, runs, keep, *prompt_tensors)
     else:
-        # 2. Long rows: a copy of the prompt for every row, then blocks of tokens or torch's kernels.
+        # 2. Long rows: a copy of the prompt for every row, then blocks of tokens or torch's
+        #    kernels.
         if shared is not None:
             k = torch.cat([shared.keys[:, shared.rows], k], 2)  # `[kv, n, P + s, d]`
             v = torch.cat([shared.values[:, shared.rows], v], 2)
-            # Join the two biases along the keys. One that is None is 0, and if both are, so is the result.
+            # Join the two biases along the keys. One that is None is 0, and if both are, so is the
+            # result.
             biases = [(shared_bias, past), (bias, k.shape[2] - past)]
             bias_rows = max((len(part) for part, _ in biases if part is not None), default=0)
             if bias_rows:
-                both = [(k.new_zeros(1) if part is None else part).expand(bias_rows, t, keys) for part, keys in biases]
+                both = [
+                    (k.new_zeros(1) if part is None else part).expand(bias_rows, t, keys)
+                    for part, keys in biases
+                ]
                 bias = torch.cat(both, 2)
         if q.device.type == "cpu":
             out = _in_blocks(q, k, v, t, bias, keep)
@@ -100,19 +108,27 @@ def _in_blocks(q: Tensor, k: Tensor, v: Tensor, t: int, bias: Tensor | None, kee
     outputs = list[Tensor]()
     for at in range(0, t - BLOCK + 1, BLOCK):
         end = at + BLOCK if at + 2 * BLOCK <= t else t  # the last block takes the rest
-        visible = k.shape[2] - t + end  # keys up to the last query of the block: later ones are masked anyway
+        visible = (
+            k.shape[2] - t + end
+        )  # keys up to the last query of the block: later ones are masked anyway
         part = by_token[:, :, :, at:end].reshape(kv, n, -1, d)
         added = None if bias is None else bias[:, at:end, :visible]
-        out: Tensor = _Attention.apply(part, k[:, :, :visible], v[:, :, :visible], end - at, added, None, None, keep)
+        out: Tensor = _Attention.apply(
+            part, k[:, :, :visible], v[:, :, :visible], end - at, added, None, None, keep
+        )
         outputs.append(out.view(kv, n, -1, end - at, d))
     return torch.cat(outputs, 3)
 
 
 def _by_torch(q: Tensor, k: Tensor, v: Tensor, t: int, bias: Tensor | None) -> Tensor:
-    """Compute attention with torch's kernels, which store no scores. Arguments are those of `attention`."""
+    """Compute attention with torch's kernels, which store no scores.
+
+    Arguments are those of `attention`.
+    """
     kv, n, wide, d = q.shape
     rep = wide // t
-    # `[kv, n, rep * t, d]` -> `[n, kv * rep, t, d]`, torch's layout; queries are scaled already, so scale=1 below.
+    # `[kv, n, rep * t, d]` -> `[n, kv * rep, t, d]`, torch's layout; queries are scaled already, so
+    # scale=1 below.
     heads = q.view(kv, n, rep, t, d).permute(1, 0, 2, 3, 4).reshape(n, kv * rep, t, d)
     k, v = (x.transpose(0, 1).repeat_interleave(rep, dim=1) for x in (k, v))
     # Zeros instead of no mask, as torch may choose another kernel without one.
@@ -151,7 +167,8 @@ def _attention_weights(
         bias: `[n or 1, t, s]` bias of the rows' own keys; None = 0.
         shared_bias: `[n or 1, t or 1, P]` bias of the prompts' keys; None = 0.
         runs: Number of rows of each prompt; None = no shared prompts.
-        shared: The prompts' keys `[kv, m, P, d]` as a sequence of one tensor; empty without shared prompts.
+        shared: The prompts' keys `[kv, m, P, d]` as a sequence of one tensor; empty without shared
+            prompts.
     """
     scores = _products(q, k, shared, runs)
     # `rep` query heads share a bias, so view `[kv, n, rep * t, P + s]` as `[kv, n, rep, t, P + s]`.
@@ -165,10 +182,13 @@ def _attention_weights(
 
 
 class _Attention(torch.autograd.Function):
-    """Attention with the backward pass written out; arguments are those of `attention` and `_attention_weights`.
+    """Attention with the backward pass written out.
 
-    `keep` stores the attention weights for the backward pass, which otherwise computes them again. `shared` is empty
-    without shared prompts, and otherwise the prompts' keys and values `[kv, m, P, d]`.
+    Arguments are those of `attention` and `_attention_weights`.
+
+    `keep` stores the attention weights for the backward pass, which otherwise computes them again.
+    `shared` is empty without shared prompts, and otherwise the prompts' keys and values
+    `[kv, m, P, d]`.
     """
 
     @staticmethod
@@ -201,7 +221,8 @@ class _Attention(torch.autograd.Function):
         if weights is None:
             weights = _attention_weights(q, k, ctx.t, bias, shared_bias, runs, shared[:1])
         grad_out = grads[0].contiguous()
-        # out = W V and W = softmax(S): dW = dout V^T, dS from dW, then dQ = dS K, dK = dS^T Q, dV = W^T dout.
+        # out = W V and W = softmax(S): dW = dout V^T, dS from dW, then dQ = dS K, dK = dS^T Q, dV =
+        # W^T dout.
         past = weights.shape[-1] - k.shape[2]
         grad_weights = _products(grad_out, v, shared[1:], runs)
         grad_scores = torch._softmax_backward_data(grad_weights, weights, -1, weights.dtype)
@@ -212,12 +233,23 @@ class _Attention(torch.autograd.Function):
         grad_shared: list[Tensor] = []
         if runs is not None:
             _add_weighted(grad_q.view(q.shape), grad_scores[..., :past], shared[0], runs)
-            grad_shared = [_gathered(grad_scores[..., :past], q, runs), _gathered(weights[..., :past], grad_out, runs)]
+            grad_shared = [
+                _gathered(grad_scores[..., :past], q, runs),
+                _gathered(weights[..., :past], grad_out, runs),
+            ]
         # Five arguments have no gradient: t, bias, shared_bias, runs and keep.
-        return grad_q.view(q.shape), grad_k.view(k.shape), grad_v.view(v.shape), *[None] * 5, *grad_shared
+        return (
+            grad_q.view(q.shape),
+            grad_k.view(k.shape),
+            grad_v.view(v.shape),
+            *[None] * 5,
+            *grad_shared,
+        )
 
 
-def _products(q: Tensor, k: Tensor, shared: Sequence[Tensor], runs: tuple[int, ...] | None) -> Tensor:
+def _products(
+    q: Tensor, k: Tensor, shared: Sequence[Tensor], runs: tuple[int, ...] | None
+) -> Tensor:
     """Return products `[kv, n, w, P + s]` of `[kv, n, w, d]` with the vectors of prompts and rows."""
     kv, n, wide, _ = q.shape
     past = shared[0].shape[2] if runs is not None else 0

@@ -1,4 +1,6 @@
-"""Decoding of Llama-like models: one token of every row per step; rows with equal tokens so far run as one row.
+"""Decoding of Llama-like models: one token of every row per step.
+
+Rows with equal tokens so far run as one row.
 
 Letters in shapes are those of `evogrpo.members.fast_llama.attention`.
 """
@@ -32,13 +34,16 @@ class KeyValues(NamedTuple):
     values: Tensor
 
 
-def decode_attention(q: Tensor, own: KeyValues, shared: Sequence[KeyValues], bias: Tensor) -> Tensor:
+def decode_attention(
+    q: Tensor, own: KeyValues, shared: Sequence[KeyValues], bias: Tensor
+) -> Tensor:
     """Return the attention of one token per row, without gradient; see `attention`.
 
     Args:
         q: `[kv, n, rep, d]`, already scaled.
         own: Keys and values of the rows, b = kv * n.
-        shared: Keys and values of their prompts, b = kv * prompts, for each run of prompts with equally many rows.
+        shared: Keys and values of their prompts, b = kv * prompts, for each run of prompts with
+            equally many rows.
         bias: `[n, 1, P + s]`.
 
     Returns:
@@ -50,10 +55,15 @@ def decode_attention(q: Tensor, own: KeyValues, shared: Sequence[KeyValues], bia
     parts = (torch.bmm(q[:, run.rows].reshape(len(run.keys), -1, d), run.keys) for run in shared)
     shared_scores = [part.view(kv, -1, rep, past) for part in parts]
     own_scores = torch.bmm(q.flatten(0, 1), own.keys).view(kv, n, rep, -1)
-    scores = torch.cat([shared_scores[0] if len(shared_scores) == 1 else torch.cat(shared_scores, 1), own_scores], 3)
+    scores = torch.cat(
+        [shared_scores[0] if len(shared_scores) == 1 else torch.cat(shared_scores, 1), own_scores],
+        3,
+    )
     # 2. Attention weights.
     probabilities = torch.softmax(scores.add_(bias), -1, dtype=torch.float32)
-    of_past, of_own = (part.to(q.dtype) for part in (probabilities[..., :past], probabilities[..., past:]))
+    of_past, of_own = (
+        part.to(q.dtype) for part in (probabilities[..., :past], probabilities[..., past:])
+    )
     # 3. Weighted sum of the values.
     out = torch.bmm(of_own.flatten(0, 1), own.values).view(q.shape)
     for run in shared:
@@ -93,8 +103,8 @@ MIN_GROWTH = 16
 class FastDecoding:
     """Decoding with fast_llama; see `evogrpo.members.language.kv_cache.Decoding`.
 
-    Attention reads the whole storage of the KV cache with unfilled positions masked, because a slice of it would be
-    copied for each product.
+    Attention reads the whole storage of the KV cache with unfilled positions masked, because a
+    slice of it would be copied for each product.
 
     Args:
         passes: fast_llama of the model.
@@ -106,7 +116,13 @@ class FastDecoding:
     """
 
     def __init__(
-        self, passes: FastLlama, prefix: Prefix, rows: Tensor, slots: Tensor, room: int, make_hook: HookFactory
+        self,
+        passes: FastLlama,
+        prefix: Prefix,
+        rows: Tensor,
+        slots: Tensor,
+        room: int,
+        make_hook: HookFactory,
     ) -> None:
         self._passes = passes
         self._make_hook = make_hook
@@ -117,10 +133,15 @@ class FastDecoding:
         self._past = prefix.mask.shape[1]
         self._length = 0
         self._max_length = room
-        self._prompts = [(keys.transpose(0, 1), values.transpose(0, 1)) for keys, values in prefix.layers]
+        self._prompts = [
+            (keys.transpose(0, 1), values.transpose(0, 1)) for keys, values in prefix.layers
+        ]
         heads = passes.layout.heads[0]
         width = passes.layout.width
-        self._own = [[keys.new_empty((heads, len(rows), 0, width)) for _ in range(2)] for keys, _ in prefix.layers]
+        self._own = [
+            [keys.new_empty((heads, len(rows), 0, width)) for _ in range(2)]
+            for keys, _ in prefix.layers
+        ]
         self._lowest = torch.finfo(self._own[0][0].dtype).min / 2  # as in `attention_biases`
         self._set_prompts(rows)
 
@@ -131,19 +152,29 @@ class FastDecoding:
         if order is not None:
             self._prompts = [(keys[:, order], values[:, order]) for keys, values in self._prompts]
         counts = torch.tensor(runs, device=rows.device)
-        self._prompt_of_row = torch.repeat_interleave(torch.arange(len(counts), device=rows.device), counts)
-        self._shared = list[list[KeyValues]]()  # by layer, for each run of prompts with equally many rows
+        self._prompt_of_row = torch.repeat_interleave(
+            torch.arange(len(counts), device=rows.device), counts
+        )
+        self._shared = list[
+            list[KeyValues]
+        ]()  # by layer, for each run of prompts with equally many rows
         for keys, values in self._prompts:
             past, d = keys.shape[2:]
             self._shared.append(
                 [
-                    KeyValues(part, keys[:, prompts].reshape(-1, past, d).mT, values[:, prompts].reshape(-1, past, d))
+                    KeyValues(
+                        part,
+                        keys[:, prompts].reshape(-1, past, d).mT,
+                        values[:, prompts].reshape(-1, past, d),
+                    )
                     for part, prompts, _ in runs_of(runs)
                 ]
             )
         # 2. Adapters and positions depend on the rows. Padding does not count as a position.
         self._hook = self._make_hook(self._slots)
-        self._adapters = dict[tuple[str, ...], list[StackedAdapters]]()  # by names of layers with the same input
+        self._adapters = dict[
+            tuple[str, ...], list[StackedAdapters]
+        ]()  # by names of layers with the same input
         self._positions = self._mask.sum(1)
         self._set_bias()
 
@@ -173,9 +204,11 @@ class FastDecoding:
         self._bias[:, :, place] = 0.0
         # 2. Biases of attention scores by window (None = full attention).
         biases = {
-            window: self._bias
-            if window is None
-            else self._bias.masked_fill(self._places <= place - window, self._lowest)
+            window: (
+                self._bias
+                if window is None
+                else self._bias.masked_fill(self._places <= place - window, self._lowest)
+            )
             for window in self._windows
         }
         # 3. Cosines and sines `[heads, d / 2, n]` of all heads of queries (scaled) and keys.
@@ -192,7 +225,13 @@ class FastDecoding:
         return _normed(hidden, self._passes.layout.decoder.norm).T.contiguous()
 
     def _layer(
-        self, number: int, layer: Layer, hidden: Tensor, rotation: Sequence[Tensor], bias: Tensor, at: int
+        self,
+        number: int,
+        layer: Layer,
+        hidden: Tensor,
+        rotation: Sequence[Tensor],
+        bias: Tensor,
+        at: int,
     ) -> None:
         """Run one layer on the residual stream `[h, n]`, in place.
 
@@ -218,7 +257,9 @@ class FastDecoding:
         keys, values = self._own[number]
         keys[:, :, at], values[:, :, at] = heads[kv * rep :].mT, v.mT
         own = KeyValues(slice(None), keys.flatten(0, 1).mT, values.flatten(0, 1))
-        (out,) = self._projected(decode_attention(q, own, self._shared[number], bias).T, [layer.output])
+        (out,) = self._projected(
+            decode_attention(q, own, self._shared[number], bias).T, [layer.output]
+        )
         hidden += out
         # 3. MLP.
         gate, up = self._projected(_normed(hidden, layer.before_mlp), layer.gates)
@@ -235,7 +276,9 @@ class FastDecoding:
             for part in self._adapters[names]:  # add scale * B A x in place
                 low = torch.bmm(part.a, _by_segment(x, part))
                 for module, columns, b in part.b:
-                    _by_segment(outputs[module], part).baddbmm_(b, low[:, columns], alpha=part.scale)
+                    _by_segment(outputs[module], part).baddbmm_(
+                        b, low[:, columns], alpha=part.scale
+                    )
         return outputs
 
     def keep(self, rows: Tensor) -> None:
@@ -259,7 +302,9 @@ class FastDecoding:
         mask = torch.cat([self._mask[rows], real], dim=1)
         layers = tuple(
             tuple(
-                torch.cat([prompt[:, self._prompt_of_row[rows]], decoded[:, rows, : self._length]], 2).transpose(0, 1)
+                torch.cat(
+                    [prompt[:, self._prompt_of_row[rows]], decoded[:, rows, : self._length]], 2
+                ).transpose(0, 1)
                 for prompt, decoded in zip(prompts, parts, strict=True)
             )
             for prompts, parts in zip(self._prompts, self._own, strict=True)
@@ -306,8 +351,8 @@ class _SharedDecoding:
         self._decoding = decoding
         self._size = size
         self._prefix_of: Tensor | None = prefix_of  # None = each row runs separately
-        # Numbers of tokens: decoded per row; copied by forks; saved by rows that share a prefix. `advance` compares the
-        # last two.
+        # Numbers of tokens: decoded per row; copied by forks; saved by rows that share a prefix.
+        # `advance` compares the last two.
         self._length = self._copied = self._skipped = 0
 
     def start(self) -> Tensor:
@@ -319,7 +364,8 @@ class _SharedDecoding:
         prefix_of = self._prefix_of
         if prefix_of is None:
             return self._decoding.advance(tokens)
-        # 1. Distinct (prefix, token) pairs, each as one integer: they are the prefixes after this step.
+        # 1. Distinct (prefix, token) pairs, each as one integer: they are the prefixes after this
+        #    step.
         pairs, pair_of = torch.unique(prefix_of << 32 | tokens, return_inverse=True)
         parents = pairs >> 32
         next_tokens = pairs & (1 << 32) - 1
@@ -329,19 +375,26 @@ class _SharedDecoding:
         self._copied += forked * len(pairs) * self._length
         self._skipped += len(prefix_of) - self._size
         # 2. Too many forks or copies: continue with separate rows.
-        if len(pairs) > MAX_DISTINCT_SHARE * len(prefix_of) or self._copied > MAX_COPIED_PER_SKIPPED * self._skipped:
+        if (
+            len(pairs) > MAX_DISTINCT_SHARE * len(prefix_of)
+            or self._copied > MAX_COPIED_PER_SKIPPED * self._skipped
+        ):
             self._decoding.keep(prefix_of)
             self._prefix_of = None
             return self._decoding.advance(tokens)
         # 3. Fork or compact the KV cache, or run the same rows.
         if forked or padded_rows(len(pairs)) <= COMPACT_BELOW * self._size:
             padding = padded_rows(len(pairs)) - len(pairs)  # copies of the last prefix
-            parents, next_tokens = (torch.cat([x, x[-1:].expand(padding)]) for x in (parents, next_tokens))
+            parents, next_tokens = (
+                torch.cat([x, x[-1:].expand(padding)]) for x in (parents, next_tokens)
+            )
             self._decoding.keep(parents)
             self._prefix_of = pair_of
             self._size = len(parents)
         else:
-            next_tokens = tokens.new_zeros(self._size).index_copy(0, parents, next_tokens)  # unused rows get token 0
+            next_tokens = tokens.new_zeros(self._size).index_copy(
+                0, parents, next_tokens
+            )  # unused rows get token 0
         return self._by_row(self._decoding.advance(next_tokens))
 
     def keep(self, rows: Tensor) -> None:
@@ -353,7 +406,9 @@ class _SharedDecoding:
 
     def copy_cache(self, rows: Tensor, real: Tensor) -> Any:
         """Return the KV cache of `rows`."""
-        return self._decoding.copy_cache(rows if self._prefix_of is None else self._prefix_of[rows], real)
+        return self._decoding.copy_cache(
+            rows if self._prefix_of is None else self._prefix_of[rows], real
+        )
 
     def _by_row(self, hidden: Tensor) -> Tensor:
         """Return the hidden state of each row's prefix."""

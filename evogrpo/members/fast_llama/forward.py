@@ -1,6 +1,7 @@
 """fast_llama: the forward pass of Llama-like models, computed from the weights of a transformers model.
 
-Letters in shapes are those of `evogrpo.members.fast_llama.attention`. In norms and linear layers, `m` counts tokens.
+Letters in shapes are those of `evogrpo.members.fast_llama.attention`. In norms and linear layers,
+`m` counts tokens.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -21,7 +22,8 @@ from evogrpo.members.language.fsdp import ShardedLayers
 Heads = tuple[Tensor, Tensor, Tensor]
 """Queries `[kv, n, rep * t, d]`, keys and values `[kv, n, t, d]`."""
 Attend = Callable[..., Tensor]
-"""(layer number, layer, heads of rows, heads of further rows if any) -> `[tokens, kv * rep * d]`."""
+"""(layer number, layer, heads of rows, heads of further rows if any) -> `[tokens, kv * rep * d]`.
+"""
 Rotations = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
 """Cosine and sine `[n, t, d / 2]` of each token's position, for keys and, scaled, for queries."""
 
@@ -59,7 +61,9 @@ class _RMSNorm(torch.autograd.Function):
         for rows, inverse, grad, out_rows in _tiles(x, inverses, grads[0], out):
             torch.mul(grad, weight, out=out_rows)
             # y = x / s with s^2 = mean(x^2) + eps, so dx = (g - x mean(g x) / s^2) / s.
-            mean = torch.linalg.vecdot(out_rows, rows)[:, None].float() * inverse.pow(3) / -x.shape[-1]
+            mean = (
+                torch.linalg.vecdot(out_rows, rows)[:, None].float() * inverse.pow(3) / -x.shape[-1]
+            )
             out_rows.mul_(inverse).addcmul_(rows, mean.to(x.dtype))
         return out, None, None
 
@@ -104,7 +108,10 @@ def _by_head(x: Tensor, shape: torch.Size, heads: tuple[int, int]) -> Tensor:
 
 
 def _rotate_into(x: Tensor, cos: Tensor, sin: Tensor, sign: float, out: Tensor) -> None:
-    """Write rotated `[kv, n, rep, t, d]` into `out`. A `sign` of -1 rotates back, which is the transpose."""
+    """Write rotated `[kv, n, rep, t, d]` into `out`.
+
+    A `sign` of -1 rotates back, which is the transpose.
+    """
     (left, right), (new_left, new_right) = x.chunk(2, -1), out.chunk(2, -1)
     cos = cos[None, :, None]
     sin = sin[None, :, None]
@@ -115,7 +122,9 @@ def _rotate_into(x: Tensor, cos: Tensor, sin: Tensor, sign: float, out: Tensor) 
 
 
 class _Rotate(torch.autograd.Function):
-    """Rotary position embeddings. `cos` and `sin` are `[n, t, d / 2]` and may include a constant factor.
+    """Rotary position embeddings.
+
+    `cos` and `sin` are `[n, t, d / 2]` and may include a constant factor.
 
     The head dimension moves to the front: `[n * t, kv * rep * d]` becomes `[kv, n, rep * t, d]`.
 
@@ -137,12 +146,20 @@ class _Rotate(torch.autograd.Function):
         n, t, half = cos.shape
         kv, rep = ctx.heads
         out = grads[0].new_empty((n * t, kv * rep * 2 * half))
-        _rotate_into(grads[0].view(kv, n, rep, t, 2 * half), cos, sin, -1.0, _by_head(out, cos.shape, ctx.heads))
+        _rotate_into(
+            grads[0].view(kv, n, rep, t, 2 * half),
+            cos,
+            sin,
+            -1.0,
+            _by_head(out, cos.shape, ctx.heads),
+        )
         return out, None, None, None
 
 
 rotated = _Rotate.apply
-"""(rows `[n * t, kv * rep * d]`, cosine and sine `[n, t, d / 2]`, (kv, rep)) -> rotated heads `[kv, n, rep * t, d]`."""
+"""(rows `[n * t, kv * rep * d]`, cosine and sine `[n, t, d / 2]`, (kv, rep)) -> rotated heads
+`[kv, n, rep * t, d]`.
+"""
 
 # ---- linear layers with adapters
 
@@ -154,14 +171,22 @@ def projected(x: Tensor, layers: Sequence[NamedLinear], hook: LoraHook | None) -
     if hook is None or torch.is_grad_enabled():
         leaves_of = {} if hook is None else hook.adapters.leaves
         slots = () if hook is None else hook.slots
-        leaves = [leaf for name in names if name in leaves_of for slot in slots for leaf in leaves_of[name][slot]]
+        leaves = [
+            leaf
+            for name in names
+            if name in leaves_of
+            for slot in slots
+            for leaf in leaves_of[name][slot]
+        ]
         return _Linears.apply(x, linears, hook, names, *leaves)  # type: ignore[no-any-return]
     outputs = [frozen_linear(x, layer.weight, layer.bias) for layer in linears]
     _add_adapters(x, outputs, hook.stacked(names, len(x), x.dtype, transposed=True))
     return outputs
 
 
-def _add_adapters(x: Tensor, outputs: Sequence[Tensor], adapters: Sequence[StackedAdapters]) -> Tensor | None:
+def _add_adapters(
+    x: Tensor, outputs: Sequence[Tensor], adapters: Sequence[StackedAdapters]
+) -> Tensor | None:
     """Add scale * (x A^T) B^T to the outputs of layers in place, and return x A^T `[m, modules * r]`."""
     if adapters:
         low = x.new_empty((len(x), adapters[0].a.shape[1]))
@@ -171,25 +196,38 @@ def _add_adapters(x: Tensor, outputs: Sequence[Tensor], adapters: Sequence[Stack
         assert low is not None
         tokens = part.tokens
         slots = len(part.a)
-        torch.bmm(x[tokens].view(slots, -1, x.shape[1]), part.a.mT, out=low[tokens].view(slots, -1, low.shape[1]))
+        torch.bmm(
+            x[tokens].view(slots, -1, x.shape[1]),
+            part.a.mT,
+            out=low[tokens].view(slots, -1, low.shape[1]),
+        )
         for module, columns, b in part.b:
             out = outputs[module]
             low_of_module = low[tokens, columns].reshape(slots, -1, b.shape[2])
-            out[tokens].view(slots, -1, out.shape[1]).baddbmm_(low_of_module, b.mT, alpha=part.scale)
+            out[tokens].view(slots, -1, out.shape[1]).baddbmm_(
+                low_of_module, b.mT, alpha=part.scale
+            )
     return low
 
 
 class _Linears(torch.autograd.Function):
-    """x W^T + b + scale * (x A^T) B^T for several layers at once; gradients of x are summed in one buffer.
+    """x W^T + b + scale * (x A^T) B^T for several layers at once.
 
-    Adapter products are in the dtype of `x`; their gradients are cast to that of the adapters. Segments of equal
-    length, and the A matrices of all layers, share batched products. `leaves` are the A and B of every slot, module by
-    module, which get the gradients.
+    Gradients of x are summed in one buffer.
+
+    Adapter products are in the dtype of `x`; their gradients are cast to that of the adapters.
+    Segments of equal length, and the A matrices of all layers, share batched products. `leaves` are
+    the A and B of every slot, module by module, which get the gradients.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, layers: Sequence[nn.Linear], hook: LoraHook | None, names: tuple[str, ...], *leaves: Tensor
+        ctx: Any,
+        x: Tensor,
+        layers: Sequence[nn.Linear],
+        hook: LoraHook | None,
+        names: tuple[str, ...],
+        *leaves: Tensor,
     ) -> tuple[Tensor, ...]:
         outputs = tuple(frozen_linear(x, layer.weight, layer.bias) for layer in layers)
         if hook is None:
@@ -222,7 +260,10 @@ class _Linears(torch.autograd.Function):
         slots = len(ctx.hook.slots)
         dtype = ctx.hook.adapters.weights.dtype
         grad_low = torch.zeros_like(low)
-        grad_b = {module: b.new_zeros((slots, b.shape[2], b.shape[1]), dtype=dtype) for module, _, b in adapters[0].b}
+        grad_b = {
+            module: b.new_zeros((slots, b.shape[2], b.shape[1]), dtype=dtype)
+            for module, _, b in adapters[0].b
+        }
         for part in adapters:
             tokens = part.tokens
             count = len(part.a)
@@ -230,7 +271,9 @@ class _Linears(torch.autograd.Function):
                 grad = grads[module]
                 if grad is not None:
                     grad = grad[tokens].view(count, -1, grad.shape[1])
-                    grad_low[tokens, columns] = torch.bmm(grad, b).mul_(part.scale).view(-1, b.shape[2])
+                    grad_low[tokens, columns] = (
+                        torch.bmm(grad, b).mul_(part.scale).view(-1, b.shape[2])
+                    )
                     low_of_module = (low[tokens, columns] * part.scale).view(count, -1, b.shape[2])
                     grad_b[module][part.slots] += torch.bmm(low_of_module.mT, grad)
         # 3. A, and the adapters' part of the gradient of x.
@@ -259,11 +302,15 @@ class _Linears(torch.autograd.Function):
 PROBE = (3, 1, 2, 1, 5, 1, 6, 4)
 """Token ids on which a model's own forward pass is compared."""
 TOLERANCES = {torch.float32: (1e-4, 1e-6), torch.bfloat16: (0.05, 2.0**-7)}
-"""Tolerated error of a layer's update, in norm: relative to the update, and to the rounded residual stream."""
+"""Tolerated error of a layer's update, in norm: relative to the update, and to the rounded residual
+stream.
+"""
 
 
 class FastLlama:
-    """Forward passes with the weights of a decoder; see `evogrpo.members.language.causal_model.CausalModel`.
+    """Forward passes with the weights of a decoder.
+
+    See `evogrpo.members.language.causal_model.CausalModel`.
 
     Args:
         layout: Layout of the decoder.
@@ -278,12 +325,15 @@ class FastLlama:
     def matches_model(self) -> bool:
         """Return True if embeddings, layers and final norm give the model's own results on a few tokens.
 
-        Each layer gets the model's own input, because bfloat16 rounding errors of two correct passes grow over layers.
+        Each layer gets the model's own input, because bfloat16 rounding errors of two correct
+        passes grow over layers.
         """
         # 1. Record inputs and outputs of the model's own layers.
         decoder = self.layout.decoder
         recorded = list[tuple[Tensor, Tensor]]()
-        ids = torch.tensor([PROBE], device=decoder.embed_tokens.weight.device) % len(decoder.embed_tokens.weight)
+        ids = torch.tensor([PROBE], device=decoder.embed_tokens.weight.device) % len(
+            decoder.embed_tokens.weight
+        )
 
         def record(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
             recorded.append((args[0][0], output[0]))
@@ -295,10 +345,13 @@ class FastLlama:
             for handle in handles:
                 handle.remove()
 
-        # 2. Compare the embeddings, what each layer adds to the residual stream, and the final norm.
+        # 2. Compare the embeddings, what each layer adds to the residual stream, and the final
+        #    norm.
         def near(result: Tensor, expected: Tensor, residual: Tensor) -> bool:
             relative, rounding = TOLERANCES[expected.dtype]
-            error, size, stream = (float(x.float().norm()) for x in (result - expected, expected, residual))
+            error, size, stream = (
+                float(x.float().norm()) for x in (result - expected, expected, residual)
+            )
             return error <= relative * size + rounding * stream
 
         mask = torch.ones_like(ids, dtype=torch.bool)
@@ -307,7 +360,9 @@ class FastLlama:
         if not torch.equal(self.embed(ids)[0], recorded[0][0]):
             return False
         for number, (before, after) in enumerate(recorded):
-            result = self._layer(number, before, [rotations], None, lambda *heads: attend(*heads)[0])
+            result = self._layer(
+                number, before, [rotations], None, lambda *heads: attend(*heads)[0]
+            )
             if not near(result - before, after - before, after):
                 return False
         last = recorded[-1][1]
@@ -319,11 +374,18 @@ class FastLlama:
         rotations = self.rotations(mask, ids.shape[1])
         attend = self._attend_within(mask, ids.shape[1], cache)
         for number in range(len(self.layout.layers)):
-            hidden = self._layer(number, hidden, [rotations], hook, lambda *heads: attend(*heads)[0])
+            hidden = self._layer(
+                number, hidden, [rotations], hook, lambda *heads: attend(*heads)[0]
+            )
         return _normed(hidden, self.layout.decoder.norm).view(*ids.shape, -1)
 
     def run_with_prompts(
-        self, prompts: tuple[Tensor, Tensor, Cache], rows: Tensor, ids: Tensor, present: Tensor, hook: LoraHook | None
+        self,
+        prompts: tuple[Tensor, Tensor, Cache],
+        rows: Tensor,
+        ids: Tensor,
+        present: Tensor,
+        hook: LoraHook | None,
     ) -> tuple[Tensor, Tensor]:
         """Run prompts and completions in one pass, which halves the number of matrix products.
 
@@ -343,8 +405,12 @@ class FastLlama:
         parts = [self.embed(part).flatten(0, 1) for part in (prompt_ids, ids)]
         padding = padding_rows(prompt_ids.numel() + ids.numel(), parts[0].dtype, ids.device)
         hidden = torch.cat([*parts, *_zeros(padding, parts[0])])
-        rotations = [self.rotations(prompt_mask, prompt_ids.shape[1]), self.rotations(mask, ids.shape[1])]
-        # 2. Attention: prompts within themselves, rows on top of the prompts' keys and values `[kv, m, P, d]`.
+        rotations = [
+            self.rotations(prompt_mask, prompt_ids.shape[1]),
+            self.rotations(mask, ids.shape[1]),
+        ]
+        # 2. Attention: prompts within themselves, rows on top of the prompts' keys and values
+        #    `[kv, m, P, d]`.
         attend_prompts = self._attend_within(prompt_mask, prompt_ids.shape[1], cache)
         past = prompt_mask.shape[1]
         t = ids.shape[1]
@@ -357,7 +423,9 @@ class FastLlama:
             of_prompts, *states = attend_prompts(number, layer, prompt_heads)
             keys, values = states if order is None else (x[:, order] for x in states)
             shared = SharedPrompts(keys, values, prompt_of, runs)
-            of_rows = attention(*row_heads, t, own_biases[layer.window], shared, prompt_biases[layer.window])
+            of_rows = attention(
+                *row_heads, t, own_biases[layer.window], shared, prompt_biases[layer.window]
+            )
             return torch.cat([of_prompts, of_rows, *_zeros(padding, of_prompts)])
 
         for number in range(len(self.layout.layers)):
@@ -371,13 +439,19 @@ class FastLlama:
     def _attend_within(
         self, mask: Tensor, t: int, cache: Cache | None
     ) -> Callable[[int, Layer, Heads], tuple[Tensor, Tensor, Tensor]]:
-        """Return the attention over rows' own and cached tokens; it also returns these keys and values."""
+        """Return the attention over rows' own and cached tokens.
+
+        It also returns these keys and values.
+        """
         biases = attention_biases(self.layout, mask, t, slice(None))
 
         def attend(number: int, layer: Layer, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
             q, k, v = heads
             if cache is not None:
-                k, v = (x.transpose(0, 1) for x in cache.update(k.transpose(0, 1), v.transpose(0, 1), number))
+                k, v = (
+                    x.transpose(0, 1)
+                    for x in cache.update(k.transpose(0, 1), v.transpose(0, 1), number)
+                )
             return attention(q, k, v, t, biases[layer.window], None, None), k, v
 
         return attend
@@ -387,11 +461,17 @@ class FastLlama:
         return embedding(ids, self.layout.decoder.embed_tokens.weight)
 
     def rotations(self, mask: Tensor, t: int) -> Rotations:
-        """Return the rotary embeddings of the last t tokens; positions are counted from the first True."""
+        """Return the rotary embeddings of the last t tokens.
+
+        Positions are counted from the first True.
+        """
         return self.rotations_at((mask.cumsum(1) - 1).clamp(min=0)[:, -t:])
 
     def rotations_at(self, positions: Tensor) -> Rotations:
-        """Return the rotary embeddings at positions `[n, t]`; those of queries contain the attention scale."""
+        """Return the rotary embeddings at positions `[n, t]`.
+
+        Those of queries contain the attention scale.
+        """
         decoder = self.layout.decoder
         half = self.layout.width // 2
         scaling = self.layout.scaling
@@ -402,14 +482,19 @@ class FastLlama:
         return (cos, sin), (cos * scaling, sin * scaling)
 
     def _layer(
-        self, number: int, hidden: Tensor, rotations: Sequence[Rotations], hook: LoraHook | None, attend: Attend
+        self,
+        number: int,
+        hidden: Tensor,
+        rotations: Sequence[Rotations],
+        hook: LoraHook | None,
+        attend: Attend,
     ) -> Tensor:
         """Return the hidden states `[tokens, h]` after one layer.
 
         Args:
             number: Number of the layer.
-            hidden: Hidden states of one group of rows per element of `rotations`; with several groups, padding tokens
-                follow.
+            hidden: Hidden states of one group of rows per element of `rotations`; with several
+                groups, padding tokens follow.
             rotations: Rotary embeddings of each group.
             hook: Adapter hook.
             attend: Attention over the heads of all groups.
@@ -421,18 +506,27 @@ class FastLlama:
         qkv = projected(_normed(hidden, layer.before_attention), layer.projections, hook)
         if layer.head_norms is not None:
             norms = zip(qkv[:2], layer.head_norms, strict=True)
-            qkv = [*(_normed(x.view(-1, self.layout.width), norm).view(x.shape) for x, norm in norms), qkv[2]]
+            qkv = [
+                *(_normed(x.view(-1, self.layout.width), norm).view(x.shape) for x, norm in norms),
+                qkv[2],
+            ]
         # 2. Rotate the heads of each group; leave out the padding tokens at the end.
         shapes = [of_keys[0].shape[:2] for of_keys, _ in rotations]
         sizes = [shape.numel() for shape in shapes]
-        groups = zip(*(x.split([*sizes, len(x) - sum(sizes)])[: len(sizes)] for x in qkv), strict=True)
+        groups = zip(
+            *(x.split([*sizes, len(x) - sum(sizes)])[: len(sizes)] for x in qkv), strict=True
+        )
         heads = [
             (
                 rotated(q, *of_queries, (kv, rep)),
                 rotated(k, *of_keys, (kv, 1)),
-                v.view(*shape, kv, self.layout.width).permute(2, 0, 1, 3).contiguous(),  # `[kv, n, t, d]`
+                v.view(*shape, kv, self.layout.width)
+                .permute(2, 0, 1, 3)
+                .contiguous(),  # `[kv, n, t, d]`
             )
-            for (q, k, v), (of_keys, of_queries), shape in zip(groups, rotations, shapes, strict=True)
+            for (q, k, v), (of_keys, of_queries), shape in zip(
+                groups, rotations, shapes, strict=True
+            )
         ]
         # 3. Attention.
         (added,) = projected(attend(number, layer, *heads), [layer.output], hook)
@@ -457,7 +551,9 @@ def _normed(hidden: Tensor, norm: Any) -> Tensor:
     return rms_norm(hidden, norm.weight, norm.variance_epsilon)  # type: ignore[no-any-return]
 
 
-def attention_biases(layout: WeightLayout, mask: Tensor, t: int, keys: slice) -> dict[int | None, Tensor | None]:
+def attention_biases(
+    layout: WeightLayout, mask: Tensor, t: int, keys: slice
+) -> dict[int | None, Tensor | None]:
     """Return the biases `[n or 1, t, keys]` on attention scores for padding, causality and windows, by window size.
 
     Args:

@@ -23,8 +23,9 @@ WINDOWS: dict[type, Literal["none", "named", "all"]] = {
     Qwen2Model: "named",
     Qwen3Model: "named",
 }
-"""Supported decoders of transformers, by their layers with sliding windows: none, those named in `layer_types`, or
-all."""
+"""Supported decoders of transformers, by their layers with sliding windows: none, those named in
+`layer_types`, or all.
+"""
 ROPES = ("default", "linear", "llama3", "yarn")
 PRECISIONS = (torch.float32, torch.bfloat16)
 DEVICES = ("cpu", "cuda", "meta")
@@ -88,8 +89,9 @@ class WeightLayout:
 def find_weight_layout(model: PreTrainedModel, decoder: nn.Module) -> WeightLayout | None:
     """Return the layout of a decoder, or None if fast_llama does not support it.
 
-    Supported are the classes in `WINDOWS` with plain linear layers on one device in one of `PRECISIONS`, the activation
-    SiLU, causal attention, and rotary embeddings in `ROPES`, whose frequencies do not depend on the sequence length.
+    Supported are the classes in `WINDOWS` with plain linear layers on one device in one of
+    `PRECISIONS`, the activation SiLU, causal attention, and rotary embeddings in `ROPES`, whose
+    frequencies do not depend on the sequence length.
     """
     # 1. Return None for other classes, settings, precisions and devices.
     windows = WINDOWS.get(type(decoder))
@@ -97,7 +99,9 @@ def find_weight_layout(model: PreTrainedModel, decoder: nn.Module) -> WeightLayo
         return None
     config: Any = decoder.config
     kinds = set()
-    for weights in decoder.parameters():  # sharded weights count as plain, because layers are gathered
+    for (
+        weights
+    ) in decoder.parameters():  # sharded weights count as plain, because layers are gathered
         if isinstance(weights, DTensor):
             types = (nn.Parameter, Tensor)
         else:
@@ -124,7 +128,9 @@ def find_weight_layout(model: PreTrainedModel, decoder: nn.Module) -> WeightLayo
     for number, layer in enumerate(untyped.layers[: config.num_hidden_layers]):
         attention = layer.self_attn
         mlp = layer.mlp
-        slides = windows == "all" or (windows == "named" and config.layer_types[number] == "sliding_attention")
+        slides = windows == "all" or (
+            windows == "named" and config.layer_types[number] == "sliding_attention"
+        )
         q, k, v, output, gate, up, down = (
             (names[module], module)
             for module in (
@@ -137,7 +143,9 @@ def find_weight_layout(model: PreTrainedModel, decoder: nn.Module) -> WeightLayo
                 module=layer,
                 before_attention=layer.input_layernorm,
                 projections=(q, k, v),
-                head_norms=(attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else None,
+                head_norms=(
+                    (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else None
+                ),
                 output=output,
                 before_mlp=layer.post_attention_layernorm,
                 gates=(gate, up),
@@ -148,7 +156,10 @@ def find_weight_layout(model: PreTrainedModel, decoder: nn.Module) -> WeightLayo
     return WeightLayout(
         decoder=decoder,
         layers=tuple(layers),
-        heads=(config.num_key_value_heads, config.num_attention_heads // config.num_key_value_heads),
+        heads=(
+            config.num_key_value_heads,
+            config.num_attention_heads // config.num_key_value_heads,
+        ),
         width=untyped.layers[0].self_attn.head_dim,
         scaling=untyped.layers[0].self_attn.scaling,
     )
@@ -165,11 +176,18 @@ def is_unmodified(decoder: nn.Module) -> bool:
 
 
 def head_matrix(head: object, hidden: Tensor) -> Tensor | None:
-    """Return the weight `[v, h]` of a vocabulary head that is a plain linear layer without bias; otherwise None."""
+    """Return the weight `[v, h]` of a vocabulary head that is a plain linear layer without bias.
+
+    Otherwise None.
+    """
     if type(head) is not nn.Linear or head.bias is not None or not is_unmodified(head):
         return None
     weight = head.weight
-    plain = type(weight) is nn.Parameter and type(weight.data) is Tensor and weight.dtype == hidden.dtype
+    plain = (
+        type(weight) is nn.Parameter
+        and type(weight.data) is Tensor
+        and weight.dtype == hidden.dtype
+    )
     return weight.data if plain else None
 
 
@@ -179,4 +197,6 @@ def _plain(module: nn.Module, decoder: nn.Module) -> bool:
     if isinstance(module, nn.Linear | nn.Embedding):
         return type(module) in (nn.Linear, nn.Embedding) or type(module).__module__ == file
     kind = unsharded_class(module)
-    return kind.__module__ in (file, "torch.nn.modules.container") or (kind.__name__ in ("SiLU", "SiLUActivation"))
+    return kind.__module__ in (file, "torch.nn.modules.container") or (
+        kind.__name__ in ("SiLU", "SiLUActivation")
+    )

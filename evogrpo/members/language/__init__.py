@@ -1,4 +1,7 @@
-"""Members that are language models: one frozen base, one adapter each. Importing this requires the extra `llm`."""
+"""Members that are language models: one frozen base, one adapter each.
+
+Importing this requires the extra `llm`.
+"""
 
 from evogrpo.extras import require
 

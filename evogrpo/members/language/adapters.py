@@ -12,10 +12,21 @@ from transformers import PreTrainedModel
 
 from evogrpo.config.hyperparameters import Hyperparameters, Optimizer
 from evogrpo.functional.optim import adamw_step_
-from evogrpo.members.bank import INITIAL_RUNNING_STATS, PolicyVersion, check_parents, check_train_state
+from evogrpo.members.bank import (
+    INITIAL_RUNNING_STATS,
+    PolicyVersion,
+    check_parents,
+    check_train_state,
+)
 from evogrpo.members.devices import check_allocation
 from evogrpo.members.language.full_finetuning import AllWeights, MemberModels
-from evogrpo.members.language.lora import LoraTargets, StoredAdapter, Target, initial_weights, scaling
+from evogrpo.members.language.lora import (
+    LoraTargets,
+    StoredAdapter,
+    Target,
+    initial_weights,
+    scaling,
+)
 from evogrpo.records import UpdateReport
 from evogrpo.warnings import warn
 
@@ -79,7 +90,9 @@ class LoraAdapters:
         self.weights = weights
         self.scale = scale
         self.leaves = {
-            target.name: [tuple(m.detach().requires_grad_() for m in target.matrices(row)) for row in weights]
+            target.name: [
+                tuple(m.detach().requires_grad_() for m in target.matrices(row)) for row in weights
+            ]
             for target in targets
         }
 
@@ -89,7 +102,10 @@ class LoraAdapters:
         return LoraHook(self, values.tolist(), counts.tolist())
 
     def gather_gradient(self, slot: int, buffer: Tensor | None) -> None:
-        """Accumulate a member's gradient into `buffer` `[k]` in the following backward passes; None stops it."""
+        """Accumulate a member's gradient into `buffer` `[k]` in the following backward passes.
+
+        None stops it.
+        """
         for name, target in self.targets.items():
             parts = (None, None) if buffer is None else target.matrices(buffer)
             for leaf, part in zip(self.leaves[name][slot], parts, strict=True):
@@ -107,7 +123,11 @@ class LoraHook:
     """
 
     def __init__(
-        self, adapters: LoraAdapters, slots: Sequence[int], rows: Sequence[int], later: Sequence[int] = ()
+        self,
+        adapters: LoraAdapters,
+        slots: Sequence[int],
+        rows: Sequence[int],
+        later: Sequence[int] = (),
     ) -> None:
         self.adapters = adapters
         self.slots = slots
@@ -131,14 +151,17 @@ class LoraHook:
     def stacked(
         self, modules: tuple[str, ...], tokens: int, dtype: torch.dtype, *, transposed: bool = False
     ) -> list[StackedAdapters]:
-        """Return the stacked adapters of modules by runs of segments, without gradient; empty if no module has one.
+        """Return the stacked adapters of modules by runs of segments, without gradient.
+
+        Empty if no module has one.
 
         Args:
             modules: Names of modules with the same input.
-            tokens: Number of tokens of all rows; with a hook of `by_token`, padding may follow them.
+            tokens: Number of tokens of all rows; with a hook of `by_token`, padding may follow
+                them.
             dtype: Dtype of the products.
-            transposed: Lay matrices out for products with their transposes. Otherwise they may be views of the
-                weights, valid until the next optimizer step.
+            transposed: Lay matrices out for products with their transposes. Otherwise they may be
+                views of the weights, valid until the next optimizer step.
         """
         targets = self.adapters.targets
         acting = [(number, targets[name]) for number, name in enumerate(modules) if name in targets]
@@ -158,16 +181,22 @@ class LoraHook:
             a = a.mT.contiguous().mT
             b = [matrices.mT.contiguous().mT for matrices in b]
         rank = acting[0][1].rank
-        # 2. One product for each run of segments with equally many tokens. The segments are the slots' tokens.
-        # Rows of `by_token` are tokens, which may be followed by more padding tokens than there are rows.
+        # 2. One product for each run of segments with equally many tokens. The segments are the
+        # slots' tokens. Rows of `by_token` are tokens, which may be followed by more padding tokens
+        # than there are rows.
         per_row = 1 if self._later else tokens // self._all_rows
-        first, later = ([per_row * count for count in counts] for counts in (self._rows, self._later))
+        first, later = (
+            [per_row * count for count in counts] for counts in (self._rows, self._later)
+        )
         stacked = list[StackedAdapters]()
         for segment, places, _ in runs_of(first) + runs_of(later, sum(first)):
             of_modules = [
-                (number, slice(rank * at, rank * (at + 1)), b[at][places]) for at, (number, _) in enumerate(acting)
+                (number, slice(rank * at, rank * (at + 1)), b[at][places])
+                for at, (number, _) in enumerate(acting)
             ]
-            stacked.append(StackedAdapters(segment, places, a[places], of_modules, self.adapters.scale))
+            stacked.append(
+                StackedAdapters(segment, places, a[places], of_modules, self.adapters.scale)
+            )
         return stacked
 
     def __call__(self, module: str, inputs: Tensor, output: Tensor) -> Tensor:
@@ -184,18 +213,30 @@ class LoraHook:
         out = output.reshape(-1, target.width_out)
         # Not output.shape[0]: some architectures flatten rows and positions.
         sizes = [count * (len(out) // self._all_rows) for count in self._rows]
-        if not torch.is_grad_enabled() and len(sizes) == len(self.adapters.weights) > 1 and len(set(sizes)) == 1:
+        if (
+            not torch.is_grad_enabled()
+            and len(sizes) == len(self.adapters.weights) > 1
+            and len(set(sizes)) == 1
+        ):
             # All members with equally many rows: one batched product.
             a, b = (matrix.to(output.dtype) for matrix in target.matrices(self.adapters.weights))
             low = torch.bmm(x.unflatten(0, (len(a), -1)), a.mT)
-            return torch.baddbmm(out.unflatten(0, (len(a), -1)), low, b.mT, alpha=scale).view(output.shape)
-        matrices = [[leaf.to(output.dtype).mT for leaf in self.adapters.leaves[module][slot]] for slot in self.slots]
+            return torch.baddbmm(out.unflatten(0, (len(a), -1)), low, b.mT, alpha=scale).view(
+                output.shape
+            )
+        matrices = [
+            [leaf.to(output.dtype).mT for leaf in self.adapters.leaves[module][slot]]
+            for slot in self.slots
+        ]
         parts = zip(x.split(sizes), out.split(sizes), matrices, strict=True)
-        return torch.cat([torch.addmm(base, part @ a, b, alpha=scale) for part, base, (a, b) in parts]).view_as(output)
+        return torch.cat(
+            [torch.addmm(base, part @ a, b, alpha=scale) for part, base, (a, b) in parts]
+        ).view_as(output)
 
 
 HookFactory = Callable[[Tensor], LoraHook | None]
-"""Sorted slots of the rows of a forward pass -> hook that applies their adapters; None = base only."""
+"""Sorted slots of the rows of a forward pass -> hook that applies their adapters; None = base only.
+"""
 
 
 _WARNED: WeakSet[PreTrainedModel] = WeakSet()
@@ -250,7 +291,9 @@ class AdapterStates:
         else:
             remedy = "or a lower r"
         check_allocation(
-            4 * trained.size * (size * (3 + own_reference) + 2),  # weights, moments; one gradient, the start
+            4
+            * trained.size
+            * (size * (3 + own_reference) + 2),  # weights, moments; one gradient, the start
             device,
             f"the weights of {size} members. Use fewer members, {remedy}.",
         )
@@ -276,13 +319,21 @@ class AdapterStates:
             self._matrices["reference"] = self.reference
         # State of a new member. A scalar fills a whole row.
         zero = initial.new_zeros(())
-        self._initial_state = {self.weights_key: initial, "reference": initial, "exp_avg": zero, "exp_avg_sq": zero}
+        self._initial_state = {
+            self.weights_key: initial,
+            "reference": initial,
+            "exp_avg": zero,
+            "exp_avg_sq": zero,
+        }
         self._initial_state["running_stats"] = self.running_stats[0].clone()
         self._steps = [0] * size
         self.changes = [0] * size
         # 3. Views of the weights for the passes.
         self._views = dict[PolicyVersion, LoraAdapters | MemberModels]()
-        versions: dict[PolicyVersion, Tensor | None] = {"weights": self.weights, "reference": self.reference}
+        versions: dict[PolicyVersion, Tensor | None] = {
+            "weights": self.weights,
+            "reference": self.reference,
+        }
         for version, matrix in versions.items():
             if matrix is not None and lora_config is not None:
                 self._views[version] = LoraAdapters(self.targets, matrix, scaling(lora_config))
@@ -303,7 +354,11 @@ class AdapterStates:
     @property
     def member_models(self) -> dict[PolicyVersion, list[PreTrainedModel]]:
         """Models of all members by policy version; empty if members are adapters."""
-        return {version: view.models for version, view in self._views.items() if isinstance(view, MemberModels)}
+        return {
+            version: view.models
+            for version, view in self._views.items()
+            if isinstance(view, MemberModels)
+        }
 
     @property
     def weights_key(self) -> str:
@@ -318,7 +373,9 @@ class AdapterStates:
             return lambda slots: None
         return self._views[policy].hook
 
-    def split_passes(self, policy: PolicyVersion, rows: Sequence[int], slots: Sequence[int]) -> list[list[int]]:
+    def split_passes(
+        self, policy: PolicyVersion, rows: Sequence[int], slots: Sequence[int]
+    ) -> list[list[int]]:
         """Split rows, sorted by slot, into those that can run in one pass: of one member if each has its own model.
 
         Args:
@@ -331,8 +388,12 @@ class AdapterStates:
         return [list(group) for _, group in groupby(rows, key=lambda row: slots[row])]
 
     @torch.no_grad()
-    def step(self, slot: int, gradient: Tensor, hyperparameters: Hyperparameters, loss: float) -> UpdateReport:
-        """Clip one member's gradient and take its AdamW step; no step if the gradient is not finite.
+    def step(
+        self, slot: int, gradient: Tensor, hyperparameters: Hyperparameters, loss: float
+    ) -> UpdateReport:
+        """Clip one member's gradient and take its AdamW step.
+
+        No step if the gradient is not finite.
 
         Args:
             slot: Slot of the member.
@@ -341,14 +402,19 @@ class AdapterStates:
             loss: For the report.
 
         Returns:
-            The report; its norm is NaN if the gradient, or the weights after the step, are not finite.
+            The report; its norm is NaN if the gradient, or the weights after the step, are not
+            finite.
         """
         settings = self._optimizer
         lr = hyperparameters.lr * settings.factor(self._steps[slot])
-        if hyperparameters.target_kl is not None:  # lr was measured in AdamW's first step, the largest one
+        if (
+            hyperparameters.target_kl is not None
+        ):  # lr was measured in AdamW's first step, the largest one
             lr *= settings.momentum_warmup(self._steps[slot])
         norm = float(torch.linalg.vector_norm(gradient))
-        gradient.mul_(min(1.0, hyperparameters.max_grad_norm / (norm + 1e-6)))  # as `clip_grad_norm_`
+        gradient.mul_(
+            min(1.0, hyperparameters.max_grad_norm / (norm + 1e-6))
+        )  # as `clip_grad_norm_`
         if not norm < float("inf"):
             return UpdateReport(grad_norm=float("nan"), lr=lr, loss=loss, step=self._steps[slot])
         # `adamw_step_` corrects the bias of the moments by the number of this step, from 1.
@@ -373,9 +439,12 @@ class AdapterStates:
     # ---- references and train states; see `evogrpo.members.bank.PolicyBank`
 
     def mix_reference(self, slot: int, mixing: float) -> None:
-        """Set a member's reference to mixing * weights + (1 - mixing) * reference; ValueError without own references.
+        """Set a member's reference to mixing * weights + (1 - mixing) * reference.
 
-        Source: Learn Your Reference Model for Real Good Alignment (arXiv:2404.09656), the soft update.
+        ValueError without own references.
+
+        Source: Learn Your Reference Model for Real Good Alignment (arXiv:2404.09656), the soft
+        update.
         """
         if self.reference is None:
             raise ValueError("Members have no references of their own. Set reference='snapshot'.")
@@ -388,7 +457,11 @@ class AdapterStates:
             ValueError: If `parents` is not one existing slot (or None) per slot.
         """
         check_parents(parents, self.size)
-        copies = {slot: parent for slot, parent in enumerate(parents) if parent is not None and parent != slot}
+        copies = {
+            slot: parent
+            for slot, parent in enumerate(parents)
+            if parent is not None and parent != slot
+        }
         new = [slot for slot, parent in enumerate(parents) if parent is None]
         for name, matrix in self._matrices.items():
             # The right-hand side is a copy, so parents may be overwritten as well.
@@ -419,7 +492,9 @@ class AdapterStates:
         Raises:
             ValueError: If keys, shapes or dtypes do not match; the slot is then unchanged.
         """
-        expected = {name: (tuple(values.shape), values.dtype) for name, values in self.state(slot).items()}
+        expected = {
+            name: (tuple(values.shape), values.dtype) for name, values in self.state(slot).items()
+        }
         check_train_state(state, expected, "base model, lora_config")
         for name, matrix in self._matrices.items():
             matrix[slot] = state[name]

@@ -22,7 +22,13 @@ from evogrpo.members.language.fsdp import run_on_all_ranks
 from evogrpo.members.language.full_finetuning import AllWeights, choose_trained, transformers_files
 from evogrpo.members.language.loading import loadable_name
 from evogrpo.members.language.lora import StoredAdapter, peft_files, tensors_file
-from evogrpo.members.language.micro_batches import MicroBatch, distinct_prefixes, lexsort, micro_batches, repetitions
+from evogrpo.members.language.micro_batches import (
+    MicroBatch,
+    distinct_prefixes,
+    lexsort,
+    micro_batches,
+    repetitions,
+)
 from evogrpo.members.language.sampling import AdapterSampler
 from evogrpo.records import Batch, TokenInputs, UpdateReport, positions_in_turn
 
@@ -35,9 +41,10 @@ REDUCED_LOGITS_ROWS = 256
 class AdapterBank(AdapterSampler):
     """PolicyBank and Sampler of language models: LoRA adapters of all members on one frozen base model.
 
-    Without `lora_config`, each member has all weights of the model instead, and its own passes. Weights and AdamW
-    moments of a member are rows of matrices `[p, k]`, so cloning a member copies rows. Gradients exist only until their
-    optimizer step. The base is never changed and can be shared with other banks.
+    Without `lora_config`, each member has all weights of the model instead, and its own passes.
+    Weights and AdamW moments of a member are rows of matrices `[p, k]`, so cloning a member copies
+    rows. Gradients exist only until their optimizer step. The base is never changed and can be
+    shared with other banks.
 
     Args:
         model: A causal language model of transformers, on its device and in its dtype.
@@ -47,16 +54,17 @@ class AdapterBank(AdapterSampler):
         lora_config: LoRA configuration; None = members train all weights, unless `start` is given.
         optimizer: AdamW settings shared by all members.
         seed: Root seed of the initial adapters.
-        micro_batch_tokens: Maximum tokens, padding included, of a forward pass with gradients. Halved when out of
-            memory.
-        reduce_memory_peak: Compute logits in chunks of 256 tokens instead of a whole micro-batch at once. Results
-            agree up to rounding.
+        micro_batch_tokens: Maximum tokens, padding included, of a forward pass with gradients.
+            Halved when out of memory.
+        reduce_memory_peak: Compute logits in chunks of 256 tokens instead of a whole micro-batch at
+            once. Results agree up to rounding.
         explicit_positions: Pass position ids, counted without padding, to the model.
         autocast: Returns the context manager of forward passes, for mixed precision.
-        own_reference: Store one reference per member for the KL term, instead of using the base. Takes as much memory
-            as the adapters. See `mix_reference`.
+        own_reference: Store one reference per member for the KL term, instead of using the base.
+            Takes as much memory as the adapters. See `mix_reference`.
         start: Adapter that every member starts from; brings its own lora_config.
-        like: Bank over the same model with the same adapters; its compatibility checks are not repeated.
+        like: Bank over the same model with the same adapters; its compatibility checks are not
+            repeated.
 
     Raises:
         ValueError: If the model is not supported or an argument is invalid.
@@ -64,8 +72,8 @@ class AdapterBank(AdapterSampler):
     Attributes:
         micro_batch_tokens: As passed, halved when out of memory.
         logits_rows: Maximum tokens whose logits exist at once.
-        processes: Ranks that divide the micro-batches among them; this process alone at first. All ranks must call the
-            same methods with equal batches.
+        processes: Ranks that divide the micro-batches among them; this process alone at first. All
+            ranks must call the same methods with equal batches.
     """
 
     rows_are_transitions = False  # a token depends on the tokens before it
@@ -101,8 +109,8 @@ class AdapterBank(AdapterSampler):
         check_token_ids(model, [pad_token_id], "pad_token_id")
         check_token_ids(model, eos_token_ids, "eos_token_ids")
 
-        # 2. Build train states and the base model. Its compatibility checks run the model, so with a sharded base all
-        # ranks run them together.
+        # 2. Build train states and the base model. Its compatibility checks run the model, so with
+        # a sharded base all ranks run them together.
         def build() -> CausalModel:
             if like is None:
                 trained = choose_trained(model, lora_config)
@@ -120,7 +128,9 @@ class AdapterBank(AdapterSampler):
             )
             if like is not None:
                 return copy(like.base)
-            return CausalModel(model, pad_token_id, changed=trained.modules, explicit_positions=explicit_positions)
+            return CausalModel(
+                model, pad_token_id, changed=trained.modules, explicit_positions=explicit_positions
+            )
 
         # A bank like another one repeats no check, so other ranks need not take part.
         if like is not None:
@@ -130,7 +140,8 @@ class AdapterBank(AdapterSampler):
         # 3. Models of the members that train all weights, and the settings of the passes.
         self.base.autocast = autocast
         self._own_passes = {
-            version: [self.base.with_model(each) for each in models] for version, models in self.member_models.items()
+            version: [self.base.with_model(each) for each in models]
+            for version, models in self.member_models.items()
         }
         self.end_ids = torch.tensor(sorted(set(eos_token_ids)), device=self.base.device)
         self.micro_batch_tokens = micro_batch_tokens
@@ -144,7 +155,9 @@ class AdapterBank(AdapterSampler):
     # ---- scoring and learning
 
     def log_probs(self, batch: Batch, *, base: bool = False) -> Tensor:
-        """Return `[n, t]` log-probabilities of the actions in nats, without gradient; 0 where masked.
+        """Return `[n, t]` log-probabilities of the actions in nats, without gradient.
+
+        0 where masked.
 
         Args:
             batch: Rows of any members, in any order.
@@ -154,7 +167,10 @@ class AdapterBank(AdapterSampler):
             return self._score(batch, "base" if base else "weights")[0]
 
     def entropies(self, batch: Batch) -> Tensor:
-        """Return `[n, t]` entropies of the sampling distributions in nats, without gradient; 0 where masked."""
+        """Return `[n, t]` entropies of the sampling distributions in nats, without gradient.
+
+        0 where masked.
+        """
         with self.base.working():
             return self._score(batch, "weights")[1]
 
@@ -176,42 +192,61 @@ class AdapterBank(AdapterSampler):
     ) -> Update:
         """Take one AdamW step for every slot in `hyperparameters`.
 
-        Gradients of micro-batches are summed. A member without rows steps with a zero gradient. A member takes no step,
-        and its report has a norm of NaN, if its gradient is not finite or one completion alone is out of memory.
+        Gradients of micro-batches are summed. A member without rows steps with a zero gradient. A
+        member takes no step, and its report has a norm of NaN, if its gradient is not finite or one
+        completion alone is out of memory.
 
         Args:
             batch: Rows of these members.
-            loss_fn: Weighted losses of rows, given their numbers, log_probs and entropies; their sum is minimised.
+            loss_fn: Weighted losses of rows, given their numbers, log_probs and entropies; their
+                sum is minimised.
             hyperparameters: Hyperparameters by slot; `lr` and `max_grad_norm` are used.
-            entropy_gradient: Make entropies differentiable; costs a second product with the vocabulary.
+            entropy_gradient: Make entropies differentiable; costs a second product with the
+                vocabulary.
         """
         reports: dict[int, UpdateReport] = {}
-        log_probs, entropies = (torch.zeros(batch.actions.shape, device=batch.actions.device) for _ in range(2))
+        log_probs, entropies = (
+            torch.zeros(batch.actions.shape, device=batch.actions.device) for _ in range(2)
+        )
         with self.base.working():
             while len(reports) < len(hyperparameters):
                 waiting = [slot for slot in sorted(hyperparameters) if slot not in reports]
                 steps = self.gradients(
-                    batch, waiting, loss_fn, (log_probs, entropies), entropy_gradient=entropy_gradient
+                    batch,
+                    waiting,
+                    loss_fn,
+                    (log_probs, entropies),
+                    entropy_gradient=entropy_gradient,
                 )
                 try:
                     for slot, gradient, loss in steps:
                         reports[slot] = self.step(slot, gradient, hyperparameters[slot], loss)
-                except torch.OutOfMemoryError as error:  # a single row never raises, so the loop ends
+                except (
+                    torch.OutOfMemoryError
+                ) as error:  # a single row never raises, so the loop ends
                     self._halve(error)
         return Update(reports=reports, log_probs=log_probs, entropies=entropies)
 
     def cost(self, batch: Batch) -> dict[int, int]:
         """Return the tokens of one pass over the batch, by slot; shared prompts count once."""
         inputs: TokenInputs = batch.inputs
-        return self.tokens_of(inputs.prompts, inputs.prompt_ids, batch.member_ids, batch.present.sum(1).tolist())
+        return self.tokens_of(
+            inputs.prompts, inputs.prompt_ids, batch.member_ids, batch.present.sum(1).tolist()
+        )
 
     def tokens_of(
-        self, prompts: Sequence[Sequence[int]], prompt_ids: Tensor, member_ids: Tensor, lengths: Sequence[int]
+        self,
+        prompts: Sequence[Sequence[int]],
+        prompt_ids: Tensor,
+        member_ids: Tensor,
+        lengths: Sequence[int],
     ) -> dict[int, int]:
         """Return the tokens of rows with completions of these lengths, by slot; see `cost`."""
         tokens: dict[int, int] = {}
         pairs, rows = distinct_prefixes(member_ids.cpu(), prompt_ids.cpu())
-        for slot, prompt in pairs if self.base.shares_prefix else [pairs[row] for row in rows.tolist()]:
+        for slot, prompt in (
+            pairs if self.base.shares_prefix else [pairs[row] for row in rows.tolist()]
+        ):
             tokens[slot] = tokens.get(slot, 0) + len(prompts[prompt])
         for slot, length in zip(member_ids.tolist(), lengths, strict=True):
             tokens[slot] += length
@@ -221,7 +256,10 @@ class AdapterBank(AdapterSampler):
 
     @torch.no_grad()
     def _score(self, batch: Batch, policy: PolicyVersion) -> tuple[Tensor, Tensor]:
-        """Return log-probabilities and entropies `[n, t]` in nats, without gradient; 0 where masked."""
+        """Return log-probabilities and entropies `[n, t]` in nats, without gradient.
+
+        0 where masked.
+        """
         log_probs = torch.zeros(batch.actions.shape, device=batch.actions.device)
         entropies = torch.zeros_like(log_probs)
         counter = batch.stop.progress("scoring", len(batch), "completions")
@@ -253,7 +291,9 @@ class AdapterBank(AdapterSampler):
                     for number, _ in self._own_parts(len(parts))
                 }
 
-        scores = dict(pair for part in self.processes.run_section(score_own_part) for pair in part.items())
+        scores = dict(
+            pair for part in self.processes.run_section(score_own_part) for pair in part.items()
+        )
         for number in range(len(parts)):
             log_probs, entropies = scores[number]
             yield log_probs.to(batch.actions.device), entropies.to(batch.actions.device)
@@ -261,7 +301,8 @@ class AdapterBank(AdapterSampler):
     def _own_parts(self, parts: int) -> list[tuple[int, bool]]:
         """Return the numbers of this rank's micro-batches, dealt round robin.
 
-        In lockstep, a rank without a micro-batch in the last round repeats the last one, marked with False.
+        In lockstep, a rank without a micro-batch in the last round repeats the last one, marked
+        with False.
         """
         rank = self.processes.rank
         size = self.processes.size
@@ -285,9 +326,9 @@ class AdapterBank(AdapterSampler):
     ) -> Iterator[tuple[int, Tensor, float]]:
         """Yield each member's slot, gradient `[k]` and loss after its last micro-batch.
 
-        Rows are sorted by member, so in one process only a few gradients exist at a time. A gradient is NaN if a single
-        completion of the member is out of memory. On several ranks, each micro-batch is computed on one rank; the sums
-        in rank order are bit-equal on all ranks.
+        Rows are sorted by member, so in one process only a few gradients exist at a time. A
+        gradient is NaN if a single completion of the member is out of memory. On several ranks,
+        each micro-batch is computed on one rank; the sums in rank order are bit-equal on all ranks.
 
         Args:
             batch: Rows of any members.
@@ -303,7 +344,9 @@ class AdapterBank(AdapterSampler):
         parts = self._plan(batch, self.micro_batch_tokens, "weights", slots)
         own_parts = self._own_parts(len(parts))
         factors = [(parts[number], 1.0 if is_mine else 0.0) for number, is_mine in own_parts]
-        own_gradients = self._own_gradients(batch, slots, factors, loss_fn, scores, entropy_gradient=entropy_gradient)
+        own_gradients = self._own_gradients(
+            batch, slots, factors, loss_fn, scores, entropy_gradient=entropy_gradient
+        )
         if self.processes.size == 1:
             yield from own_gradients
             return
@@ -311,7 +354,9 @@ class AdapterBank(AdapterSampler):
         gradients = dict[int, Tensor]()
 
         def compute_own_part() -> tuple[dict[int, list[Tensor]], dict[int, float]]:
-            """Compute this rank's gradients into `gradients`; return its micro-batches' scores and its losses.
+            """Compute this rank's gradients into `gradients`.
+
+            Return its micro-batches' scores and its losses.
 
             Repeated micro-batches are left out.
             """
@@ -320,7 +365,10 @@ class AdapterBank(AdapterSampler):
                 for slot, gradient, loss in own_gradients:
                     gradients[slot], losses[slot] = gradient, loss
             own_numbers = [number for number, is_mine in own_parts if is_mine]
-            return {number: [values[parts[number].rows].cpu() for values in scores] for number in own_numbers}, losses
+            return {
+                number: [values[parts[number].rows].cpu() for values in scores]
+                for number in own_numbers
+            }, losses
 
         shares = self.processes.run_section(compute_own_part)
         # 3. Sum the gradients over ranks; write the scores of all ranks.
@@ -351,7 +399,8 @@ class AdapterBank(AdapterSampler):
         gradients = dict[int, Tensor]()
         trained = self._views["weights"]
         try:
-            # 2. Members without rows have a zero gradient: AdamW's moments still move their weights.
+            # 2. Members without rows have a zero gradient: AdamW's moments still move their
+            #    weights.
             for slot in slots:
                 if slot not in last:
                     yield slot, torch.zeros_like(self.weights[slot]), 0.0
@@ -362,7 +411,9 @@ class AdapterBank(AdapterSampler):
                         gradients[slot] = torch.zeros_like(self.weights[slot])
                         trained.gather_gradient(slot, gradients[slot])
                 try:
-                    computed = self._forward(batch, part, "weights", entropy_gradient=entropy_gradient)
+                    computed = self._forward(
+                        batch, part, "weights", entropy_gradient=entropy_gradient
+                    )
                     loss = factor * loss_fn(part.rows, *computed)
                     loss.sum().backward()
                     for values, new in zip(scores, computed, strict=True):
@@ -373,7 +424,9 @@ class AdapterBank(AdapterSampler):
                     if len(part.run) > 1 or self.base.lockstep:
                         raise
                     row_losses = [0.0] * len(part.rows)
-                    gradients[int(member_ids[part.run])].fill_(float("nan"))  # only this member fails
+                    gradients[int(member_ids[part.run])].fill_(
+                        float("nan")
+                    )  # only this member fails
                 for slot, value in zip(member_ids[part.rows].tolist(), row_losses, strict=True):
                     losses[slot] += value
                 for slot in present:
@@ -400,7 +453,9 @@ class AdapterBank(AdapterSampler):
         if slots is None:
             numbers = torch.arange(len(batch), device=device)
         else:
-            numbers = torch.isin(batch.member_ids, torch.tensor(slots, device=batch.member_ids.device)).nonzero()[:, 0]
+            numbers = torch.isin(
+                batch.member_ids, torch.tensor(slots, device=batch.member_ids.device)
+            ).nonzero()[:, 0]
             batch = batch.select(numbers)
         # 2. Sort them by member and prompt; leave out rows without actions and repetitions.
         inputs: TokenInputs = batch.inputs
@@ -424,13 +479,24 @@ class AdapterBank(AdapterSampler):
         for run in runs:
             copies = [repeated[row] for row in run]
             rows_of_part = torch.tensor([row for group in copies for row in group], device=device)
-            run_as = torch.arange(len(run)).repeat_interleave(torch.tensor([len(group) for group in copies])).to(device)
+            run_as = (
+                torch.arange(len(run))
+                .repeat_interleave(torch.tensor([len(group) for group in copies]))
+                .to(device)
+            )
             run_rows = torch.tensor(run, device=device)
-            parts.append(MicroBatch(rows=numbers[rows_of_part], run=numbers[run_rows], run_as=run_as))
+            parts.append(
+                MicroBatch(rows=numbers[rows_of_part], run=numbers[run_rows], run_as=run_as)
+            )
         return parts
 
     def _forward(
-        self, whole: Batch, part: MicroBatch, policy: PolicyVersion, *, entropy_gradient: bool = False
+        self,
+        whole: Batch,
+        part: MicroBatch,
+        policy: PolicyVersion,
+        *,
+        entropy_gradient: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """Return log-probabilities and entropies `[n, t]` of a micro-batch's rows, in one forward pass."""
         if self.base.lockstep:
@@ -440,13 +506,16 @@ class AdapterBank(AdapterSampler):
         batch = whole.select(part.run)
         inputs: TokenInputs = batch.inputs
         used = int(_lengths(batch.action_mask).max())
-        if self.base.lockstep:  # with a token after the first action, each micro-batch takes as many passes
+        if (
+            self.base.lockstep
+        ):  # with a token after the first action, each micro-batch takes as many passes
             used = min(max(used, 2), batch.action_mask.shape[1])
         mask = batch.action_mask[:, :used]
         early = torch.zeros_like(mask)  # True where an end of sequence was forbidden
         if inputs.min_new_tokens:
             early = positions_in_turn(batch.chosen[:, :used]) < inputs.min_new_tokens
-        # 2. Hidden states `[k, used, h]` that predict the actions, then the actions' log-probabilities and entropies.
+        # 2. Hidden states `[k, used, h]` that predict the actions, then the actions'
+        #    log-probabilities and entropies.
         members = _scoring_slots(batch, policy)
         pairs, rows = distinct_prefixes(members, inputs.prompt_ids.to(members.device))
         prompts = [inputs.prompts[prompt] for _, prompt in pairs]
@@ -481,12 +550,18 @@ class AdapterBank(AdapterSampler):
     def files(self, slot: int) -> dict[str, bytes | Callable[[], bytes]]:
         """Return a member as a PEFT adapter, or as a model of transformers: contents by file name.
 
-        A function returns the content when it is called, so that files need not be in memory together.
+        A function returns the content when it is called, so that files need not be in memory
+        together.
         """
         if isinstance(self.trained, AllWeights):
-            return {**transformers_files(self.member_models["weights"][slot], self.end_ids.tolist())}
+            return {
+                **transformers_files(self.member_models["weights"][slot], self.end_ids.tolist())
+            }
         tensors, config = self.peft_files(slot)
-        return {"adapter_model.safetensors": lambda: tensors_file(tensors), "adapter_config.json": config}
+        return {
+            "adapter_model.safetensors": lambda: tensors_file(tensors),
+            "adapter_config.json": config,
+        }
 
     def peft_files(self, slot: int) -> tuple[dict[str, Tensor], bytes]:
         """Return a member in PEFT's format: tensors of adapter_model.safetensors, bytes of adapter_config.json."""
@@ -500,7 +575,10 @@ class AdapterBank(AdapterSampler):
 
 
 def _scoring_slots(batch: Batch, policy: PolicyVersion) -> Tensor:
-    """Return the slots whose weights score the rows; under the base all rows are of one slot and share prompts."""
+    """Return the slots whose weights score the rows.
+
+    Under the base all rows are of one slot and share prompts.
+    """
     if policy == "base":
         return torch.zeros_like(batch.member_ids)
     return batch.member_ids

@@ -13,7 +13,12 @@ from transformers.cache_utils import Cache
 from evogrpo.functional.matmul import frozen_linear
 from evogrpo.members.fast_llama.decode import FastDecoding, shared_prefix_decoding
 from evogrpo.members.fast_llama.forward import FastLlama
-from evogrpo.members.fast_llama.weight_layout import fast_paths_disabled, find_weight_layout, head_matrix, is_unmodified
+from evogrpo.members.fast_llama.weight_layout import (
+    fast_paths_disabled,
+    find_weight_layout,
+    head_matrix,
+    is_unmodified,
+)
 from evogrpo.members.language.adapters import HookFactory, LoraHook
 from evogrpo.members.language.compatibility import (
     check_causal,
@@ -50,31 +55,38 @@ class CausalModel:
 
     Members' weights are applied by forward hooks, which are registered only inside `working`.
 
-    The constructor compares the pass with shared prefixes, the vocabulary head alone and, for models like Llama,
-    fast_llama with the model's own `forward`. A method that gives other results is not used (`shares_prefix`,
-    `head`, `uses_fast_llama`). fast_llama is also not used under autocast or if the model has hooks of the user's.
+    The constructor compares the pass with shared prefixes, the vocabulary head alone and, for
+    models like Llama, fast_llama with the model's own `forward`. A method that gives other results
+    is not used (`shares_prefix`, `head`, `uses_fast_llama`). fast_llama is also not used under
+    autocast or if the model has hooks of the user's.
 
     Args:
         model: A causal language model of transformers; never changed.
         pad_id: Token id used as padding.
         changed: Dotted names of the modules whose output the adapter hook changes.
-        explicit_positions: Pass position ids, counted without padding. Only models with purely relative positions
-            work without.
+        explicit_positions: Pass position ids, counted without padding. Only models with purely
+            relative positions work without.
 
     Raises:
-        ValueError: If the model is not causal, its logits are not a function of its hidden states, or padding changes
-            them.
+        ValueError: If the model is not causal, its logits are not a function of its hidden states,
+            or padding changes them.
 
     Attributes:
         device: Device of the model.
         context: Maximum sequence length in tokens; None = no limit.
         shares_prefix: Rows that continue one prompt share its forward pass.
         autocast: Returns the context manager of forward passes, for mixed precision.
-        lockstep: True if all ranks run each learning pass together, because each holds a part of the base.
+        lockstep: True if all ranks run each learning pass together, because each holds a part of
+            the base.
     """
 
     def __init__(
-        self, model: PreTrainedModel, pad_id: int, *, changed: Sequence[str] = (), explicit_positions: bool = True
+        self,
+        model: PreTrainedModel,
+        pad_id: int,
+        *,
+        changed: Sequence[str] = (),
+        explicit_positions: bool = True,
     ) -> None:
         # 1. Settings, and the parts of the model.
         self.model = model
@@ -109,8 +121,8 @@ class CausalModel:
             self._usable_fast_llama = self._checked_fast_llama()  # passed its check
         if not self.shares_prefix:
             warn(
-                f"The KV cache of {class_name(model)} cannot be shared between completions. Sampling is slow: "
-                "every token recomputes the whole sequence."
+                f"The KV cache of {class_name(model)} cannot be shared between completions."
+                " Sampling is slow: every token recomputes the whole sequence."
             )
 
     def with_model(self, model: PreTrainedModel) -> "CausalModel":
@@ -133,7 +145,8 @@ class CausalModel:
     def with_settings_of(self, base: "CausalModel") -> "CausalModel":
         """Copy the current settings of `base` into this model, and return this model.
 
-        fast_llama computes no gradients of weights, so passes with gradients use the model's own `forward`.
+        fast_llama computes no gradients of weights, so passes with gradients use the model's own
+        `forward`.
         """
         self.autocast = base.autocast
         self.shares_prefix = base.shares_prefix
@@ -158,8 +171,8 @@ class CausalModel:
         if fast_llama is None or fast_llama.matches_model():
             return fast_llama
         warn(
-            f"fast_llama gives other results for {class_name(self.model)}. The slower forward pass of transformers "
-            "is used instead."
+            f"fast_llama gives other results for {class_name(self.model)}. The slower forward pass"
+            " of transformers is used instead."
         )
         return None
 
@@ -169,7 +182,9 @@ class CausalModel:
         def continued(prompts: Sequence[tuple[int, ...]], rows: Tensor, ids: Tensor) -> Tensor:
             present = torch.ones_like(ids, dtype=torch.bool)
             members = torch.zeros_like(rows)
-            return self.hidden(prompts, [0] * len(prompts), rows, ids, present, members, lambda slots: None)[:, 1:]
+            return self.hidden(
+                prompts, [0] * len(prompts), rows, ids, present, members, lambda slots: None
+            )[:, 1:]
 
         # so that the check uses a root
         self.shares_prefix = True
@@ -197,7 +212,9 @@ class CausalModel:
         try:
             self._working = True
             with frozen_model(self.model), grouped_attention(self.device):
-                mixed = self.autocast is not nullcontext or torch.is_autocast_enabled(self.device.type)
+                mixed = self.autocast is not nullcontext or torch.is_autocast_enabled(
+                    self.device.type
+                )
                 if mixed or not is_unmodified(self.decoder):
                     self._active_fast_llama = None
                 else:
@@ -206,7 +223,10 @@ class CausalModel:
                     changed = self._changed
                 else:
                     changed = {}
-                handles.extend(module.register_forward_hook(self._hook(name)) for name, module in changed.items())
+                handles.extend(
+                    module.register_forward_hook(self._hook(name))
+                    for name, module in changed.items()
+                )
                 yield
         finally:
             self._working = False
@@ -235,7 +255,8 @@ class CausalModel:
 
         Args:
             ids: `[n, t]` token ids.
-            mask: `[n, P + t]` booleans over cached and new tokens; positions are counted from the first True.
+            mask: `[n, P + t]` booleans over cached and new tokens; positions are counted from the
+                first True.
             cache: KV cache of earlier tokens, if any.
             hook: Adapter hook; None = base only.
         """
@@ -262,8 +283,8 @@ class CausalModel:
     ) -> Prefix | Prompts:
         """Run each prompt once and return its KV cache, gradients included.
 
-        The common beginning of all prompts, such as a system prompt, runs once per slot. If the cache cannot be shared,
-        nothing runs yet.
+        The common beginning of all prompts, such as a system prompt, runs once per slot. If the
+        cache cannot be shared, nothing runs yet.
 
         Args:
             prompts: Token ids of each prompt.
@@ -285,8 +306,8 @@ class CausalModel:
             The root's cache, or None; the cache row of each prompt; and the rest of each prompt.
         """
         owners, rows = torch.unique_consecutive(torch.tensor(slots), return_inverse=True)
-        # The common beginning is at least one token shorter than each prompt. All prompts share what the first and the
-        # last in alphabetical order share.
+        # The common beginning is at least one token shorter than each prompt. All prompts share
+        # what the first and the last in alphabetical order share.
         shortest = min(map(len, prompts)) - 1
         low = min(prompts)
         high = max(prompts)
@@ -329,12 +350,17 @@ class CausalModel:
             if prompt_hook is not None and hook is not None:
                 hook = prompt_hook.by_token(prompt_ids.shape[1], hook, ids.shape[1])
             prepared = prompt_ids, mask, Cache(layers=list(layers))
-            last, hidden = self._active_fast_llama.run_with_prompts(prepared, rows, ids, present, hook)
+            last, hidden = self._active_fast_llama.run_with_prompts(
+                prepared, rows, ids, present, hook
+            )
             return torch.cat([last[rows][:, None], hidden], dim=1)
         # 2. Without a cache that can be shared: whole sequences.
         prefix = self.prefix(prompts, slots, make_hook)
         if isinstance(prefix, Prompts):
-            whole = torch.cat([prefix.ids[rows], ids], dim=1), torch.cat([prefix.mask[rows], present], dim=1)
+            whole = (
+                torch.cat([prefix.ids[rows], ids], dim=1),
+                torch.cat([prefix.mask[rows], present], dim=1),
+            )
             return self.run(*whole, None, hook)[:, prefix.ids.shape[1] - 1 :]
         # 3. With a cache: rows on top of the prompts' keys and values.
         first = prefix.last_hidden[rows][:, None]
@@ -346,7 +372,9 @@ class CausalModel:
 
     def _padded(self, prompts: Sequence[tuple[int, ...]]) -> tuple[Tensor, Tensor]:
         """Return token ids `[m, P]` padded on the left, and the mask of real tokens `[m, P]`."""
-        check_token_ids(self.model, [max(map(max, prompts)), min(map(min, prompts))], "tokens of prompts")
+        check_token_ids(
+            self.model, [max(map(max, prompts)), min(map(min, prompts))], "tokens of prompts"
+        )
         width = max(map(len, prompts))
         ids = torch.full((len(prompts), width), self.pad_id, dtype=torch.long)
         mask = torch.zeros((len(prompts), width), dtype=torch.bool)
@@ -375,10 +403,16 @@ class CausalModel:
             make_hook: Hooks of the policy version.
         """
         root = gather_rows(parts, part_of.to(self.device), row_of.to(self.device))
-        return self._run_on(root, torch.arange(len(tokens), device=self.device), tokens, make_hook(slots))
+        return self._run_on(
+            root, torch.arange(len(tokens), device=self.device), tokens, make_hook(slots)
+        )
 
     def _run_on(
-        self, root: KVCache | None, rows: Tensor, prompts: Sequence[tuple[int, ...]], hook: LoraHook | None
+        self,
+        root: KVCache | None,
+        rows: Tensor,
+        prompts: Sequence[tuple[int, ...]],
+        hook: LoraHook | None,
     ) -> Prefix:
         """Run prompts on top of row number `rows[i]` of `root`, if any."""
         ids, mask, layers = self._prepare(root, rows, prompts)
@@ -400,19 +434,27 @@ class CausalModel:
         ids, mask = self._padded(prompts)
         layers = [PrefixLayer() for _ in range(self.layers)]
         if root is not None:
-            # Root, padding, prompt -> padding, root, prompt: token distances equal position distances.
+            # Root, padding, prompt -> padding, root, prompt: token distances equal position
+            # distances.
             length = root.mask.shape[1]
             place = torch.arange(length + mask.shape[1], device=self.device)
             padding = (~mask).sum(1)[:, None]
             order = torch.where(
-                place < padding, length + place, torch.where(place < length + padding, place - padding, place)
+                place < padding,
+                length + place,
+                torch.where(place < length + padding, place - padding, place),
             )
             mask = torch.cat([root.mask[rows], mask], dim=1).gather(1, order)
             layers = [PrefixLayer(layer, rows, order) for layer in root.layers]
         return ids, mask, layers
 
     def decode(
-        self, prefix: Prefix | Prompts, prompt_of: Tensor, slots: Tensor, room: int, make_hook: HookFactory
+        self,
+        prefix: Prefix | Prompts,
+        prompt_of: Tensor,
+        slots: Tensor,
+        room: int,
+        make_hook: HookFactory,
     ) -> Decoding:
         """Start decoding.
 
@@ -429,9 +471,12 @@ class CausalModel:
             passes = self._active_fast_llama
 
             def begin(numbers: Tensor) -> Decoding:
-                return FastDecoding(passes, prefix, prompt_of[numbers], slots[numbers], room, make_hook)
+                return FastDecoding(
+                    passes, prefix, prompt_of[numbers], slots[numbers], room, make_hook
+                )
 
-            # Run rows with equal tokens so far as one. On a GPU, finding them would synchronise at every token.
+            # Run rows with equal tokens so far as one. On a GPU, finding them would synchronise at
+            # every token.
             if self.device.type == "cpu":
                 return shared_prefix_decoding(begin, prompt_of)
             return begin(torch.arange(len(prompt_of), device=self.device))

@@ -19,7 +19,10 @@ from evogrpo.validation import whole_number
 
 @contextmanager
 def frozen_model(model: nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode without gradients for its weights; restore all flags on exit."""
+    """Put a model into evaluation mode without gradients for its weights.
+
+    Restore all flags on exit.
+    """
     modes = [(module, module.training) for module in model.modules()]
     flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
@@ -39,7 +42,8 @@ def frozen_model(model: nn.Module) -> Iterator[None]:
 def grouped_attention(device: torch.device) -> Iterator[None]:
     """On a CPU, make transformers use grouped-query attention without copying keys and values for each head.
 
-    By default, transformers does so only without a mask, because kernels of other devices need that.
+    By default, transformers does so only without a mask, because kernels of other devices need
+    that.
     """
     name = "TRANSFORMERS_SDPA_FORCE_GQA"
     before = os.environ.get(name)
@@ -67,13 +71,13 @@ def check_causal_class(model: PreTrainedModel) -> None:
         reason = "it has no head that predicts the next token"
     if reason:
         raise ValueError(
-            f"{class_name(model)} is not a causal language model: {reason}. Load one with evogrpo.load_base or "
-            "AutoModelForCausalLM.from_pretrained."
+            f"{class_name(model)} is not a causal language model: {reason}. Load one with"
+            " evogrpo.load_base or AutoModelForCausalLM.from_pretrained."
         )
     if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
         raise ValueError(
-            f"{class_name(model)} already has PEFT adapters. Pass the plain base model with adapter='FOLDER', "
-            "or merge the adapters first (merge_and_unload)."
+            f"{class_name(model)} already has PEFT adapters. Pass the plain base model with"
+            " adapter='FOLDER', or merge the adapters first (merge_and_unload)."
         )
 
 
@@ -86,13 +90,17 @@ def vocabulary_of(model: PreTrainedModel) -> int:
 def context_of(model: PreTrainedModel) -> int | None:
     """Return the maximum sequence length in tokens that the model's config sets; None = no limit.
 
-    With longrope embeddings it is the pretraining length: if one row is longer, the frequencies of all rows change.
+    With longrope embeddings it is the pretraining length: if one row is longer, the frequencies of
+    all rows change.
     """
     text = model.config.get_text_config()
     name = "original_max_position_embeddings"
     limits = [getattr(text, "max_position_embeddings", None)]
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
-    for settings in (rope, *(part for part in rope.values() if isinstance(part, dict))):  # of all layers, or by type
+    for settings in (
+        rope,
+        *(part for part in rope.values() if isinstance(part, dict)),
+    ):  # of all layers, or by type
         if settings.get("rope_type", settings.get("type")) == "longrope":
             limits += [settings.get(name), getattr(text, name, None)]
     # Some configs have -1 for no limit.
@@ -100,11 +108,15 @@ def context_of(model: PreTrainedModel) -> int | None:
 
 
 def check_context(context: int | None, width: int) -> None:
-    """Raise a ValueError if sequences of `width` tokens exceed the model's context; None = no limit."""
+    """Raise a ValueError if sequences of `width` tokens exceed the model's context.
+
+    None = no limit.
+    """
     if context is not None and width > context:
         raise ValueError(
-            f"The longest prompt and its completion take {width} tokens, but the model's context is {context}. Lower "
-            "max_output_tokens, or set max_prompt_length to leave long prompts out."
+            f"The longest prompt and its completion take {width} tokens, but the model's context is"
+            f" {context}. Lower max_output_tokens, or set max_prompt_length to leave long prompts"
+            " out."
         )
 
 
@@ -131,8 +143,9 @@ def check_token_ids(model: PreTrainedModel, ids: Sequence[int], name: str) -> No
     beyond = [token for token in ids if not 0 <= token < size]
     if beyond:
         raise ValueError(
-            f"{name} must be in the vocabulary of {class_name(model)} (0 to {size - 1}), got {beyond[0]!r}. Use the "
-            "model's own tokenizer, or call model.resize_token_embeddings(len(tokenizer))."
+            f"{name} must be in the vocabulary of {class_name(model)} (0 to {size - 1}), got"
+            f" {beyond[0]!r}. Use the model's own tokenizer, or call"
+            " model.resize_token_embeddings(len(tokenizer))."
         )
 
 
@@ -143,14 +156,17 @@ def logits_of(model: PreTrainedModel, ids: Tensor) -> Tensor:
         ValueError: If the model does not run on token ids alone, or its logits contain NaN.
     """
     if any(weights.is_meta for weights in model.parameters()):
-        raise ValueError(f"{class_name(model)} has no weights (meta device). Load it with from_pretrained.")
+        raise ValueError(
+            f"{class_name(model)} has no weights (meta device). Load it with from_pretrained."
+        )
     try:
         logits: Tensor = model(input_ids=ids).logits
     except ProcessError:  # from another rank of a sharded base
         raise
     except Exception as error:
         raise ValueError(
-            f"{class_name(model)} must run on token ids alone, but raised {class_name(error)}: {one_line(error)}"
+            f"{class_name(model)} must run on token ids alone, but raised {class_name(error)}:"
+            f" {one_line(error)}"
         ) from error
     if bool(logits.isnan().any()):
         raise ValueError(f"The logits of {class_name(model)} contain NaN. Its weights are damaged.")
@@ -168,7 +184,9 @@ def find_decoder(model: PreTrainedModel) -> nn.Module:
     # The attribute may have another name than the class declares.
     inner = [child for child in model.children() if isinstance(child, PreTrainedModel)]
     if len(inner) != 1:
-        raise ValueError(f"{class_name(model)} has no inner model with hidden states. Use another architecture.")
+        raise ValueError(
+            f"{class_name(model)} has no inner model with hidden states. Use another architecture."
+        )
     return inner[0]
 
 
@@ -181,8 +199,8 @@ def check_causal(model: PreTrainedModel) -> None:
     change = (one - other).abs().amax(1)
     if float(change[:-1].max()) > 0.02 * float(change[-1]):
         raise ValueError(
-            f"{class_name(model)} is not causal: its prediction of a token depends on later tokens. "
-            "Use a causal language model."
+            f"{class_name(model)} is not causal: its prediction of a token depends on later tokens."
+            " Use a causal language model."
         )
 
 
@@ -207,25 +225,36 @@ def check_differentiable(model: PreTrainedModel, decoder: nn.Module, names: Iter
     handles = [model.get_submodule(name).register_forward_hook(begin) for name in names]
     try:
         with torch.enable_grad():
-            hidden = decoder(input_ids=torch.zeros((1, 2), dtype=torch.long, device=model.device)).last_hidden_state
+            hidden = decoder(
+                input_ids=torch.zeros((1, 2), dtype=torch.long, device=model.device)
+            ).last_hidden_state
     finally:
         for handle in handles:
             handle.remove()
     if handles and not hidden.requires_grad:
-        raise ValueError(f"No gradient reaches the adapted layers of {class_name(model)}. Use another architecture.")
+        raise ValueError(
+            f"No gradient reaches the adapted layers of {class_name(model)}. Use another"
+            " architecture."
+        )
 
 
 Head = Callable[[Tensor], Tensor]
 SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier", "logits_mup_width_multiplier")
 CAPS = ("final_logit_softcapping", "logits_soft_cap")  # Gemma 2, RecurrentGemma
-PROBED = (1.0, 10.0, 30.0, 100.0)  # magnitudes of the compared logits: a soft cap only shows in large ones
+PROBED = (
+    1.0,
+    10.0,
+    30.0,
+    100.0,
+)  # magnitudes of the compared logits: a soft cap only shows in large ones
 
 
 def find_head(model: PreTrainedModel, decoder: nn.Module) -> Head:
     """Return the function from hidden states to logits that reproduces the model's own logits.
 
-    Candidates are the output embeddings, scaled and soft-capped as the config says, then the bare output embeddings.
-    A hook enlarges their inputs, because a soft cap does not show in small logits.
+    Candidates are the output embeddings, scaled and soft-capped as the config says, then the bare
+    output embeddings. A hook enlarges their inputs, because a soft cap does not show in small
+    logits.
 
     Args:
         model: The model.
@@ -234,8 +263,11 @@ def find_head(model: PreTrainedModel, decoder: nn.Module) -> Head:
     Raises:
         ValueError: If no candidate matches.
     """
-    # 1. Run the model with enlarged inputs of the head; keep the head's natural and enlarged inputs.
-    ids = torch.arange(len(PROBED), device=next(model.parameters()).device)[None] % vocabulary_of(model)
+    # 1. Run the model with enlarged inputs of the head; keep the head's natural and enlarged
+    #    inputs.
+    ids = torch.arange(len(PROBED), device=next(model.parameters()).device)[None] % vocabulary_of(
+        model
+    )
     bare: nn.Module = model.get_output_embeddings()
     entered: list[Tensor] = []
 
@@ -258,21 +290,26 @@ def find_head(model: PreTrainedModel, decoder: nn.Module) -> Head:
         ratio = (hidden.float() * natural).sum() / natural.square().sum().clamp(min=1e-30)
         if close((ratio * natural).to(entered[0].dtype), hidden):
             probe = (ratio * enlarged).to(hidden.dtype)[0]
-            head_dtype: torch.dtype = next(bare.parameters()).dtype  # in Mamba not that of the hidden states
-            cast: Head = bare if head_dtype == hidden.dtype else lambda hidden: bare(hidden.to(head_dtype))
+            head_dtype: torch.dtype = next(
+                bare.parameters()
+            ).dtype  # in Mamba not that of the hidden states
+            cast: Head = (
+                bare if head_dtype == hidden.dtype else lambda hidden: bare(hidden.to(head_dtype))
+            )
             for head in _heads(cast, model.config.get_text_config()):
                 if all(close(*rows) for rows in zip(head(probe), expected, strict=True)):
                     return head
     raise ValueError(
-        f"The vocabulary head of {class_name(model)} is not supported: its logits are computed in an unknown "
-        "way from the final hidden states. Use another architecture."
+        f"The vocabulary head of {class_name(model)} is not supported: its logits are computed in"
+        " an unknown way from the final hidden states. Use another architecture."
     )
 
 
 def _heads(bare: Head, config: Any) -> Iterator[Head]:
     """Yield candidates: capped and scaled as the config says, the bare head last.
 
-    Scales are tried as divisors and factors: `logits_scaling` divides in Granite and multiplies in HyperCLOVA X.
+    Scales are tried as divisors and factors: `logits_scaling` divides in Granite and multiplies in
+    HyperCLOVA X.
     """
     named = {name: float(value) for name in SCALES if (value := getattr(config, name, None))}
     scales = [1.0 / value for value in named.values()] + list(named.values()) + [1.0]
@@ -299,13 +336,18 @@ def close(got: Tensor, expected: Tensor) -> bool:
     else:
         tolerance = 5e-2
     scale = float(expected.float().abs().max()) or 1.0
-    return got.shape == expected.shape and float((got - expected).float().abs().max()) <= tolerance * scale
+    return (
+        got.shape == expected.shape
+        and float((got - expected).float().abs().max()) <= tolerance * scale
+    )
 
 
 PROMPTS = ((3, 1, 2, 3), (3, 1, 1))
 CONTINUED = (0, 0, 1)
 FOLLOWING = ((2, 1, 3), (3, 3, 1), (1, 2, 2))
-"""Token ids of `prefix_cache_works`: prompts, prompt of each row, and tokens of each row after its prompt."""
+"""Token ids of `prefix_cache_works`: prompts, prompt of each row, and tokens of each row after its
+prompt.
+"""
 BLOCKS = re.compile(r"compress|block_size|stride|attention_chunk_size|attn_chunk_length")
 WINDOWS = re.compile(r"window_size")
 NOT_IN_TOKENS = re.compile(r"theta")  # such as DeepSeek-V4's compress_rope_theta
@@ -322,8 +364,9 @@ def check_padding(
 ) -> None:
     """Check that padding on the left does not change the hidden states.
 
-    The sequence is longer than the blocks in the config: blockwise attention counts padding, which shows from the
-    second block on. Sliding windows do not count padding, but are tried too if they are short.
+    The sequence is longer than the blocks in the config: blockwise attention counts padding, which
+    shows from the second block on. Sliding windows do not count padding, but are tried too if they
+    are short.
 
     Args:
         run: (token ids `[1, t]`, mask `[1, t]`) -> hidden states `[1, t, h]`.
@@ -333,7 +376,8 @@ def check_padding(
         explicit_positions: `run` passes position ids.
 
     Raises:
-        ValueError: If padding changes them, blocks are too long to find out, or the model accepts no attention mask.
+        ValueError: If padding changes them, blocks are too long to find out, or the model accepts
+            no attention mask.
     """
     # 1. Choose the lengths, padding included, and the tokens.
     context = context_of(model)
@@ -349,11 +393,13 @@ def check_padding(
     for name, size in blocks.items():
         if size >= length:  # the second block would not begin
             raise ValueError(
-                f"{type(model).__name__} has blocks of {size} tokens ({name}), which are too long to check that "
-                "padding on the left does not change its results. Use another architecture, or set "
-                f"config.max_position_embeddings to at most {size // 2}."
+                f"{type(model).__name__} has blocks of {size} tokens ({name}), which are too long"
+                " to check that padding on the left does not change its results. Use another"
+                f" architecture, or set config.max_position_embeddings to at most {size // 2}."
             )
-    pattern = torch.tensor([3, 1, 2, 1, 0], device=next(model.parameters()).device).repeat(length // 5 + 1)
+    pattern = torch.tensor([3, 1, 2, 1, 0], device=next(model.parameters()).device).repeat(
+        length // 5 + 1
+    )
     ids = pattern[None, :length] % vocabulary_of(model)
     padded = torch.cat([torch.full_like(ids[:, :1], pad_id).expand(1, padding), ids], dim=1)
     mask = torch.ones_like(padded, dtype=torch.bool)
@@ -366,19 +412,23 @@ def check_padding(
             remedy = " and position_ids; pass calc_position_embeddings=False"
         else:
             remedy = ""
-        raise ValueError(f"{class_name(model)} does not run with attention_mask{remedy}: {error}") from error
+        raise ValueError(
+            f"{class_name(model)} does not run with attention_mask{remedy}: {error}"
+        ) from error
     whole = decoder(input_ids=ids).last_hidden_state
     # 3. Compare the hidden states of the real tokens.
     if not whole.isfinite().all():
         raise ValueError(
-            f"The hidden states of {class_name(model)} are NaN or infinite in {model.dtype}. Check its weights, or "
-            "load it in another dtype."
+            f"The hidden states of {class_name(model)} are NaN or infinite in {model.dtype}. Check"
+            " its weights, or load it in another dtype."
         )
     if not all(close(*rows) for rows in zip(shifted[0], whole[0], strict=True)):
         # Attention may turn NaN into numbers.
         for name, parameter in model.named_parameters():
             if not parameter.isfinite().all():
-                raise ValueError(f"{name} of {class_name(model)} has NaN or infinite weights. Load another copy.")
+                raise ValueError(
+                    f"{name} of {class_name(model)} has NaN or infinite weights. Load another copy."
+                )
         raise ValueError(
             f"Padding on the left changes the hidden states of {class_name(model)}. "
             f"{'Use another architecture.' if explicit_positions else 'Set calc_position_embeddings=True.'}"
@@ -386,7 +436,9 @@ def check_padding(
 
 
 def token_counts(model: PreTrainedModel, names: re.Pattern[str]) -> dict[str, int]:
-    """Return the numbers of tokens in a config whose names match, by name; the largest of each name.
+    """Return the numbers of tokens in a config whose names match, by name.
+
+    The largest of each name.
 
     A name also covers the numbers in a list or mapping below it.
     """
@@ -407,12 +459,15 @@ def token_counts(model: PreTrainedModel, names: re.Pattern[str]) -> dict[str, in
 
 
 def prefix_cache_works(
-    continued: Callable[[Sequence[tuple[int, ...]], Tensor, Tensor], Tensor], model: PreTrainedModel, decoder: nn.Module
+    continued: Callable[[Sequence[tuple[int, ...]], Tensor, Tensor], Tensor],
+    model: PreTrainedModel,
+    decoder: nn.Module,
 ) -> bool:
     """Return True if completions on top of shared prompts get the same hidden states as whole sequences.
 
     Args:
-        continued: (prompts, prompt of each row `[n]`, token ids `[n, t]`) -> hidden states `[n, t, h]`.
+        continued: (prompts, prompt of each row `[n]`, token ids `[n, t]`) -> hidden states
+            `[n, t, h]`.
         model: The model.
         decoder: Inner model with the hidden states.
     """

@@ -32,11 +32,17 @@ from evogrpo.records import (
 from evogrpo.text import class_name, shown
 
 Experiences = tuple[Sequence[Tensor], Sequence[Tensor], Any]
-"""(completion ids per prompt `[g, P + C]`, action masks per prompt `[g, P + C - 1]`, rewards `[prompts, g]`)."""
+"""(completion ids per prompt `[g, P + C]`, action masks per prompt `[g, P + C - 1]`, rewards
+`[prompts, g]`).
+"""
 
 
 def prompt_rows(
-    states: Sequence[Mapping[str, Tensor]], learner: Learner, settings: LanguageSettings, *, training: bool
+    states: Sequence[Mapping[str, Tensor]],
+    learner: Learner,
+    settings: LanguageSettings,
+    *,
+    training: bool,
 ) -> SamplingBatch:
     """Return rows that complete prompts: sampled groups in training, otherwise one greedy completion each.
 
@@ -55,25 +61,29 @@ def prompt_rows(
     prompts = list[tuple[int, ...]]()
     for number, state in enumerate(states):
         if not isinstance(state, Mapping) or "input_ids" not in state:
-            raise ValueError(f"prompt {number} must be a mapping with input_ids [1, P], got {class_name(state)}.")
+            raise ValueError(
+                f"prompt {number} must be a mapping with input_ids [1, P], got {class_name(state)}."
+            )
         ids = torch.as_tensor(state["input_ids"])
         mask = torch.as_tensor(state.get("attention_mask", torch.ones_like(ids)))
         for name, values in (("input_ids", ids), ("attention_mask", mask)):
             if not values.dim() or values.shape[-1] != values.numel():
                 raise ValueError(
-                    f"prompt {number}: {name} must have shape [P] or [1, P], got {list(values.shape)}. Pass one "
-                    "mapping per prompt."
+                    f"prompt {number}: {name} must have shape [P] or [1, P], got"
+                    f" {list(values.shape)}. Pass one mapping per prompt."
                 )
         ids = ids.reshape(-1)
         mask = mask.reshape(-1).bool()
         if mask.shape != ids.shape:
             raise ValueError(
-                f"prompt {number}: attention_mask must be as long as input_ids, got {len(mask)} and {len(ids)}."
+                f"prompt {number}: attention_mask must be as long as input_ids, got {len(mask)} and"
+                f" {len(ids)}."
             )
         prompts.append(tuple(ids[mask].tolist()))
         if not prompts[-1]:
             raise ValueError(f"Prompt {number} has no tokens.")
-    # 2. Draw the random numbers. Greedy rows ignore theirs, but the width is the maximum length of a completion.
+    # 2. Draw the random numbers. Greedy rows ignore theirs, but the width is the maximum length of
+    #    a completion.
     size = learner.hyperparameters.group_size if training else 1
     shape = (len(prompts) * size, settings.max_output_tokens)
     uniforms = np.zeros(shape, dtype=np.float32)
@@ -84,7 +94,9 @@ def prompt_rows(
         prompts=tuple(prompts),
         prompt_ids=torch.arange(len(prompts)).repeat_interleave(size),
         member_ids=torch.full((shape[0],), learner.slot),
-        temperature=torch.full((shape[0],), learner.hyperparameters.temperature if training else 0.0),
+        temperature=torch.full(
+            (shape[0],), learner.hyperparameters.temperature if training else 0.0
+        ),
         uniforms=torch.from_numpy(uniforms),
         min_new_tokens=settings.min_output_tokens,
         options=settings.sampling_options,
@@ -102,8 +114,8 @@ def as_completions(
         pad_id: Padding token.
 
     Returns:
-        Per prompt `[g, P + C]` ids and `[g, P + C - 1]` masks for a prompt of P tokens and completions of up to C: mask
-        j is True if token j + 1 was sampled.
+        Per prompt `[g, P + C]` ids and `[g, P + C - 1]` masks for a prompt of P tokens and
+        completions of up to C: mask j is True if token j + 1 was sampled.
     """
     ids = []
     masks = []
@@ -121,12 +133,17 @@ def as_completions(
 
 
 def as_batch(
-    experiences: Experiences, slot: int, hyperparameters: Hyperparameters, min_new_tokens: int, device: torch.device
+    experiences: Experiences,
+    slot: int,
+    hyperparameters: Hyperparameters,
+    min_new_tokens: int,
+    device: torch.device,
 ) -> Batch:
     """Convert `(completion_ids, action_masks, rewards)` of one member to a batch.
 
-    A prompt ends before the first token that any mask of its group counts. All tokens up to the last counted one are
-    attended to, so masks may leave gaps for text that the member did not generate.
+    A prompt ends before the first token that any mask of its group counts. All tokens up to the
+    last counted one are attended to, so masks may leave gaps for text that the member did not
+    generate.
 
     Raises:
         ValueError: If the three parts do not fit together, or a prompt has no counted action.
@@ -140,36 +157,52 @@ def as_batch(
         raise ValueError(f"experiences must be (completion_ids, action_masks, rewards), got {got}.")
     completion_ids, action_masks, reward_values = experiences
     for name, parts in (("completion_ids", completion_ids), ("action_masks", action_masks)):
-        if not isinstance(parts, Sequence | Tensor) or not all(isinstance(part, Tensor) for part in parts):
-            raise ValueError(f"{name} must be a list of tensors, one per prompt, got {shown(parts)}.")
+        if not isinstance(parts, Sequence | Tensor) or not all(
+            isinstance(part, Tensor) for part in parts
+        ):
+            raise ValueError(
+                f"{name} must be a list of tensors, one per prompt, got {shown(parts)}."
+            )
     try:
         rewards = torch.as_tensor(reward_values, dtype=torch.float32)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"rewards must be numbers [prompts, group_size], got {shown(reward_values)}.") from error
+        raise ValueError(
+            f"rewards must be numbers [prompts, group_size], got {shown(reward_values)}."
+        ) from error
     if not len(completion_ids) == len(action_masks) == len(rewards) or rewards.dim() != 2:
         raise ValueError(
-            "completion_ids, action_masks and rewards must have one entry per prompt, got "
-            f"{len(completion_ids)} completion_ids, {len(action_masks)} action_masks and rewards of shape "
-            f"{list(rewards.shape)}. Give rewards as [prompts, group_size]."
+            "completion_ids, action_masks and rewards must have one entry per prompt, got"
+            f" {len(completion_ids)} completion_ids, {len(action_masks)} action_masks and rewards"
+            f" of shape {list(rewards.shape)}. Give rewards as [prompts, group_size]."
         )
-    # 2. Split each group into its prompt and its rows. Column 0 of a mask belongs to the second token.
+    # 2. Split each group into its prompt and its rows. Column 0 of a mask belongs to the second
+    #    token.
     prompts: list[tuple[int, ...]] = []
     rows: list[tuple[Tensor, Tensor]] = []
     for number, (ids, counted) in enumerate(zip(completion_ids, action_masks, strict=True)):
         mask = counted.bool()
         if ids.is_floating_point():
-            raise ValueError(f"completion_ids[{number}] must be token ids, which are integers, got {ids.dtype}.")
-        if ids.dim() != 2 or mask.shape != (ids.shape[0], ids.shape[1] - 1) or len(ids) != rewards.shape[1]:
             raise ValueError(
-                f"completion_ids[{number}] must be [{rewards.shape[1]}, P + C] and action_masks[{number}] one "
-                f"token shorter, got {tuple(ids.shape)} and {tuple(mask.shape)}."
+                f"completion_ids[{number}] must be token ids, which are integers, got {ids.dtype}."
+            )
+        if (
+            ids.dim() != 2
+            or mask.shape != (ids.shape[0], ids.shape[1] - 1)
+            or len(ids) != rewards.shape[1]
+        ):
+            raise ValueError(
+                f"completion_ids[{number}] must be [{rewards.shape[1]}, P + C] and"
+                f" action_masks[{number}] one token shorter, got {tuple(ids.shape)} and"
+                f" {tuple(mask.shape)}."
             )
         if not bool(mask.any()):
             raise ValueError(f"action_masks[{number}] must have at least one True value, got none.")
         start = int(mask.any(0).nonzero()[0]) + 1
         prompts.append(tuple(ids[0, :start].tolist()))
         if not bool((ids[:, :start] == ids[:1, :start]).all()):
-            raise ValueError(f"All rows of completion_ids[{number}] must begin with the same prompt.")
+            raise ValueError(
+                f"All rows of completion_ids[{number}] must begin with the same prompt."
+            )
         rows.extend(zip(ids[:, start:], mask[:, start - 1 :], strict=True))
     # 3. Pad all rows to the longest.
     width = max(len(ids) for ids, _ in rows)
@@ -200,14 +233,19 @@ PENALTY = "overlong_penalty"
 
 
 def rewarded_batch(
-    settings: LanguageSettings, rows: SamplingBatch, rollout: Rollout, scores: Scores, group_ids: Tensor
+    settings: LanguageSettings,
+    rows: SamplingBatch,
+    rollout: Rollout,
+    scores: Scores,
+    group_ids: Tensor,
 ) -> Batch:
     """Build the batch of a rollout, and add the overlong penalty to its rewards.
 
-    The penalty is computed per turn and placed at the end of the turn; that of a conversation is the sum.
+    The penalty is computed per turn and placed at the end of the turn; that of a conversation is
+    the sum.
     """
-    # 1. Read the rewards. Step rewards are as wide as the longest conversation: they are padded to the rollout, or lose
-    #    the columns of a last reply, which have no rewards.
+    # 1. Read the rewards. Step rewards are as wide as the longest conversation: they are padded to
+    #    the rollout, or lose the columns of a last reply, which have no rewards.
     device = rollout.actions.device
     components = dict(scores.components)
     weights = scores.weights
@@ -220,8 +258,12 @@ def rewarded_batch(
     if settings.objective.overlong_buffer is not None:
         sampled = rollout.action_mask
         lengths = 1 + positions_in_turn(rollout.action_mask)
-        ends = sampled & ~pad(sampled, (0, 1))[:, 1:]  # last tokens of turns: a reply has at least one token
-        by_turn = overlong_penalty(lengths, settings.max_output_tokens, settings.objective.overlong_buffer).double()
+        ends = (
+            sampled & ~pad(sampled, (0, 1))[:, 1:]
+        )  # last tokens of turns: a reply has at least one token
+        by_turn = overlong_penalty(
+            lengths, settings.max_output_tokens, settings.objective.overlong_buffer
+        ).double()
         by_turn = torch.where(ends, by_turn, 0.0)
         penalty = torch.where(rewards.isnan(), torch.nan, by_turn.sum(1))
         rewards = rewards + penalty
@@ -252,7 +294,9 @@ def rewarded_batch(
         sampler_log_probs=rollout.log_probs,
         exact=rollout.exact,
         step_rewards=None if steps is None else steps.float(),
-        reward_components=torch.from_numpy(np.stack(list(components.values()), axis=1)).float().to(device),
+        reward_components=torch.from_numpy(np.stack(list(components.values()), axis=1))
+        .float()
+        .to(device),
         component_weights=weights,
         component_names=tuple(components),
         truncated=rollout.truncated,
@@ -272,7 +316,9 @@ class _State:
     truncated: bool = False
 
     def conversation(self, row: int, start: int, member: int) -> Conversation:
-        completions, replies = (tuple(map(tuple, parts)) for parts in (self.completions, self.replies))
+        completions, replies = (
+            tuple(map(tuple, parts)) for parts in (self.completions, self.replies)
+        )
         return Conversation(
             row=row,
             start=start,
@@ -296,9 +342,9 @@ def sample_conversations(
 ) -> tuple[Rollout, tuple[Conversation, ...]]:
     """Sample one conversation for each row.
 
-    A turn has at most `rows.max_new_tokens` tokens. After each turn that ended by itself the environment may reply; the
-    conversation continues if it does and another full turn fits. With single turns, the rewards of a group can be
-    computed while other groups are still sampled.
+    A turn has at most `rows.max_new_tokens` tokens. After each turn that ended by itself the
+    environment may reply; the conversation continues if it does and another full turn fits. With
+    single turns, the rewards of a group can be computed while other groups are still sampled.
 
     Args:
         sampler: Generates completions.
@@ -311,9 +357,9 @@ def sample_conversations(
         base: Sample from the untrained base model.
 
     Returns:
-        The rollout `[n, t]` of all tokens after the prompts, and the conversations of the rows. Replies are present but
-        do not count as actions. A conversation is truncated if its last turn ran out of tokens or a further turn had no
-        room.
+        The rollout `[n, t]` of all tokens after the prompts, and the conversations of the rows.
+        Replies are present but do not count as actions. A conversation is truncated if its last
+        turn ran out of tokens or a further turn had no room.
 
     Raises:
         ValueError: If the environment returns a wrong number of replies, or an empty reply.
@@ -337,7 +383,9 @@ def sample_conversations(
             if streamed is not None:
                 streamed.cancel()
             raise
-        return sampled, single_turn_conversations(starts, unpadded(sampled.actions, sampled.present), members)
+        return sampled, single_turn_conversations(
+            starts, unpadded(sampled.actions, sampled.present), members
+        )
 
     # 2. First turn of all conversations; KV caches are kept for the next one.
     states = [_State() for _ in starts]
@@ -346,23 +394,30 @@ def sample_conversations(
     exact = sampled.exact
     _append(states, active, sampled)
 
-    # 3. Further turns of the conversations that got a reply and have room: the limit of a row depends on its own prompt
-    #    only.
+    # 3. Further turns of the conversations that got a reply and have room: the limit of a row
+    #    depends on its own prompt only.
     if max_tokens is None:
         after_prompt = math.inf
     else:
         after_prompt = max_tokens
     whole = math.inf if context is None else context
-    room = [min(after_prompt, whole - len(rows.prompts[start])) - rows.max_new_tokens for start in starts]
+    room = [
+        min(after_prompt, whole - len(rows.prompts[start])) - rows.max_new_tokens
+        for start in starts
+    ]
     for turn in range(1, batch.max_turns):
         waiting = {
-            row: states[row].conversation(row, starts[row], members[row]) for row in active if not states[row].truncated
+            row: states[row].conversation(row, starts[row], members[row])
+            for row in active
+            if not states[row].truncated
         }
         histories = _reply(batch, states, list(waiting.values()), room)
         rows.stop.check()
         if not histories:
             break
-        previous_row = {row: number for number, row in enumerate(active)}  # numbers of rows in the previous rollout
+        previous_row = {
+            row: number for number, row in enumerate(active)
+        }  # numbers of rows in the previous rollout
         active = list(histories)
         chosen = torch.tensor(active)
         part = replace(
@@ -371,14 +426,20 @@ def sample_conversations(
             history=tuple(histories.values()),
             keep=turn + 1 < batch.max_turns,
             kept=sampled.kept,
-            kept_rows=None if sampled.kept is None else torch.tensor([previous_row[row] for row in active]),
+            kept_rows=(
+                None
+                if sampled.kept is None
+                else torch.tensor([previous_row[row] for row in active])
+            ),
         )
         sampled = sampler.sample(part, base=base).to(device)
         exact = exact and sampled.exact
         _append(states, active, sampled)
 
     # 4. One row per conversation, its turns and replies next to each other.
-    conversations = tuple(state.conversation(row, starts[row], members[row]) for row, state in enumerate(states))
+    conversations = tuple(
+        state.conversation(row, starts[row], members[row]) for row, state in enumerate(states)
+    )
     return _stack(states, device, exact), conversations
 
 
@@ -391,7 +452,9 @@ def _stream_groups(batch: SingleTurnBatch, rows: SamplingBatch) -> FinishedCallb
     def on_finished(numbers: Sequence[int], completions: Sequence[Sequence[int]]) -> None:
         for row, tokens in zip(numbers, completions, strict=True):
             group = groups[row]
-            conversation = Conversation(row=row, start=group[1], completions=(tuple(tokens),), member=group[0])
+            conversation = Conversation(
+                row=row, start=group[1], completions=(tuple(tokens),), member=group[0]
+            )
             finished.setdefault(group, []).append(conversation)
             unfinished[group] -= 1
             if not unfinished[group]:
@@ -403,22 +466,32 @@ def _stream_groups(batch: SingleTurnBatch, rows: SamplingBatch) -> FinishedCallb
 def _append(states: Sequence[_State], active: Sequence[int], sampled: Rollout) -> None:
     """Append one turn to the active conversations."""
     truncated = sampled.truncated.tolist()
-    for number, (row, tokens) in enumerate(zip(active, unpadded(sampled.actions, sampled.present), strict=True)):
+    for number, (row, tokens) in enumerate(
+        zip(active, unpadded(sampled.actions, sampled.present), strict=True)
+    ):
         states[row].completions.append(tokens)
         states[row].log_probs.append(sampled.log_probs[number, : len(tokens)])
         states[row].truncated = truncated[number]
 
 
 def _reply(
-    batch: PromptBatch, states: Sequence[_State], waiting: Sequence[Conversation], room: Sequence[float]
+    batch: PromptBatch,
+    states: Sequence[_State],
+    waiting: Sequence[Conversation],
+    room: Sequence[float],
 ) -> dict[int, tuple[int, ...]]:
-    """Append the environment's replies; return all tokens after the prompt, for each row that continues.
+    """Append the environment's replies.
+
+    Return all tokens after the prompt, for each row that continues.
 
     A row continues if these tokens are at most its `room`.
     """
     replies = batch.respond(waiting) if waiting else []
     if len(replies) != len(waiting):
-        raise ValueError(f"respond must return one entry per conversation, got {len(replies)} for {len(waiting)}.")
+        raise ValueError(
+            f"respond must return one entry per conversation, got {len(replies)} for"
+            f" {len(waiting)}."
+        )
     histories = {}
     for conversation, reply in zip(waiting, replies, strict=True):
         if reply is None:
@@ -436,10 +509,18 @@ def _reply(
 
 
 def _stack(states: Sequence[_State], device: torch.device, exact: bool) -> Rollout:
-    """Put the turns of each conversation next to each other. A reply after the last completion is left out."""
+    """Put the turns of each conversation next to each other.
+
+    A reply after the last completion is left out.
+    """
     # Each completion with the reply before it; the first one has none.
-    turns = [list(zip(state.completions, [[], *state.replies], state.log_probs, strict=False)) for state in states]
-    width = max(sum(len(reply) + len(tokens) for tokens, reply, _ in row_turns) for row_turns in turns)
+    turns = [
+        list(zip(state.completions, [[], *state.replies], state.log_probs, strict=False))
+        for state in states
+    ]
+    width = max(
+        sum(len(reply) + len(tokens) for tokens, reply, _ in row_turns) for row_turns in turns
+    )
     shape = (len(states), width)
     actions = torch.zeros(shape, dtype=torch.long)
     log_probs = torch.zeros(shape, device=device)

@@ -1,7 +1,7 @@
 """FSDP: each rank stores a shard of every layer of the base, and layers are gathered when a rank needs them.
 
-Sharding and gathering are torch's FSDP2. fast_llama does not call the layers' own `forward`, so this module decides
-when a layer is gathered. Embeddings and vocabulary head are replicated.
+Sharding and gathering are torch's FSDP2. fast_llama does not call the layers' own `forward`, so
+this module decides when a layer is gathered. Embeddings and vocabulary head are replicated.
 """
 
 import math
@@ -24,8 +24,8 @@ BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 
 NEEDS_SAMPLER = (
-    "A sharded base model (base_parts above 1) only learns. Sample with an engine: sampler: {vllm: URL, adapters_dir: "
-    "FOLDER}, or population.sample_with."
+    "A sharded base model (base_parts above 1) only learns. Sample with an engine: sampler: {vllm:"
+    " URL, adapters_dir: FOLDER}, or population.sample_with."
 )
 """Message of an error: decoding would gather all layers for every token."""
 
@@ -33,8 +33,9 @@ NEEDS_SAMPLER = (
 class ShardedLayers:
     """Sharded layers of a model.
 
-    All ranks run the same learning passes in lockstep. A layer is gathered before its forward pass and before its
-    backward pass, and resharded afterwards. The layer that followed it last time is prefetched.
+    All ranks run the same learning passes in lockstep. A layer is gathered before its forward pass
+    and before its backward pass, and resharded afterwards. The layer that followed it last time is
+    prefetched.
 
     Args:
         layers: Sharded layers.
@@ -51,13 +52,18 @@ class ShardedLayers:
         self._successors: dict[tuple[Any, Any], Any] = {}  # by the layer before and the current one
         for layer in layers:
             layer.register_forward_pre_hook(lambda module, args: self.gather(module), prepend=True)
-            layer.register_forward_hook(lambda module, args, out: self.gather_in_backward(module, out), prepend=True)
+            layer.register_forward_hook(
+                lambda module, args, out: self.gather_in_backward(module, out), prepend=True
+            )
             _OWN_HOOKS[layer] = frozenset((*layer._forward_pre_hooks, *layer._forward_hooks))
         self._before: tuple[Any, Any] = (None, None)
 
     @contextmanager
     def in_lockstep(self) -> Iterator[None]:
-        """Run passes together with all ranks; an error inside ends the run, as the other ranks cannot follow."""
+        """Run passes together with all ranks.
+
+        An error inside ends the run, as the other ranks cannot follow.
+        """
         ranks = processes()
         before = ranks.interruptible
         ranks.interruptible = False
@@ -65,8 +71,8 @@ class ShardedLayers:
             yield
         except torch.OutOfMemoryError as error:
             ranks.lockstep_error = RuntimeError(
-                "Out of memory in a pass of a sharded base, which cannot be repeated in smaller micro-batches. Lower "
-                f"micro_batch_tokens, or raise base_parts ({error})."
+                "Out of memory in a pass of a sharded base, which cannot be repeated in smaller"
+                f" micro-batches. Lower micro_batch_tokens, or raise base_parts ({error})."
             )
             raise ranks.lockstep_error from error
         except Exception as error:
@@ -87,10 +93,11 @@ class ShardedLayers:
         ranks = processes()
         if not ranks.in_section:
             raise ValueError(
-                f"The base model is sharded over {self.size} processes, so one process cannot run it alone. Load the "
-                "saved agent in a program of one process."
+                f"The base model is sharded over {self.size} processes, so one process cannot run"
+                " it alone. Load the saved agent in a program of one process."
             )
-        # 1. Gather this layer, unless it is prefetched. Free the previous one, and one prefetched by mistake.
+        # 1. Gather this layer, unless it is prefetched. Free the previous one, and one prefetched
+        #    by mistake.
         handle = None
         if self._prefetched is not None and self._prefetched[0] is layer:
             handle = self._prefetched[1]
@@ -98,7 +105,8 @@ class ShardedLayers:
         if layer is not self._whole:
             self.reshard()
         ranks.wait(layer.unshard if handle is None else handle.wait)
-        # 2. Prefetch the layer that followed the last two last time. The pair tells forward from backward passes.
+        # 2. Prefetch the layer that followed the last two last time. The pair tells forward from
+        #    backward passes.
         self._successors[self._before] = layer
         self._before = (self._before[1], layer)
         self._whole, successor = layer, self._successors.get(self._before)
@@ -136,7 +144,9 @@ def sharded_layers(model: PreTrainedModel) -> ShardedLayers | None:
 
 def has_user_hooks(module: nn.Module) -> bool:
     """Return True if a module has forward hooks besides those that gather a layer."""
-    return bool({*module._forward_pre_hooks, *module._forward_hooks} - _OWN_HOOKS.get(module, frozenset()))
+    return bool(
+        {*module._forward_pre_hooks, *module._forward_hooks} - _OWN_HOOKS.get(module, frozenset())
+    )
 
 
 def unsharded_class(module: nn.Module) -> type:
@@ -185,8 +195,8 @@ def layers_of(model: PreTrainedModel) -> nn.ModuleList:
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
     raise ValueError(
-        f"{class_name(model)} has no list of layers and cannot be sharded. Set base_parts=1 or use another "
-        "architecture."
+        f"{class_name(model)} has no list of layers and cannot be sharded. Set base_parts=1 or use"
+        " another architecture."
     )
 
 
@@ -197,7 +207,8 @@ def check_sharding(model: PreTrainedModel, parts: int, device: str) -> None:
     kind = torch.device(device).type
     if kind not in BACKENDS:
         raise ValueError(
-            f"base_parts above 1 requires the device {' or '.join(BACKENDS)}, got {device!r}. Leave base_parts out."
+            f"base_parts above 1 requires the device {' or '.join(BACKENDS)}, got {device!r}. Leave"
+            " base_parts out."
         )
     layers_of(model)
 
@@ -213,7 +224,8 @@ def shard(model: PreTrainedModel, parts: int, device: str) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    # 1. Form a grid of ranks: each row holds one copy of the base, and each rank of a row one part of it.
+    # 1. Form a grid of ranks: each row holds one copy of the base, and each rank of a row one part
+    #    of it.
     check_sharding(model, parts, device)
     kind = torch.device(device).type
     if kind == "cuda":
@@ -221,7 +233,10 @@ def shard(model: PreTrainedModel, parts: int, device: str) -> None:
     ranks = processes()
     names = ("copies", "parts")
     mesh = init_device_mesh(
-        kind, (ranks.size // parts, parts), mesh_dim_names=names, backend_override={"parts": BACKENDS[kind]}
+        kind,
+        (ranks.size // parts, parts),
+        mesh_dim_names=names,
+        backend_override={"parts": BACKENDS[kind]},
     )["parts"]
     # 2. Shard the layers.
     model.requires_grad_(False)

@@ -53,18 +53,20 @@ def choose_trained(
         outline: The model has no weights; do not run it, and do not check their dtype.
 
     Raises:
-        ValueError: As `choose_targets`; without a LoRA configuration, if the model is quantised, sharded or not in
-            float32.
+        ValueError: As `choose_targets`; without a LoRA configuration, if the model is quantised,
+            sharded or not in float32.
     """
     if lora_config is not None:
         return choose_targets(model, lora_config, outline=outline)
     if is_quantised(model) or sharded_over(model) > 1:
-        raise ValueError("full_finetuning requires a base that is neither quantised nor sharded. Train adapters.")
+        raise ValueError(
+            "full_finetuning requires a base that is neither quantised nor sharded. Train adapters."
+        )
     dtypes = {parameter.dtype for parameter in model.parameters()}
     if not outline and dtypes != {torch.float32}:
         raise ValueError(
-            f"full_finetuning requires a base in float32, got {min(map(str, dtypes))}. Load it with "
-            "load_base(..., dtype='float32')."
+            f"full_finetuning requires a base in float32, got {min(map(str, dtypes))}. Load it with"
+            " load_base(..., dtype='float32')."
         )
     return AllWeights(size=sum(parameter.numel() for parameter in model.parameters()))
 
@@ -72,8 +74,8 @@ def choose_trained(
 class MemberModels:
     """A model of each member, whose parameters are views of the member's weights.
 
-    Modules, buffers and configuration are copied from the base; it is never changed. The models stay in evaluation
-    mode.
+    Modules, buffers and configuration are copied from the base; it is never changed. The models
+    stay in evaluation mode.
 
     Args:
         model: The base model.
@@ -90,7 +92,10 @@ class MemberModels:
         """Return None: a member's model needs no hook."""
 
     def gather_gradient(self, slot: int, buffer: Tensor | None) -> None:
-        """Accumulate a member's gradient into `buffer` `[k]` in the following backward passes; None stops it."""
+        """Accumulate a member's gradient into `buffer` `[k]` in the following backward passes.
+
+        None stops it.
+        """
         parameters = list(self.models[slot].parameters())
         parts = [None] * len(parameters) if buffer is None else _views(buffer, self.models[slot])
         for parameter, part in zip(parameters, parts, strict=True):
@@ -126,8 +131,8 @@ def transformers_files(model: PreTrainedModel, end_ids: Sequence[int]) -> dict[s
         end_ids: Tokens that ended completions in training, for its generation config.
     """
     tensors = {name: values.detach().cpu() for name, values in model.state_dict().items()}
-    # `save_pretrained` raises for generation settings that `from_pretrained` accepts, such as a temperature without
-    # do_sample. Write them to their file without that check.
+    # `save_pretrained` raises for generation settings that `from_pretrained` accepts, such as a
+    # temperature without do_sample. Write them to their file without that check.
     saved = copy.copy(model)
     settings = copy.copy(model.generation_config)
     saved.generation_config = GenerationConfig()
@@ -137,7 +142,9 @@ def transformers_files(model: PreTrainedModel, end_ids: Sequence[int]) -> dict[s
         with quietly():
             saved.save_pretrained(folder, state_dict=tensors, max_shard_size="1TB")
         if model.can_generate():
-            settings.to_json_file(Path(folder) / "generation_config.json", keys_to_pop=["compile_config"])
+            settings.to_json_file(
+                Path(folder) / "generation_config.json", keys_to_pop=["compile_config"]
+            )
         return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
 
 
@@ -175,7 +182,8 @@ def check_member(folder: Path, outline: PreTrainedModel) -> str:
 
     Args:
         folder: Folder with an adapter or a model.
-        outline: The base model, with or without weights. The configuration in the folder is not trusted.
+        outline: The base model, with or without weights. The configuration in the folder is not
+            trusted.
 
     Raises:
         ValueError: If a tensor is missing, unexpected or of another shape.
@@ -187,10 +195,15 @@ def check_member(folder: Path, outline: PreTrainedModel) -> str:
             folder, config=outline.config, output_loading_info=True, trust_remote_code=False
         )
     loaded, info = result
-    lost = [name for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") for name in info[kind]]
+    lost = [
+        name
+        for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")
+        for name in info[kind]
+    ]
     if lost:
         raise ValueError(
-            f"{len(lost)} tensors in {folder} do not fit {class_name(outline)} (for example {lost[0]}). Use the "
-            "base model that it was trained from, and the version of transformers that wrote it."
+            f"{len(lost)} tensors in {folder} do not fit {class_name(outline)} (for example"
+            f" {lost[0]}). Use the base model that it was trained from, and the version of"
+            " transformers that wrote it."
         )
     return f"transformers loads all {len(list(loaded.parameters()))} tensors"

@@ -20,14 +20,18 @@ class PrefixLayer(DynamicLayer):
     Args:
         prefix: Keys and values `[m, heads, P, width]` of the prefixes.
         rows: `[n]` prefix of each row; None = one prefix per row.
-        order: `[n, P + t]` position that each position of the result is read from; None = unchanged.
+        order: `[n, P + t]` position that each position of the result is read from; None =
+            unchanged.
 
     Attributes:
         whole: All keys and values of the last forward pass; None before it.
     """
 
     def __init__(
-        self, prefix: "tuple[Tensor, Tensor] | None" = None, rows: Tensor | None = None, order: Tensor | None = None
+        self,
+        prefix: "tuple[Tensor, Tensor] | None" = None,
+        rows: Tensor | None = None,
+        order: Tensor | None = None,
     ) -> None:
         super().__init__()
         self.prefix = prefix
@@ -43,7 +47,10 @@ class PrefixLayer(DynamicLayer):
         self.whole = (key_states, value_states)
         if self.prefix is not None:
             keys, values = (past if self.rows is None else past[self.rows] for past in self.prefix)
-            self.whole = torch.cat([keys, key_states], dim=-2), torch.cat([values, value_states], dim=-2)
+            self.whole = (
+                torch.cat([keys, key_states], dim=-2),
+                torch.cat([values, value_states], dim=-2),
+            )
         if self.order is not None:
             order = self.order[:, None, :, None]
             keys, values = (part.gather(2, order.expand(part.shape)) for part in self.whole)
@@ -76,7 +83,9 @@ class KVCache:
         order = self.mask.int().argsort(dim=1, stable=True)[:, self.mask.shape[1] - width :]
 
         def moved(part: Tensor) -> Tensor:
-            return part.gather(2, order[:, None, :, None].expand(*part.shape[:2], width, part.shape[3]))
+            return part.gather(
+                2, order[:, None, :, None].expand(*part.shape[:2], width, part.shape[3])
+            )
 
         layers = tuple((moved(keys), moved(values)) for keys, values in self.layers)
         return KVCache(layers=layers, mask=self.mask.gather(1, order))
@@ -100,7 +109,10 @@ def gather_rows(parts: Sequence[KVCache], part_of: Tensor, row_of: Tensor) -> KV
 
     return KVCache(
         layers=tuple(
-            (joined([part.layers[layer][0] for part in used], 2), joined([part.layers[layer][1] for part in used], 2))
+            (
+                joined([part.layers[layer][0] for part in used], 2),
+                joined([part.layers[layer][1] for part in used], 2),
+            )
             for layer in range(len(used[0].layers))
         ),
         mask=joined([part.mask for part in used], 1),
@@ -169,7 +181,9 @@ class CachedDecoding:
         make_hook: Hooks of the policy version.
     """
 
-    def __init__(self, run: ForwardPass, prefix: Prefix, rows: Tensor, slots: Tensor, make_hook: HookFactory) -> None:
+    def __init__(
+        self, run: ForwardPass, prefix: Prefix, rows: Tensor, slots: Tensor, make_hook: HookFactory
+    ) -> None:
         self._run = run
         self._make_hook = make_hook
         self._slots = slots
@@ -215,7 +229,14 @@ class PlainDecoding:
         make_hook: Hooks of the policy version.
     """
 
-    def __init__(self, run: ForwardPass, prompts: Prompts, rows: Tensor, slots: Tensor, make_hook: HookFactory) -> None:
+    def __init__(
+        self,
+        run: ForwardPass,
+        prompts: Prompts,
+        rows: Tensor,
+        slots: Tensor,
+        make_hook: HookFactory,
+    ) -> None:
         self._run = run
         self._make_hook = make_hook
         self._slots = slots

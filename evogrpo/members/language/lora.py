@@ -25,7 +25,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from evogrpo.members.language.compatibility import frozen_model, is_quantised, logits_of, plain_outline
+from evogrpo.members.language.compatibility import (
+    frozen_model,
+    is_quantised,
+    logits_of,
+    plain_outline,
+)
 from evogrpo.members.language.fsdp import sharded_over
 from evogrpo.randomness import generator
 from evogrpo.text import class_name, expand_user, shown
@@ -74,7 +79,9 @@ class Target:
         middle = self.start + self.rank * self.width_in
         a = flat[..., self.start : middle]
         b = flat[..., middle : self.end]
-        return a.unflatten(-1, (self.rank, self.width_in)), b.unflatten(-1, (self.width_out, self.rank))
+        return a.unflatten(-1, (self.rank, self.width_in)), b.unflatten(
+            -1, (self.width_out, self.rank)
+        )
 
 
 def default_lora() -> LoraConfig:
@@ -87,7 +94,9 @@ def lora_to_json(config: LoraConfig | None) -> dict[str, Any] | None:
     if config is None:
         return None
     values = {name: getattr(config, name) for name in sorted(SUPPORTED)}
-    return {name: sorted(value) if isinstance(value, set) else value for name, value in values.items()}
+    return {
+        name: sorted(value) if isinstance(value, set) else value for name, value in values.items()
+    }
 
 
 def lora_from_json(values: Mapping[str, Any] | None) -> LoraConfig | None:
@@ -106,39 +115,53 @@ def check_supported(config: LoraConfig) -> None:
     """Check a LoraConfig.
 
     Raises:
-        ValueError: If an unsupported field differs from its default, or a supported field has an invalid value.
+        ValueError: If an unsupported field differs from its default, or a supported field has an
+            invalid value.
     """
     plain = LoraConfig()
     refused = [
         field.name
         for field in dataclasses.fields(config)
-        if field.name not in SUPPORTED | INERT and getattr(config, field.name) != getattr(plain, field.name, None)
+        if field.name not in SUPPORTED | INERT
+        and getattr(config, field.name) != getattr(plain, field.name, None)
     ]
     if refused:
         values = ", ".join(f"{name}={getattr(config, name)!r}" for name in refused)
         raise ValueError(
-            f"lora_config supports {', '.join(sorted(SUPPORTED))}; got {values}. Leave these at their defaults."
+            f"lora_config supports {', '.join(sorted(SUPPORTED))}; got {values}. Leave these at"
+            " their defaults."
         )
     if type(config.r) is not int or config.r < 1:
-        raise ValueError(f"lora_config.r must be a whole number of at least 1, got {shown(config.r)}.")
+        raise ValueError(
+            f"lora_config.r must be a whole number of at least 1, got {shown(config.r)}."
+        )
     if type(config.lora_alpha) not in (int, float) or not 0 < config.lora_alpha < math.inf:
-        raise ValueError(f"lora_config.lora_alpha must be a finite number above 0, got {shown(config.lora_alpha)}.")
+        raise ValueError(
+            "lora_config.lora_alpha must be a finite number above 0, got"
+            f" {shown(config.lora_alpha)}."
+        )
     flag("lora_config.use_rslora", config.use_rslora)
     for name in ("target_modules", "exclude_modules"):
         value = getattr(config, name)
         names = [value] if isinstance(value, str) else value
-        listed = isinstance(names, list | tuple | set) and all(isinstance(each, str) for each in names)
+        listed = isinstance(names, list | tuple | set) and all(
+            isinstance(each, str) for each in names
+        )
         if value is not None and not listed:
             raise ValueError(
-                f"lora_config.{name} must be a list of module names or a regular expression, got {shown(value)}."
+                f"lora_config.{name} must be a list of module names or a regular expression, got"
+                f" {shown(value)}."
             )
         try:
             re.compile(value if isinstance(value, str) else "")
         except re.error as error:
-            raise ValueError(f"lora_config.{name}={value!r} is not a regular expression: {error}.") from None
+            raise ValueError(
+                f"lora_config.{name}={value!r} is not a regular expression: {error}."
+            ) from None
     if config.target_modules is None:
         raise ValueError(
-            "lora_config.target_modules must be 'all-linear', a list of module names or a regular expression, got None."
+            "lora_config.target_modules must be 'all-linear', a list of module names or a regular"
+            " expression, got None."
         )
 
 
@@ -182,8 +205,8 @@ class LoraTargets:
 
     Attributes:
         targets: The adapted modules, in the order of a member's flat vector.
-        left_out: Reasons by name of modules without adapters: stacked weights, and linear layers that "all-linear"
-            covers but that cannot be adapted.
+        left_out: Reasons by name of modules without adapters: stacked weights, and linear layers
+            that "all-linear" covers but that cannot be adapted.
     """
 
     targets: tuple[Target, ...]
@@ -213,10 +236,15 @@ class LoraTargets:
         """Return the number of adapted layers and the modules left out; empty if none are."""
         if not self.left_out:
             return ""
-        return f"{len(self.targets)} linear layers of {class_name(model)}, without {_in_words(self.left_out)}"
+        return (
+            f"{len(self.targets)} linear layers of {class_name(model)}, without"
+            f" {_in_words(self.left_out)}"
+        )
 
 
-def choose_targets(model: PreTrainedModel, config: LoraConfig, *, outline: bool = False) -> LoraTargets:
+def choose_targets(
+    model: PreTrainedModel, config: LoraConfig, *, outline: bool = False
+) -> LoraTargets:
     """Return the modules that `config` adapts, so that PEFT loads an export onto the same modules.
 
     Args:
@@ -230,35 +258,42 @@ def choose_targets(model: PreTrainedModel, config: LoraConfig, *, outline: bool 
     # 1. Find modules that cannot be adapted, or whose adapter PEFT would not load.
     targets = find_targets(model, config)
     unfit = {} if outline else _not_linear(model, targets)
-    if not adapts_all(config):  # a stored adapter may name layers for images, which text does not call
+    if not adapts_all(
+        config
+    ):  # a stored adapter may name layers for images, which text does not call
         unfit = {name: reason for name, reason in unfit.items() if reason != UNUSED}
-    fitting = _loadable_by_peft(model, [target for target in targets if target.name not in unfit], config)
+    fitting = _loadable_by_peft(
+        model, [target for target in targets if target.name not in unfit], config
+    )
     for target in targets:
         if all(target.name != each.name for each in fitting):
             unfit.setdefault(target.name, MISREAD)
-    # 2. Raise if none is left, or if the configuration names one of them. "all-linear" leaves them out.
+    # 2. Raise if none is left, or if the configuration names one of them. "all-linear" leaves them
+    #    out.
     if not fitting or (unfit and not adapts_all(config)):
         if adapts_all(config):
             remedy = "Use another architecture."
         else:
             remedy = "Name others, or use 'all-linear'."
         raise ValueError(
-            f"lora_config.target_modules={config.target_modules!r} names modules of {class_name(model)} that cannot "
-            f"be adapted: {_in_words(unfit)}. {remedy}"
+            f"lora_config.target_modules={config.target_modules!r} names modules of"
+            f" {class_name(model)} that cannot be adapted: {_in_words(unfit)}. {remedy}"
         )
     # 3. Place the others in the flat vector, each at the end of the one before.
     packed: list[Target] = []
     for target in fitting:
         packed.append(replace(target, start=packed[-1].end if packed else 0))
-    return LoraTargets(targets=tuple(packed), left_out=dict.fromkeys(_stacked_weights(model), FUSED) | unfit)
+    return LoraTargets(
+        targets=tuple(packed), left_out=dict.fromkeys(_stacked_weights(model), FUSED) | unfit
+    )
 
 
 def find_targets(model: nn.Module, config: LoraConfig) -> tuple[Target, ...]:
     """Return the modules that `config` targets, in the model's order.
 
     Raises:
-        ValueError: If nothing matches, or a match is not a linear layer (nn.Linear or GPT-2's Conv1D), or it is the
-            vocabulary head.
+        ValueError: If nothing matches, or a match is not a linear layer (nn.Linear or GPT-2's
+            Conv1D), or it is the vocabulary head.
     """
     check_supported(config)
     if adapts_all(config):
@@ -269,32 +304,43 @@ def find_targets(model: nn.Module, config: LoraConfig) -> tuple[Target, ...]:
     targets: list[Target] = []
     for name, module in model.named_modules():
         linear = isinstance(module, (nn.Linear, Conv1D))
-        if not check_target_module_exists(pattern, name) or (adapts_all(config) and (not linear or module is head)):
+        if not check_target_module_exists(pattern, name) or (
+            adapts_all(config) and (not linear or module is head)
+        ):
             continue
         if not linear or module is head:
             raise ValueError(
-                f"lora_config.target_modules matches {name!r}, a {class_name(module)}"
-                f"{' (the vocabulary head)' if module is head else ''}. Target linear layers inside the model, "
-                "or use target_modules='all-linear'."
+                f"lora_config.target_modules matches {name!r}, a"
+                f" {class_name(module)}{' (the vocabulary head)' if module is head else ''}. Target"
+                " linear layers inside the model, or use target_modules='all-linear'."
             )
         # Conv1D stores its weight as [in, out]; that of nn.Linear may be packed.
-        shape = module.weight.shape if isinstance(module, Conv1D) else (module.in_features, module.out_features)
+        shape = (
+            module.weight.shape
+            if isinstance(module, Conv1D)
+            else (module.in_features, module.out_features)
+        )
         width_in, width_out = shape
         start = targets[-1].end if targets else 0
-        targets.append(Target(name=name, width_in=width_in, width_out=width_out, start=start, rank=config.r))
+        targets.append(
+            Target(name=name, width_in=width_in, width_out=width_out, start=start, rank=config.r)
+        )
     if not targets:
         raise ValueError(
-            f"lora_config.target_modules={config.target_modules!r} matches no module of {class_name(model)}. "
-            "Use target_modules='all-linear', or names from model.named_modules()."
+            f"lora_config.target_modules={config.target_modules!r} matches no module of"
+            f" {class_name(model)}. Use target_modules='all-linear', or names from"
+            " model.named_modules()."
         )
     return tuple(targets)
 
 
 def _not_linear(model: PreTrainedModel, targets: Sequence[Target]) -> dict[str, str]:
-    """Run the model; return reasons by name of layers that do not map rows `[n, ..., in]` to `[n, ..., out]`.
+    """Run the model.
 
-    These are routers that return tuples, block-diagonal layers, experts that see some tokens, image encoders, and
-    layers whose weights the model reads without a call.
+    Return reasons by name of layers that do not map rows `[n, ..., in]` to `[n, ..., out]`.
+
+    These are routers that return tuples, block-diagonal layers, experts that see some tokens, image
+    encoders, and layers whose weights the model reads without a call.
     """
     rows = 2
     tokens = 5
@@ -317,7 +363,10 @@ def _not_linear(model: PreTrainedModel, targets: Sequence[Target]) -> dict[str, 
         return watch
 
     device = next(model.parameters()).device
-    handles = [model.get_submodule(target.name).register_forward_hook(watching(target)) for target in targets]
+    handles = [
+        model.get_submodule(target.name).register_forward_hook(watching(target))
+        for target in targets
+    ]
     try:
         with frozen_model(model), torch.no_grad():
             logits_of(model, torch.ones((rows, tokens), dtype=torch.long, device=device))
@@ -357,24 +406,39 @@ def _in_words(reasons: Mapping[str, str]) -> str:
 def _peft_record(targets: Sequence[Target], config: LoraConfig) -> dict[str, Any]:
     """Return the values of adapter_config.json."""
     record: dict[str, Any] = config.to_dict()
-    record.update(peft_type="LORA", task_type="CAUSAL_LM", inference_mode=True, lora_dropout=0.0, bias="none")
+    record.update(
+        peft_type="LORA", task_type="CAUSAL_LM", inference_mode=True, lora_dropout=0.0, bias="none"
+    )
     # Full names, because "all-linear" may mean other modules in later versions of PEFT.
     record.update(target_modules=sorted(target.name for target in targets), exclude_modules=None)
-    return {key: sorted(value) if isinstance(value, set) else value for key, value in record.items()}
+    return {
+        key: sorted(value) if isinstance(value, set) else value for key, value in record.items()
+    }
 
 
-_LOADABLE: dict[Any, list[Target]] = {}  # results of `_loadable_by_peft`, by model structure and configuration
+_LOADABLE: dict[
+    Any, list[Target]
+] = {}  # results of `_loadable_by_peft`, by model structure and configuration
 
 
-def _loadable_by_peft(model: PreTrainedModel, targets: Sequence[Target], config: LoraConfig) -> list[Target]:
+def _loadable_by_peft(
+    model: PreTrainedModel, targets: Sequence[Target], config: LoraConfig
+) -> list[Target]:
     """Return the targets whose adapters PEFT loads onto the right modules.
 
-    PEFT mistakes some modules for fused experts, such as `mlp.up_proj` in a model with `mlp.experts`, and refuses
-    others, such as Mamba's `out_proj`.
+    PEFT mistakes some modules for fused experts, such as `mlp.up_proj` in a model with
+    `mlp.experts`, and refuses others, such as Mamba's `out_proj`.
     """
     # 1. Reuse an earlier result for the same structure and configuration.
-    structure = model.config.model_type, *((name, type(module)) for name, module in model.named_modules())
-    key = structure, tuple(targets), json.dumps(_peft_record(targets, config), sort_keys=True, default=str)
+    structure = (
+        model.config.model_type,
+        *((name, type(module)) for name, module in model.named_modules()),
+    )
+    key = (
+        structure,
+        tuple(targets),
+        json.dumps(_peft_record(targets, config), sort_keys=True, default=str),
+    )
     if key in _LOADABLE:
         return _LOADABLE[key]
     # 2. Drop targets until PEFT loads all that are left.
@@ -382,7 +446,10 @@ def _loadable_by_peft(model: PreTrainedModel, targets: Sequence[Target], config:
     fitting = list(targets)
 
     def misread(chosen: Sequence[Target]) -> set[str]:
-        """Return the targets that do not load; if all load but PEFT adapts other modules as well, all targets."""
+        """Return the targets that do not load.
+
+        If all load but PEFT adapts other modules as well, all targets.
+        """
         shapes = dict[str, tuple[int, ...]]()
         for target in chosen:
             a, b = target.peft_names
@@ -392,7 +459,8 @@ def _loadable_by_peft(model: PreTrainedModel, targets: Sequence[Target], config:
         return misplaced or {target.name for target in chosen if strays}
 
     while wrong := misread(fitting):
-        # A single refused module makes PEFT raise, so that all are wrong. Find it by one target of each kind of layer.
+        # A single refused module makes PEFT raise, so that all are wrong. Find it by one target of
+        # each kind of layer.
         if len(wrong) == len(fitting):
             kinds = {target.name.rpartition(".")[2]: target for target in fitting}
             refused = {kind for kind, example in kinds.items() if misread([example])}
@@ -413,16 +481,21 @@ def _not_loaded_by_peft(
         record: Values of adapter_config.json.
 
     Returns:
-        Names of tensors that do not arrive at their modules (all if PEFT raises), and whether PEFT adapts other
-        modules.
+        Names of tensors that do not arrive at their modules (all if PEFT raises), and whether PEFT
+        adapts other modules.
     """
     # 1. Load tensors filled with their numbers. Expanded from one value, they take no memory.
-    marks = {name: torch.tensor(float(number)).expand(shape) for number, (name, shape) in enumerate(shapes.items())}
+    marks = {
+        name: torch.tensor(float(number)).expand(shape)
+        for number, (name, shape) in enumerate(shapes.items())
+    }
     values = {key: value for key, value in record.items() if key not in NOT_ARGUMENTS}
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            loaded = PeftModelForCausalLM(_outline(model), LoraConfig(**values), low_cpu_mem_usage=True)
+            loaded = PeftModelForCausalLM(
+                _outline(model), LoraConfig(**values), low_cpu_mem_usage=True
+            )
             set_peft_model_state_dict(loaded, dict(marks), low_cpu_mem_usage=True)
     except Exception:  # noqa: BLE001  # any error means that PEFT does not load the adapter
         return set(shapes), False
@@ -430,7 +503,9 @@ def _not_loaded_by_peft(
     factor = scaling(LoraConfig(**values))
     loaded_names = set[str]()
     strays = False
-    layers = [(name, layer) for name, layer in loaded.named_modules() if isinstance(layer, LoraLayer)]
+    layers = [
+        (name, layer) for name, layer in loaded.named_modules() if isinstance(layer, LoraLayer)
+    ]
     for (module, layer), part in product(layers, "AB"):
         name = f"{module}.lora_{part}.weight"
         weight = getattr(layer, f"lora_{part}")["default"].weight
@@ -438,7 +513,9 @@ def _not_loaded_by_peft(
         if mark is None:
             strays = True
             continue
-        same = weight.shape == mark.shape and not weight.is_meta and bool(weight[0, 0] == mark[0, 0])
+        same = (
+            weight.shape == mark.shape and not weight.is_meta and bool(weight[0, 0] == mark[0, 0])
+        )
         if same and math.isclose(layer.scaling["default"], factor):
             loaded_names.add(name)
     return set(shapes) - loaded_names, strays
@@ -447,10 +524,14 @@ def _not_loaded_by_peft(
 def _outline(model: nn.Module) -> nn.Module:
     """Copy a model without weights: each is one zero, expanded to the shape."""
     if isinstance(model, PreTrainedModel) and (sharded_over(model) > 1 or is_quantised(model)):
-        model = plain_outline(model)  # a sharded or quantised model cannot be copied; exports are for the plain one
+        model = plain_outline(
+            model
+        )  # a sharded or quantised model cannot be copied; exports are for the plain one
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
-        memo[id(parameter)] = nn.Parameter(torch.zeros(()).expand(parameter.shape), requires_grad=False)
+        memo[id(parameter)] = nn.Parameter(
+            torch.zeros(()).expand(parameter.shape), requires_grad=False
+        )
     for buffer in model.buffers():
         memo[id(buffer)] = torch.zeros((), dtype=buffer.dtype).expand(buffer.shape)
     return copy.deepcopy(model, memo)
@@ -459,7 +540,9 @@ def _outline(model: nn.Module) -> nn.Module:
 # ---- adapter files
 
 
-def peft_files(targets: Sequence[Target], config: LoraConfig, flat: Tensor) -> tuple[dict[str, Tensor], bytes]:
+def peft_files(
+    targets: Sequence[Target], config: LoraConfig, flat: Tensor
+) -> tuple[dict[str, Tensor], bytes]:
     """Return one member in PEFT's format: tensors of adapter_model.safetensors and bytes of adapter_config.json.
 
     Args:
@@ -500,9 +583,10 @@ def check_export(folder: Path, model: nn.Module) -> int:
     missing, strays = _not_loaded_by_peft(model, shapes, record)
     if missing or strays:
         raise ValueError(
-            f"PEFT does not load {len(missing)} of the {len(shapes)} tensors in {folder} onto {class_name(model)}"
-            f"{f' (for example {min(missing)})' if missing else ' but adapts other modules'}. The adapter belongs to "
-            "another base model, or was written by another version of PEFT."
+            f"PEFT does not load {len(missing)} of the {len(shapes)} tensors in {folder} onto"
+            f" {class_name(model)}{f' (for example {min(missing)})' if missing else ' but adapts other modules'}."
+            " The adapter belongs to another base model, or was written by another version of"
+            " PEFT."
         )
     return len(shapes)
 
@@ -511,7 +595,12 @@ CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
 NOT_ARGUMENTS = ("peft_type", "auto_mapping")
 """Keys of adapter_config.json that are not arguments of LoraConfig."""
-TRAINING_FIELDS = {"lora_dropout": 0.0, "init_lora_weights": True, "inference_mode": False, "task_type": "CAUSAL_LM"}
+TRAINING_FIELDS = {
+    "lora_dropout": 0.0,
+    "init_lora_weights": True,
+    "inference_mode": False,
+    "task_type": "CAUSAL_LM",
+}
 """Fields of training and initialisation, which are reset when an adapter is read."""
 SEPARATE_INITS = (True, False, "gaussian", "eva", "orthogonal")
 """Values of `init_lora_weights` that leave the weights of the base unchanged."""
@@ -542,7 +631,9 @@ class StoredAdapter:
         matrices = dict[str, Tensor]()
         for target in targets:
             matrices |= zip(target.peft_names, target.matrices(flat), strict=True)
-        needed, given = ({name: tuple(x.shape) for name, x in each.items()} for each in (matrices, self.tensors))
+        needed, given = (
+            {name: tuple(x.shape) for name, x in each.items()} for each in (matrices, self.tensors)
+        )
         if wrong := sorted(name for name in needed | given if needed.get(name) != given.get(name)):
             raise ValueError(
                 f"The adapter has {wrong[0]} of shape {given.get(wrong[0])}, but this model has "
@@ -565,17 +656,26 @@ def read_adapter(folder: str | Path) -> StoredAdapter:
     missing = [name for name in (CONFIG, TENSORS) if not (place / name).is_file()]
     if missing:
         raise ValueError(
-            f"adapter must be a folder with {CONFIG} and {TENSORS}, but {str(folder)!r} has no {missing[0]}. Use a "
-            "folder written by PEFT or `evogrpo export`. Download one from the hub with "
-            "huggingface_hub.snapshot_download first."
+            f"adapter must be a folder with {CONFIG} and {TENSORS}, but {str(folder)!r} has no"
+            f" {missing[0]}. Use a folder written by PEFT or `evogrpo export`. Download one from"
+            " the hub with huggingface_hub.snapshot_download first."
         )
     try:
         record = json.loads((place / CONFIG).read_text())
         tensors = load_file(place / TENSORS)
         config = _config(record)
-    except (SafetensorError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+    except (
+        SafetensorError,
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+    ) as error:
         cause = (str(error).splitlines() or [""])[0]
-        raise ValueError(f"The adapter in {folder} cannot be read ({class_name(error)}: {cause}).") from error
+        raise ValueError(
+            f"The adapter in {folder} cannot be read ({class_name(error)}: {cause})."
+        ) from error
     check_supported(config)
     return StoredAdapter(lora_config=config, tensors=tensors)
 
@@ -586,18 +686,28 @@ def _config(record: dict[str, Any]) -> LoraConfig:
     Fields that matter only for training are reset; see `TRAINING_FIELDS`.
 
     Raises:
-        ValueError: If the record is not that of a LoRA adapter, or the initialisation changed the base.
+        ValueError: If the record is not that of a LoRA adapter, or the initialisation changed the
+            base.
     """
     if record.get("peft_type") != "LORA":
         raise ValueError(f"peft_type must be 'LORA', got {shown(record.get('peft_type'))}.")
     init = record.get("init_lora_weights", True)
     if init not in SEPARATE_INITS:
         raise ValueError(
-            f"init_lora_weights={init!r} changed the weights of the base, which an adapter does not contain. Merge it "
-            "into its base, or convert it to a plain LoRA adapter with PEFT"
+            f"init_lora_weights={init!r} changed the weights of the base, which an adapter does not"
+            " contain. Merge it into its base, or convert it to a plain LoRA adapter with PEFT"
         )
-    values = {name: value for name, value in (record | TRAINING_FIELDS).items() if name not in NOT_ARGUMENTS}
-    known = {name: value for name, value in values.items() if name in LoraConfig.__dataclass_fields__}
+    values = {
+        name: value
+        for name, value in (record | TRAINING_FIELDS).items()
+        if name not in NOT_ARGUMENTS
+    }
+    known = {
+        name: value for name, value in values.items() if name in LoraConfig.__dataclass_fields__
+    }
     if unknown := {name: value for name, value in values.items() if name not in known and value}:
-        raise ValueError(f"The installed peft does not support these settings of the adapter: {unknown}. Update peft.")
+        raise ValueError(
+            f"The installed peft does not support these settings of the adapter: {unknown}. Update"
+            " peft."
+        )
     return LoraConfig(**known)

@@ -61,7 +61,14 @@ from evogrpo.members.members import (
 )
 from evogrpo.members.settings import LanguageSettings, check_own_loop
 from evogrpo.randomness import generator
-from evogrpo.records import DEFAULT_POLICY, Conversation, Experience, Rollout, SamplingBatch, unpadded
+from evogrpo.records import (
+    DEFAULT_POLICY,
+    Conversation,
+    Experience,
+    Rollout,
+    SamplingBatch,
+    unpadded,
+)
 from evogrpo.spaces import CompletionSpace
 from evogrpo.storage.checkpoint import CheckpointError, is_path
 from evogrpo.text import class_name
@@ -90,7 +97,8 @@ class LanguageMembers:
         action_space: Action space, if given.
         start: Adapter that members start from, with its lora_config; None = fresh adapters.
         like: A bank with the same base and adapters, whose compatibility checks are not repeated.
-        end_ids: Tokens that end a completion; None = those of the settings, or of the model and the action space.
+        end_ids: Tokens that end a completion; None = those of the settings, or of the model and the
+            action space.
 
     Attributes:
         hp_config: As given.
@@ -109,7 +117,8 @@ class LanguageMembers:
     kind = "language"
     evolves = False
     identity = ("fingerprint", "lora_config")
-    """Keys of `checkpoint_record` that must be equal to load a saved member into an existing one."""
+    """Keys of `checkpoint_record` that must be equal to load a saved member into an existing one.
+    """
 
     def __init__(
         self,
@@ -129,23 +138,29 @@ class LanguageMembers:
         like: AdapterBank | None = None,
         end_ids: Sequence[int] | None = None,
     ) -> None:
-        # 1. Move the base model to the device, if one is given. A sharded or quantised one cannot be moved.
+        # 1. Move the base model to the device, if one is given. A sharded or quantised one cannot
+        #    be moved.
         immovable = sharded_over(model) > 1 or is_quantised(model)
         if device is not None and not immovable:
             model.to(device)  # type: ignore[arg-type]  # torch accepts a device or its name
         elif device is not None and torch.device(device).type != model.device.type:
             raise ValueError(
-                f"A sharded or quantised base stays on {model.device.type}, where it was loaded. Load it with "
-                f"load_base(..., device={str(device)!r})."
+                f"A sharded or quantised base stays on {model.device.type}, where it was loaded."
+                f" Load it with load_base(..., device={str(device)!r})."
             )
         # 2. Choose the tokens that end a completion.
-        ends = end_ids or settings.eos_token_ids or end_ids_of(model) | self._end_ids_in(action_space, model)
+        ends = (
+            end_ids
+            or settings.eos_token_ids
+            or end_ids_of(model) | self._end_ids_in(action_space, model)
+        )
         if not ends:
             raise ValueError(
-                "eos_token_ids must be given: neither the model's configuration nor the action space has a token that "
-                "ends a completion."
+                "eos_token_ids must be given: neither the model's configuration nor the action"
+                " space has a token that ends a completion."
             )
-        # 3. Build the bank. On CUDA, the default size of micro-batches depends on the memory that members leave.
+        # 3. Build the bank. On CUDA, the default size of micro-batches depends on the memory that
+        #    members leave.
         self.hp_config = hp_config
         self.observation_space = observation_space
         self.action_space = action_space
@@ -169,7 +184,8 @@ class LanguageMembers:
         if settings.micro_batch_tokens is None and self.device.type == "cuda":
             self.bank.micro_batch_tokens = size_for_memory(self.bank, model)
         self.settings = replace(settings, micro_batch_tokens=self.bank.micro_batch_tokens)
-        # 4. Set the attributes that all kinds of policy sets have, and the identity of the base model.
+        # 4. Set the attributes that all kinds of policy sets have, and the identity of the base
+        #    model.
         self.sampler: Sampler = self.bank
         self.policies = {DEFAULT_POLICY: self}
         self.banks = Banks({DEFAULT_POLICY: self.bank})
@@ -227,7 +243,10 @@ class LanguageMembers:
     # ---- in environments
 
     def sample_with(self, sampler: Sampler) -> None:
-        """Generate completions with an external engine; all slots are marked as changed. Called on all ranks."""
+        """Generate completions with an external engine; all slots are marked as changed.
+
+        Called on all ranks.
+        """
         if isinstance(sampler, VLLMSampler):
             sampler.connect(self.bank)
         self.sampler = sampler
@@ -251,23 +270,31 @@ class LanguageMembers:
         return {token for token in ends if token < vocabulary_of(model)}
 
     def _open(self, env: Any, split: Split, starts: Sequence[int]) -> PromptBatch:
-        """Open starts; from then on, completions also end with the tokens that end a turn in the environment."""
+        """Open starts.
+
+        From then on, completions also end with the tokens that end a turn in the environment.
+        """
         batch = env.open(split, starts)
         if not isinstance(batch, PromptBatch):
             raise ValueError(
-                f"Language models need an environment of prompts, but {class_name(env)} is played step by step. Use "
-                "HuggingFaceGym, or train small networks: pass its observation_space and action_space."
+                f"Language models need an environment of prompts, but {class_name(env)} is played"
+                " step by step. Use HuggingFaceGym, or train small networks: pass its"
+                " observation_space and action_space."
             )
         if self.settings.eos_token_ids is None:
             ends = self._end_ids_in(getattr(env, "action_space", None), self.bank.base.model)
-            self.bank.end_ids = torch.tensor(sorted(ends | set(self.bank.end_ids.tolist())), device=self.device)
+            self.bank.end_ids = torch.tensor(
+                sorted(ends | set(self.bank.end_ids.tolist())), device=self.device
+            )
         return batch
 
-    def sample(self, env: GroupEnvironment, starts: Sequence[int], request: SamplingRequest) -> RolloutBatch:
+    def sample(
+        self, env: GroupEnvironment, starts: Sequence[int], request: SamplingRequest
+    ) -> RolloutBatch:
         """Sample one completion or conversation for each requested row, and reward it.
 
-        Row r, token t of turn k uses number `[r, t]` of the stream (seed, purpose, step, index); from the second turn
-        on, the turn's number is appended to the purpose.
+        Row r, token t of turn k uses number `[r, t]` of the stream (seed, purpose, step, index);
+        from the second turn on, the turn's number is appended to the purpose.
 
         Args:
             env: Provides prompts and rewards.
@@ -277,10 +304,17 @@ class LanguageMembers:
         prompts = self._open(env, "train", starts)
 
         def uniforms(turn: int) -> Tensor:
-            return self._draw(request.purpose, turn, request.streams, request.counts)[request.row_ids]
+            return self._draw(request.purpose, turn, request.streams, request.counts)[
+                request.row_ids
+            ]
 
         rows, rollout, conversations = self._generate(
-            prompts, request.start_ids, request.member_ids, request.temperature, uniforms, stop=request.stop
+            prompts,
+            request.start_ids,
+            request.member_ids,
+            request.temperature,
+            uniforms,
+            stop=request.stop,
         )
         began = time.monotonic()
         scores = self._score(prompts, conversations, request.stop)
@@ -302,27 +336,40 @@ class LanguageMembers:
     ) -> tuple[NDArray[np.float64], tuple[int, ...]]:
         """Complete held-out prompts greedily, or sampled at temperature 1.
 
-        Token t of answer a to a question uses number `[a, t]` of the stream (seed, purpose, question); from the second
-        turn on, the turn's number is appended to the purpose. External samplers draw their own random numbers.
+        Token t of answer a to a question uses number `[a, t]` of the stream (seed, purpose,
+        question); from the second turn on, the turn's number is appended to the purpose. External
+        samplers draw their own random numbers.
         """
         prompts = self._open(env, request.split, request.questions)
 
         def uniforms(turn: int) -> Tensor:
             if request.answers is None:
-                return torch.zeros(len(request.slots) * request.rows_per_slot, self.settings.max_output_tokens)
+                return torch.zeros(
+                    len(request.slots) * request.rows_per_slot, self.settings.max_output_tokens
+                )
             counts = [request.answers_per_question] * len(request.questions)
             return self._draw(HELD_OUT, turn, request.streams, counts).repeat(len(request.slots), 1)
 
         start_ids = request.start_ids
         member_ids = request.member_ids
         rows, rollout, conversations = self._generate(
-            prompts, start_ids, member_ids, request.temperature, uniforms, base=request.base, stop=request.stop
+            prompts,
+            start_ids,
+            member_ids,
+            request.temperature,
+            uniforms,
+            base=request.base,
+            stop=request.stop,
         )
-        costs = self.bank.tokens_of(rows.prompts, start_ids, member_ids, rollout.present.sum(1).tolist())
+        costs = self.bank.tokens_of(
+            rows.prompts, start_ids, member_ids, rollout.present.sum(1).tolist()
+        )
         rewards = self._score(prompts, conversations, request.stop).rewards
         return rewards, tuple(costs[slot] for slot in request.slots)
 
-    def _draw(self, purpose: str, turn: int, streams: Sequence[tuple[int, ...]], counts: Sequence[int]) -> Tensor:
+    def _draw(
+        self, purpose: str, turn: int, streams: Sequence[tuple[int, ...]], counts: Sequence[int]
+    ) -> Tensor:
         """Return random numbers `[sum(counts), max_output_tokens]` of a turn, `counts[i]` rows of stream i."""
         name = purpose if not turn else f"{purpose} turn {turn}"
         length = self.settings.max_output_tokens
@@ -378,7 +425,9 @@ class LanguageMembers:
         )
         return rows, rollout, conversations
 
-    def _score(self, prompts: PromptBatch, conversations: Sequence[Conversation], stop: Stop) -> Scores:
+    def _score(
+        self, prompts: PromptBatch, conversations: Sequence[Conversation], stop: Stop
+    ) -> Scores:
         stop.progress("rewarding", len(conversations), "completions")
         if isinstance(prompts, SingleTurnBatch):  # a user's own batch need not accept `stop`
             return prompts.score(conversations, stop)
@@ -402,7 +451,7 @@ class LanguageMembers:
         """Return the sampler with current weights, for a call that one rank may make alone."""
         if self.processes.size > 1 and self.sampler is not self.bank:
             raise ValueError(
-                f"A member with an external sampler acts on its own in a single process only, got "
+                "A member with an external sampler acts on its own in a single process only, got "
                 f"{self.processes.size}. Use population.collect, or a clone."
             )
         self.prepare_sampling()
@@ -411,16 +460,30 @@ class LanguageMembers:
     # ---- in a caller's own loop
 
     def act(
-        self, learner: Learner, observations: Sequence[Mapping[str, Tensor]], *, training: bool, action_mask: Any = None
+        self,
+        learner: Learner,
+        observations: Sequence[Mapping[str, Tensor]],
+        *,
+        training: bool,
+        action_mask: Any = None,
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Complete prompts, in AgileRL's shapes; see `GRPO.get_action`."""
         if action_mask is not None:
             raise ValueError("action_mask is for small networks. Leave it out.")
         rows = prompt_rows(observations, learner, self.settings, training=training)
-        return as_completions(rows.prompts, self._synced_sampler().sample(rows), self.settings.pad_token_id)
+        return as_completions(
+            rows.prompts, self._synced_sampler().sample(rows), self.settings.pad_token_id
+        )
 
     def predict(
-        self, learner: Learner, observation: Any, *, deterministic: bool, calls: int, action_masks: Any, base: bool
+        self,
+        learner: Learner,
+        observation: Any,
+        *,
+        deterministic: bool,
+        calls: int,
+        action_masks: Any,
+        base: bool,
     ) -> NDArray[Any]:
         """Raise ValueError: language models have no observations."""
         raise ValueError("predict is for small networks. Use generate or get_action.")
@@ -437,11 +500,16 @@ class LanguageMembers:
         calls: int,
         base: bool,
     ) -> list[str]:
-        """Complete texts; see `GRPO.generate`. Random numbers depend on the number of `calls` so far."""
+        """Complete texts; see `GRPO.generate`.
+
+        Random numbers depend on the number of `calls` so far.
+        """
         # 1. Check the arguments, and tokenize the prompts.
         single = isinstance(prompts, str) or not hasattr(prompts, "__len__")
         if single or any(isinstance(prompt, dict) for prompt in prompts):
-            raise ValueError("prompts must be a list of texts or conversations. Put a single one in a list.")
+            raise ValueError(
+                "prompts must be a list of texts or conversations. Put a single one in a list."
+            )
         settings = self.settings
         n = whole_between("n", n, 1)
         length = settings.max_output_tokens
@@ -452,7 +520,10 @@ class LanguageMembers:
         if not len(prompts):
             return []
         tokenizer = tokenizer or self._tokenizer
-        plain = [prompt if isinstance(prompt, str) else check_messages(prompt, "a prompt") for prompt in prompts]
+        plain = [
+            prompt if isinstance(prompt, str) else check_messages(prompt, "a prompt")
+            for prompt in prompts
+        ]
         ids = tokenize([(prompt, {}) for prompt in plain], tokenizer, "generate")
         # 2. Sample `n` completions of each, prompt by prompt.
         count = len(ids) * n
@@ -474,7 +545,9 @@ class LanguageMembers:
             ends = ()
         texts = []
         for tokens in unpadded(rollout.actions, rollout.present):
-            first = next((place for place, token in enumerate(tokens) if token in ends), len(tokens))
+            first = next(
+                (place for place, token in enumerate(tokens) if token in ends), len(tokens)
+            )
             texts.append(str(tokenizer.decode(tokens[:first], skip_special_tokens=True)))
         return texts
 
@@ -482,8 +555,13 @@ class LanguageMembers:
     def _tokenizer(self) -> Any:
         return load_tokenizer(self.bank.base.model)
 
-    def experience(self, learner: Learner, experiences: Experiences) -> tuple[Experience, tuple[()]]:
-        """Convert `(completion_ids, action_masks, rewards)` to a batch; the second value is for small networks."""
+    def experience(
+        self, learner: Learner, experiences: Experiences
+    ) -> tuple[Experience, tuple[()]]:
+        """Convert `(completion_ids, action_masks, rewards)` to a batch.
+
+        The second value is for small networks.
+        """
         # 1. Convert and check the tokens.
         check_own_loop(self.settings.objective, ("dynamic_sampling", "overlong_buffer"))
         hyperparameters = learner.hyperparameters
@@ -513,7 +591,9 @@ class LanguageMembers:
     def propose_architecture(self, slot: int, rng: np.random.Generator) -> None:
         """Return None: the architecture of a language model does not change."""
 
-    def change_architecture(self, slot: int, architecture: Mapping[str, Any], rng: np.random.Generator) -> None:
+    def change_architecture(
+        self, slot: int, architecture: Mapping[str, Any], rng: np.random.Generator
+    ) -> None:
         """Raise ValueError: the architecture of a language model does not change."""
         raise ValueError(f"The architecture of a language model cannot change, got {architecture}.")
 
@@ -572,7 +652,8 @@ class LanguageMembers:
             hp_config: What evolves.
             constants: Result of `shared_tensors`.
             stored_bytes: Bytes of the tensors in the checkpoint; the record may name a huge rank.
-            actor_network: The base model; by default the one named in the record. Paths in records are never followed.
+            actor_network: The base model; by default the one named in the record. Paths in records
+                are never followed.
             device: Device to move it to; None = where it is.
             accelerator: Chooses the device and the precision.
 
@@ -586,7 +667,9 @@ class LanguageMembers:
         if model is None:
             remedy = "Pass the base model as actor_network=, loaded with evogrpo.load_base"
             if is_path(source):
-                raise ValueError(f"The base model was saved from path {source!r}, which is not opened. {remedy}.")
+                raise ValueError(
+                    f"The base model was saved from path {source!r}, which is not opened. {remedy}."
+                )
             try:
                 model = load_base(source).model
             except ValueError as error:
@@ -596,14 +679,16 @@ class LanguageMembers:
         actual = fingerprint(model)
         if record["fingerprint"] != actual:
             raise CheckpointError(
-                f"{where} was trained on the base model {source!r} with fingerprint {record['fingerprint']}, but the "
-                f"model passed has {actual}. Pass the same base model."
+                f"{where} was trained on the base model {source!r} with fingerprint"
+                f" {record['fingerprint']}, but the model passed has {actual}. Pass the same base"
+                " model."
             )
-        # 2. Check the size of what members train before it is allocated, as the record may name a huge rank.
+        # 2. Check the size of what members train before it is allocated, as the record may name a
+        #    huge rank.
         lora = lora_from_json(record["lora_config"])
         check_stored_size(4 * size * choose_trained(model, lora, outline=True).size, stored_bytes)
-        # 3. Build the policy set. Its micro-batches may be smaller than in the settings: they are halved if memory runs
-        #    out.
+        # 3. Build the policy set. Its micro-batches may be smaller than in the settings: they are
+        #    halved if memory runs out.
         observations, actions = (
             space_from_json(record[name], stored_bytes) if name in record else None
             for name in ("observation_space", "action_space")
@@ -615,7 +700,9 @@ class LanguageMembers:
             hp_config,
             base_fingerprint=actual,
             lora_config=lora,
-            start=StoredAdapter(lora_config=lora, tensors=constants) if constants and lora else None,
+            start=(
+                StoredAdapter(lora_config=lora, tensors=constants) if constants and lora else None
+            ),
             source=source,
             device=choose_device(accelerator, device),
             autocast=autocast_context(accelerator),
@@ -623,5 +710,7 @@ class LanguageMembers:
             action_space=actions,
             end_ids=[whole_between("end_ids", token, 0) for token in record["end_ids"]],
         )
-        members.bank.micro_batch_tokens = whole_between("micro_batch_tokens", record["micro_batch_tokens"], 1)
+        members.bank.micro_batch_tokens = whole_between(
+            "micro_batch_tokens", record["micro_batch_tokens"], 1
+        )
         return members

@@ -40,7 +40,8 @@ def repetitions(batch: Batch, members: Tensor) -> list[list[int]]:
     columns = (
         members[:, None],
         inputs.prompt_ids[:, None],
-        # Bits of the float, read as an integer: all columns fit into one integer matrix, and only equal floats match.
+        # Bits of the float, read as an integer: all columns fit into one integer matrix, and only
+        # equal floats match.
         inputs.temperature.double()[:, None].view(torch.long),
         torch.where(batch.present, batch.actions, -1),
         batch.action_mask,
@@ -48,7 +49,9 @@ def repetitions(batch: Batch, members: Tensor) -> list[list[int]]:
     )
     found: dict[bytes, list[int]] = {}
     groups: list[list[int]] = []
-    for number, row in enumerate(torch.cat([column.cpu().long() for column in columns], dim=1).numpy()):
+    for number, row in enumerate(
+        torch.cat([column.cpu().long() for column in columns], dim=1).numpy()
+    ):
         group = found.setdefault(row.tobytes(), [])
         groups.append([] if group else group)
         group.append(number)
@@ -56,7 +59,11 @@ def repetitions(batch: Batch, members: Tensor) -> list[list[int]]:
 
 
 def micro_batches(
-    order: Sequence[int], prefix_ids: Sequence[int], prefix_lengths: Sequence[int], lengths: Sequence[int], budget: int
+    order: Sequence[int],
+    prefix_ids: Sequence[int],
+    prefix_lengths: Sequence[int],
+    lengths: Sequence[int],
+    budget: int,
 ) -> list[list[int]]:
     """Split rows into parts with a limited padded size.
 
@@ -65,7 +72,8 @@ def micro_batches(
         prefix_ids: Prefix of each row, by row number.
         prefix_lengths: Tokens of each row's prefix.
         lengths: Tokens of each row after the prefix.
-        budget: Maximum tokens of a part: prefixes * longest prefix + rows * longest row. A single row may exceed it.
+        budget: Maximum tokens of a part: prefixes * longest prefix + rows * longest row. A single
+            row may exceed it.
 
     Returns:
         Row numbers of each part; concatenated they equal `order`.
@@ -90,7 +98,9 @@ def micro_batches(
     return parts
 
 
-def distinct_prefixes(member_ids: Tensor, prompt_ids: Tensor) -> tuple[list[tuple[int, int]], Tensor]:
+def distinct_prefixes(
+    member_ids: Tensor, prompt_ids: Tensor
+) -> tuple[list[tuple[int, int]], Tensor]:
     """Find the distinct (member, prompt) pairs of rows.
 
     Args:
@@ -100,7 +110,9 @@ def distinct_prefixes(member_ids: Tensor, prompt_ids: Tensor) -> tuple[list[tupl
     Returns:
         The pairs, sorted by member and then prompt; and `[n]` the index of each row's pair.
     """
-    pairs, inverse = torch.unique(torch.stack([member_ids, prompt_ids], 1), dim=0, return_inverse=True)
+    pairs, inverse = torch.unique(
+        torch.stack([member_ids, prompt_ids], 1), dim=0, return_inverse=True
+    )
     return list(map(tuple, pairs.tolist())), inverse
 
 

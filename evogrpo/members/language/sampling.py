@@ -28,7 +28,9 @@ from evogrpo.records import UNTRUNCATED, Rollout, SamplingBatch
 CACHED_TOKENS = 32_768
 """Maximum tokens in the KV cache of a wave, and again in the caches saved for the next turn."""
 CPU_ROWS, CPU_TOKENS = 128, 16_384
-"""On a CPU, waves stop growing at this many rows or tokens: twice as many are only 6 to 10 % faster."""
+"""On a CPU, waves stop growing at this many rows or tokens: twice as many are only 6 to 10 %
+faster.
+"""
 ROWS_OF_LOGITS = 128
 """Maximum rows whose logits exist at once."""
 COMPACT_BELOW = 0.75
@@ -92,17 +94,23 @@ class AdapterSampler(AdapterStates):
         """Do nothing: the bank samples with the weights it trains."""
 
     def sample(
-        self, rows: SamplingBatch, *, base: bool = False, on_finished: FinishedCallback | None = None
+        self,
+        rows: SamplingBatch,
+        *,
+        base: bool = False,
+        on_finished: FinishedCallback | None = None,
     ) -> Rollout:
         """Sample one completion per row; rows may be in any order.
 
-        A row continues from its saved KV cache if its weights are unchanged and its prompt and history extend the
-        cached tokens. All other rows start with a prefill.
+        A row continues from its saved KV cache if its weights are unchanged and its prompt and
+        history extend the cached tokens. All other rows start with a prefill.
 
         Args:
-            rows: Prompts, members and sampling options; without uniforms, torch's default generator draws them.
+            rows: Prompts, members and sampling options; without uniforms, torch's default generator
+                draws them.
             base: Sample from the base model and ignore `rows.member_ids`.
-            on_finished: Called once for each finished row; see `evogrpo.members.bank.FinishedCallback`.
+            on_finished: Called once for each finished row; see
+                `evogrpo.members.bank.FinishedCallback`.
 
         Returns:
             Completions in the order of `rows`, at most `rows.max_new_tokens` tokens each.
@@ -139,7 +147,9 @@ class AdapterSampler(AdapterStates):
         if kept is not None:
             saved = range(len(rows)) if rows.kept_rows is None else rows.kept_rows.tolist()
             prompts = [rows.prompts[prompt] for prompt in rows.prompt_ids.tolist()]
-            resumed = torch.tensor([kept.extends(*each) for each in zip(saved, prompts, versions, strict=True)])
+            resumed = torch.tensor(
+                [kept.extends(*each) for each in zip(saved, prompts, versions, strict=True)]
+            )
         # 3. Plan waves, sorted by member and prompt.
         waves: list[tuple[Tensor, CachedRows | None]] = []
         policy: PolicyVersion = "base" if base else "weights"
@@ -147,7 +157,9 @@ class AdapterSampler(AdapterStates):
             for group in self.split_passes(policy, pending.tolist(), rows.member_ids.tolist()):
                 count = math.ceil(len(group) / rows_at_once(width, model.device.type))
                 # `chunk` makes waves of equal sizes, at least one.
-                waves += [(wave, caches) for wave in (torch.tensor(group).chunk(count) if group else ())]
+                waves += [
+                    (wave, caches) for wave in (torch.tensor(group).chunk(count) if group else ())
+                ]
         # 4. Sample them.
         with torch.no_grad(), model.working(), model.autocast():
             sampler = _Sampler(self, policy, rows, on_finished)
@@ -182,7 +194,11 @@ class _Sampler:
     """
 
     def __init__(
-        self, bank: AdapterSampler, policy: PolicyVersion, rows: SamplingBatch, on_finished: FinishedCallback | None
+        self,
+        bank: AdapterSampler,
+        policy: PolicyVersion,
+        rows: SamplingBatch,
+        on_finished: FinishedCallback | None,
     ) -> None:
         self._bank = bank
         self._policy = policy
@@ -207,7 +223,8 @@ class _Sampler:
             self._prompts = None
         else:
             self._prompts = _padded_prompts(rows).to(device)
-        # Output: token ids, True for sampled tokens, log-probabilities in nats; True for rows reported as finished.
+        # Output: token ids, True for sampled tokens, log-probabilities in nats; True for rows
+        # reported as finished.
         self._actions = torch.full(shape, model.pad_id, dtype=torch.long, device=device)
         self._present = torch.zeros(shape, dtype=torch.bool, device=device)
         self._log_probs = torch.zeros(shape, device=device)
@@ -215,7 +232,9 @@ class _Sampler:
         self._caches: list[tuple[Tensor, Any]] = []  # row numbers and their saved caches
 
     def sample(self, wave: Tensor, kept: CachedRows | None, *, keep: bool) -> None:
-        """Sample the rows with these numbers together; if out of memory, sample the unfinished ones in halves.
+        """Sample the rows with these numbers together.
+
+        If out of memory, sample the unfinished ones in halves.
 
         Args:
             wave: Row numbers, sorted by member and prompt.
@@ -237,7 +256,11 @@ class _Sampler:
         # Rows already reported stay as they are; all others start again.
         del self._caches[saved:]
         rest = wave[~self._reported.cpu()[wave]]
-        self._actions[rest], self._present[rest], self._log_probs[rest] = self._model.pad_id, False, 0.0
+        self._actions[rest], self._present[rest], self._log_probs[rest] = (
+            self._model.pad_id,
+            False,
+            0.0,
+        )
         for half in rest.chunk(2) if len(rest) else ():
             self.sample(half, kept, keep=keep)
 
@@ -246,7 +269,11 @@ class _Sampler:
         exact = self._model.exact and self._rows.options == UNTRUNCATED
         ended = (self._present & torch.isin(self._actions, self._bank.end_ids)).any(1)
         rollout = Rollout(
-            actions=self._actions, present=self._present, log_probs=self._log_probs, truncated=~ended, exact=exact
+            actions=self._actions,
+            present=self._present,
+            log_probs=self._log_probs,
+            truncated=~ended,
+            exact=exact,
         )
         if not self._caches:
             return rollout
@@ -255,16 +282,23 @@ class _Sampler:
             part_of[numbers.cpu()], row_of[numbers.cpu()] = part, torch.arange(len(numbers))
         tokens = tuple(
             (*self._rows.prompts[prompt], *completion[:-1])
-            for prompt, completion in zip(self._rows.prompt_ids.tolist(), self._tokens(slice(None)), strict=True)
+            for prompt, completion in zip(
+                self._rows.prompt_ids.tolist(), self._tokens(slice(None)), strict=True
+            )
         )
         parts = tuple(cache for _, cache in self._caches)
-        kept = CachedRows(parts=parts, part_of=part_of, row_of=row_of, tokens=tokens, versions=tuple(versions))
+        kept = CachedRows(
+            parts=parts, part_of=part_of, row_of=row_of, tokens=tokens, versions=tuple(versions)
+        )
         return replace(rollout, kept=kept)
 
     def _tokens(self, numbers: Tensor | slice) -> list[list[int]]:
         """Return the token ids of some rows, without padding."""
         lengths = self._present[numbers].sum(1).tolist()
-        return [row[:length] for row, length in zip(self._actions[numbers].tolist(), lengths, strict=True)]
+        return [
+            row[:length]
+            for row, length in zip(self._actions[numbers].tolist(), lengths, strict=True)
+        ]
 
     def _prefill(self, wave: Tensor) -> Decoding:
         """Run each prompt once per member."""
@@ -276,7 +310,9 @@ class _Sampler:
         slots = [member for member, _ in pairs]
         prefix = self._model.prefix(prompts, slots, self._make_hook)
         room = rows.max_new_tokens - 1
-        return self._model.decode(prefix, prefix_of.to(device), members.to(device), room, self._make_hook)
+        return self._model.decode(
+            prefix, prefix_of.to(device), members.to(device), room, self._make_hook
+        )
 
     def _resume(self, wave: Tensor, kept: CachedRows) -> Decoding:
         """Run the tokens of each row that its saved cache does not contain."""
@@ -287,11 +323,18 @@ class _Sampler:
         else:
             saved = rows.kept_rows.cpu()[wave]
         prompts = [rows.prompts[prompt] for prompt in rows.prompt_ids.cpu()[wave].tolist()]
-        new = [prompt[len(kept.tokens[row]) :] for row, prompt in zip(saved.tolist(), prompts, strict=True)]
+        new = [
+            prompt[len(kept.tokens[row]) :]
+            for row, prompt in zip(saved.tolist(), prompts, strict=True)
+        ]
         members = rows.member_ids.cpu()[wave].to(device)
-        prefix = self._model.resume(kept.parts, kept.part_of[saved], kept.row_of[saved], new, members, self._make_hook)
+        prefix = self._model.resume(
+            kept.parts, kept.part_of[saved], kept.row_of[saved], new, members, self._make_hook
+        )
         prefix_of = torch.arange(len(wave), device=device)
-        return self._model.decode(prefix, prefix_of, members, rows.max_new_tokens - 1, self._make_hook)
+        return self._model.decode(
+            prefix, prefix_of, members, rows.max_new_tokens - 1, self._make_hook
+        )
 
     def _decode(self, decoding: Decoding, numbers: Tensor, keep: bool) -> None:
         """Sample tokens until each row ends or has the maximum number of tokens.
@@ -335,10 +378,13 @@ class _Sampler:
             last = step == width - 1
             if (step + 1) % check_every and not last:
                 continue
-            # 2. Check for finished rows. An unfinished row counts its fraction of the maximum length.
+            # 2. Check for finished rows. An unfinished row counts its fraction of the maximum
+            #    length.
             before = alive
             alive = int(live.sum())
-            self._counter.add((alive * (step + 1 - checked) + (before - alive) * (width - checked)) / width)
+            self._counter.add(
+                (alive * (step + 1 - checked) + (before - alive) * (width - checked)) / width
+            )
             checked = step + 1
             if self.on_finished is not None:
                 finished = numbers if last else numbers[~live]
@@ -348,7 +394,8 @@ class _Sampler:
             if alive == 0 or last:
                 save(torch.arange(len(numbers), device=model.device), step)
                 return
-            # 3. Remove finished rows. Some stay if matrix products of fewer rows would not be faster.
+            # 3. Remove finished rows. Some stay if matrix products of fewer rows would not be
+            #    faster.
             if padded_rows(alive) <= COMPACT_BELOW * len(numbers):
                 ended = (~live).nonzero()[:, 0]
                 staying = live.index_fill(0, ended[: padded_rows(alive) - alive], value=True)
@@ -366,7 +413,9 @@ class _Sampler:
         options = self._rows.options
         uniforms = self._uniforms[numbers, step]
         context = None
-        if self._prompts is not None:  # tokens so far, for the repetition penalty, padded with tokens of the prompt
+        if (
+            self._prompts is not None
+        ):  # tokens so far, for the repetition penalty, padded with tokens of the prompt
             prompts = self._prompts[numbers]
             completions = self._actions[numbers]
             past = torch.arange(completions.shape[1], device=hidden.device) < step
@@ -379,7 +428,9 @@ class _Sampler:
                 greedy = self._greedy[numbers[rows]]
                 # 1. Penalties, temperature, forbidden end tokens. The logits are overwritten.
                 if context is not None:
-                    logits = apply_repetition_penalty(logits, context[rows], options.repetition_penalty)
+                    logits = apply_repetition_penalty(
+                        logits, context[rows], options.repetition_penalty
+                    )
                 if self._scaled:
                     temperature = self._temperature[numbers[rows]]
                 else:
@@ -392,12 +443,16 @@ class _Sampler:
                 if self._all_greedy:
                     tokens[rows] = scaled.argmax(1)
                     continue
-                # 2. Truncate. amax is three times faster than argmax, so argmax runs only if a row is greedy.
+                # 2. Truncate. amax is three times faster than argmax, so argmax runs only if a row
+                #    is greedy.
                 best = scaled.argmax(1) if self._any_greedy else None
                 largest = scaled.amax(1)
                 if options != UNTRUNCATED:
-                    scaled = truncate_logits(scaled, top_k=options.top_k, top_p=options.top_p, min_p=options.min_p)
-                # 3. Draw. The inverse CDF is taken at u times the sum, so the weights need no normalisation.
+                    scaled = truncate_logits(
+                        scaled, top_k=options.top_k, top_p=options.top_p, min_p=options.min_p
+                    )
+                # 3. Draw. The inverse CDF is taken at u times the sum, so the weights need no
+                #    normalisation.
                 weights = scaled.sub_(largest[:, None]).exp_()
                 drawn = sample_inverse_cdf(weights, uniforms[rows])
                 drawn = drawn.clamp(max=weights.shape[1] - 1)  # a row of NaN points past the end

@@ -24,14 +24,16 @@ FLOAT = 4
 
 
 BITS: dict[str, float] = {"int8": 8.0, "nf4": 4.0 + 8 / 64 + 32 / (64 * 256)}
-"""Bits per weight. nf4 includes its scales: 8 bits per 64 weights, and 32 bits per 256 of these scales."""
+"""Bits per weight. nf4 includes its scales: 8 bits per 64 weights, and 32 bits per 256 of these
+scales.
+"""
 
 
 def learning_bytes(model: PreTrainedModel, tokens: int, logits_rows: int, precision: int) -> int:
     """Estimate the bytes of activations and logits of a micro-batch with gradients.
 
-    A layer stores about 12 hidden and 5 intermediate vectors per token, adapters included. Logits exist about three
-    times in float32.
+    A layer stores about 12 hidden and 5 intermediate vectors per token, adapters included. Logits
+    exist about three times in float32.
 
     Args:
         model: The base model, with or without weights.
@@ -40,7 +42,9 @@ def learning_bytes(model: PreTrainedModel, tokens: int, logits_rows: int, precis
         precision: Bytes per number in the base's compute precision.
     """
     widths = widths_of(model)
-    activations = tokens * widths.layers * (12 * widths.hidden + 5 * widths.intermediate) * precision
+    activations = (
+        tokens * widths.layers * (12 * widths.hidden + 5 * widths.intermediate) * precision
+    )
     return activations + logits_rows * widths.vocabulary * FLOAT * 3
 
 
@@ -66,7 +70,8 @@ class Widths(NamedTuple):
         hidden: Width of hidden states.
         intermediate: Width of the MLP, or inside a recurrent layer.
         keys: Width of a token's keys over all heads; 0 = no attention.
-        states: State size per channel of a recurrent layer; 1 if there is none or the config has no value.
+        states: State size per channel of a recurrent layer; 1 if there is none or the config has no
+            value.
         vocabulary: Number of logits.
     """
 
@@ -107,13 +112,15 @@ def widths_of(model: PreTrainedModel) -> Widths:
 def parameters_per_rank(model: PreTrainedModel, parts: int) -> int:
     """Return the maximum number of parameters in a rank's memory.
 
-    With several parts: its shard of every layer, everything outside the layers, and three full layers (one in use, the
-    next one, and a buffer to gather it).
+    With several parts: its shard of every layer, everything outside the layers, and three full
+    layers (one in use, the next one, and a buffer to gather it).
     """
     whole = sum(parameter.numel() for parameter in model.parameters())
     if parts == 1:
         return whole
-    layers = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers_of(model)]
+    layers = [
+        sum(parameter.numel() for parameter in layer.parameters()) for layer in layers_of(model)
+    ]
     return whole - sum(layers) + math.ceil(sum(layers) / parts) + 3 * max(layers)
 
 
@@ -141,7 +148,9 @@ def quantised_bytes(outline: PreTrainedModel, kind: str, compute: int) -> int:
     """
     head = outline.get_output_embeddings()
     narrow = sum(
-        module.weight.numel() for module in outline.modules() if isinstance(module, nn.Linear) and module is not head
+        module.weight.numel()
+        for module in outline.modules()
+        if isinstance(module, nn.Linear) and module is not head
     )
     rest = sum(values.numel() for values in outline.parameters()) - narrow
     return round(narrow * BITS[kind] / 8) + rest * compute
@@ -159,7 +168,9 @@ def size_for_memory(bank: AdapterBank, model: PreTrainedModel) -> int:
     size, (available, _) = MAX_TOKENS, device_memory(str(bank.base.device))
     if available is not None:
         state = sum(bank.state_tensor(0, name).nbytes for name in bank.state_keys)
-        left = available - base_bytes(model) - (bank.size + 1) * state  # all members and one gradient
+        left = (
+            available - base_bytes(model) - (bank.size + 1) * state
+        )  # all members and one gradient
         precision = next(model.parameters()).element_size()
         while size > MIN_TOKENS and MEMORY_SHARE * left < learning_bytes(
             model, size, min(size, bank.logits_rows), precision

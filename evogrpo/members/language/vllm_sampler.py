@@ -39,16 +39,21 @@ ROWS_PER_REQUEST = 512
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM accepts for --max-lora-rank."""
 PROBE, PROBE_ROWS, PROBE_TOKENS, PROBE_TEMPERATURE = tuple(range(32, 40)), 8, 16, 2.0
-"""Prompt, completions, their length and the temperature of the check at the start. A server that reports raw
-log-probabilities, those of temperature 1, is thereby detected."""
+"""Prompt, completions, their length and the temperature of the check at the start. A server that
+reports raw log-probabilities, those of temperature 1, is thereby detected.
+"""
 EXACT_DIFFERENCE, HALF_PRECISION_DIFFERENCE = 0.05, 0.5
-"""Largest mean difference between log-probabilities of server and trainer, in nats, by the precision of the base."""
+"""Largest mean difference between log-probabilities of server and trainer, in nats, by the
+precision of the base.
+"""
 
 MAX_ANSWER = 4 * 2**20
 """Maximum bytes of an answer, without the completions that were requested."""
 BYTES_PER_TOKEN, BYTES_PER_PROMPT_TOKEN = 512, 16
-"""Maximum average bytes of a token in an answer. A completion's token has an id, its text three times, and its
-log-probability twice; a prompt's token has an id. Runs of 128 spaces are the longest common tokens."""
+"""Maximum average bytes of a token in an answer. A completion's token has an id, its text three
+times, and its log-probability twice; a prompt's token has an id. Runs of 128 spaces are the longest
+common tokens.
+"""
 MAX_ERROR = 2000
 """Bytes that are read of an answer with an error."""
 
@@ -87,37 +92,44 @@ def vllm_command(
     if rank is None:
         raise ValueError(NO_FULL_WEIGHTS)
     if rank > LORA_RANKS[-1]:
-        raise ValueError(f"vLLM supports LoRA ranks up to {LORA_RANKS[-1]}, got {rank}. Use a smaller rank.")
+        raise ValueError(
+            f"vLLM supports LoRA ranks up to {LORA_RANKS[-1]}, got {rank}. Use a smaller rank."
+        )
     place = urllib.parse.urlsplit(url)
     largest = next(each for each in LORA_RANKS if each >= rank)
     return (
-        f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 python -m vllm.entrypoints.openai.api_server --model {shlex.quote(model)} "
-        f"--host {shlex.quote(place.hostname or '')} --port {place.port or 8000} --dtype {dtype} --enable-lora "
-        f"--max-loras {members} --max-lora-rank {largest} --logprobs-mode processed_logprobs --generation-config vllm"
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 python -m vllm.entrypoints.openai.api_server --model"
+        f" {shlex.quote(model)} --host {shlex.quote(place.hostname or '')} --port"
+        f" {place.port or 8000} --dtype {dtype} --enable-lora --max-loras {members} --max-lora-rank"
+        f" {largest} --logprobs-mode processed_logprobs --generation-config vllm"
     )
 
 
 class VLLMSampler:
     """Samples completions on vLLM servers over HTTP; see `evogrpo.members.bank.Sampler`.
 
-    Members are dealt out over the servers. Each server has the base model and one adapter per member. Changed adapters
-    are written to a new folder, and the server loads them under a new name, so cached prefixes of old weights are never
-    used. `Population.sample_with` connects the sampler and checks the servers. If VLLM_API_KEY is set, it is sent to
-    these addresses only: redirects and proxies are not followed.
+    Members are dealt out over the servers. Each server has the base model and one adapter per
+    member. Changed adapters are written to a new folder, and the server loads them under a new
+    name, so cached prefixes of old weights are never used. `Population.sample_with` connects the
+    sampler and checks the servers. If VLLM_API_KEY is set, it is sent to these addresses only:
+    redirects and proxies are not followed.
 
-    With several ranks, each has a sampler and requests its own completions. Rank 0 writes and loads the adapters.
+    With several ranks, each has a sampler and requests its own completions. Rank 0 writes and loads
+    the adapters.
 
     Args:
         url: Address of a server, such as "http://127.0.0.1:8000", or of several.
         adapters_dir: Folder for adapters. The servers must see it under the same path.
-        timeout: Seconds after which a request that fails or has no complete answer ends the run. A request is repeated
-            within this time; one attempt may take half of it.
+        timeout: Seconds after which a request that fails or has no complete answer ends the run. A
+            request is repeated within this time; one attempt may take half of it.
 
     Raises:
         ValueError: If an argument or VLLM_API_KEY is invalid.
     """
 
-    def __init__(self, url: str | Sequence[str], adapters_dir: str | Path, *, timeout: float = 600.0) -> None:
+    def __init__(
+        self, url: str | Sequence[str], adapters_dir: str | Path, *, timeout: float = 600.0
+    ) -> None:
         seconds = float(finite_number("timeout", timeout))
         if seconds <= 0:
             raise ValueError(f"timeout must be a positive number of seconds, got {seconds}.")
@@ -132,7 +144,9 @@ class VLLMSampler:
         self._id = uuid.uuid4().hex[:12]
         self._adapters_dir = expand_user(adapters_dir, "adapters_dir").absolute()
         self._bank: AdapterBank | None = None
-        self._versions: dict[int, int] = {}  # by slot, the bank's change counter of the newest adapter on the server
+        self._versions: dict[
+            int, int
+        ] = {}  # by slot, the bank's change counter of the newest adapter on the server
         weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
 
     @property
@@ -154,7 +168,11 @@ class VLLMSampler:
         self._versions = dict(enumerate(bank.changes))
         with ranks.section():
             for server in self._servers:
-                bases = [name for name, parent in server.models(threading.Event()).items() if parent is None]
+                bases = [
+                    name
+                    for name, parent in server.models(threading.Event()).items()
+                    if parent is None
+                ]
                 if not bases:
                     raise self._refused(server, "lists no base model")
                 server.base = bases[0]
@@ -164,7 +182,13 @@ class VLLMSampler:
             if ranks.is_rank_zero:
                 for slot in range(bank.size):
                     self._write(slot)
-                _run([partial(self._load, slot, version) for slot, version in self._versions.items()], NEVER)
+                _run(
+                    [
+                        partial(self._load, slot, version)
+                        for slot, version in self._versions.items()
+                    ],
+                    NEVER,
+                )
 
     def sync(self, slots: Sequence[int]) -> None:
         """Load the adapters of these slots again, if their weights have changed.
@@ -182,7 +206,11 @@ class VLLMSampler:
         self._versions.update({slot: bank.changes[slot] for slot in changed})
 
     def sample(
-        self, rows: SamplingBatch, *, base: bool = False, on_finished: FinishedCallback | None = None
+        self,
+        rows: SamplingBatch,
+        *,
+        base: bool = False,
+        on_finished: FinishedCallback | None = None,
     ) -> Rollout:
         """Sample one completion per row, in one request per member and temperature.
 
@@ -201,7 +229,10 @@ class VLLMSampler:
         requests: list[_Request] = []
         for (slot, _), numbers in groups.items():
             # All servers have the base, so they share its rows.
-            size = min(ROWS_PER_REQUEST, math.ceil(len(numbers) / len(self._servers)) if base else len(numbers))
+            size = min(
+                ROWS_PER_REQUEST,
+                math.ceil(len(numbers) / len(self._servers)) if base else len(numbers),
+            )
             for start in range(0, len(numbers), size):
                 server = self._server_of(start // size if slot is None else slot)
                 requests.append((server, slot, numbers[start : start + size]))
@@ -227,15 +258,21 @@ class VLLMSampler:
         tensors, config = bank.peft_files(slot)
         folder = self._folder / self._name(slot, bank.changes[slot])
         folder.mkdir(parents=True, exist_ok=True)
-        save_file({name: value.contiguous() for name, value in tensors.items()}, folder / "adapter_model.safetensors")
+        save_file(
+            {name: value.contiguous() for name, value in tensors.items()},
+            folder / "adapter_model.safetensors",
+        )
         (folder / "adapter_config.json").write_bytes(config)
 
     def _replace(self, slot: int, version: int, ended: threading.Event) -> None:
         """Unload a member's old adapter and load the new one."""
         old = self._name(slot, self._versions[slot])
-        # `load_inplace` is not used: vLLM stores it with the adapter and then reads the files again for every batch.
-        # An old adapter that is missing was evicted, or lost in a restart; both are fine.
-        self._server_of(slot).call("/v1/unload_lora_adapter", {"lora_name": old}, ended=ended, final=True)
+        # `load_inplace` is not used: vLLM stores it with the adapter and then reads the files again
+        # for every batch. An old adapter that is missing was evicted, or lost in a restart; both
+        # are fine.
+        self._server_of(slot).call(
+            "/v1/unload_lora_adapter", {"lora_name": old}, ended=ended, final=True
+        )
         self._load(slot, version, ended)
         self._versions[slot] = version
         shutil.rmtree(self._folder / old, ignore_errors=True)
@@ -247,7 +284,9 @@ class VLLMSampler:
         status, content = server.call("/v1/load_lora_adapter", body, ended=ended, final=True)
         # A repeated request fails if the first one was carried out.
         if status != http.HTTPStatus.OK and name not in server.models(ended):
-            raise self._refused(server, f"did not load {body['lora_path']}: {server.shown(content)}")
+            raise self._refused(
+                server, f"did not load {body['lora_path']}: {server.shown(content)}"
+            )
 
     def _check_log_probs(self, server: "_Server") -> None:
         """Sample a text from the base on the server, and score it with the trainer."""
@@ -262,7 +301,7 @@ class VLLMSampler:
             max_new_tokens=PROBE_TOKENS,
         )
         # All ranks score the tokens that rank 0 gets.
-        (rollout, *_) = bank.processes.run_section(
+        rollout, *_ = bank.processes.run_section(
             lambda: self._sample(rows, [(server, None, list(range(PROBE_ROWS)))], None)
         )
         # 2. Score the same tokens.
@@ -271,7 +310,10 @@ class VLLMSampler:
         zeros = zeros.to(device)
         batch = Batch(
             inputs=TokenInputs(
-                prompts=rows.prompts, prompt_ids=zeros, temperature=rows.temperature.to(device), min_new_tokens=0
+                prompts=rows.prompts,
+                prompt_ids=zeros,
+                temperature=rows.temperature.to(device),
+                min_new_tokens=0,
             ),
             actions=rollout.actions.to(device),
             present=present,
@@ -287,9 +329,10 @@ class VLLMSampler:
         if difference > (EXACT_DIFFERENCE if exact else HALF_PRECISION_DIFFERENCE):
             raise self._refused(
                 server,
-                f"serves {printable(shorten(server.base, 200))} with log-probabilities that differ from those of the "
-                f"trainer's base model by {difference:.3g} nats on average. Serve the same model"
-                f"{' in float32' if exact else ''}, with --logprobs-mode processed_logprobs",
+                f"serves {printable(shorten(server.base, 200))} with log-probabilities that differ"
+                f" from those of the trainer's base model by {difference:.3g} nats on average."
+                f" Serve the same model{' in float32' if exact else ''}, with --logprobs-mode"
+                " processed_logprobs",
             )
 
     def _refused(self, server: "_Server", problem: str) -> VLLMError:
@@ -311,7 +354,10 @@ class VLLMSampler:
     # ---- completions
 
     def _sample(
-        self, rows: SamplingBatch, requests: "Sequence[_Request]", on_finished: FinishedCallback | None
+        self,
+        rows: SamplingBatch,
+        requests: "Sequence[_Request]",
+        on_finished: FinishedCallback | None,
     ) -> Rollout:
         """Send the requests and collect the completions."""
         bank = self._connected()
@@ -327,7 +373,9 @@ class VLLMSampler:
                 length = lengths[row] = len(choice.token_ids)
                 actions[row, :length] = torch.tensor(choice.token_ids)
                 if rows.temperature[row]:  # a greedy token is certain
-                    log_probs[row, :length] = torch.tensor(choice.logprobs.token_logprobs).clamp(max=0.0)
+                    log_probs[row, :length] = torch.tensor(choice.logprobs.token_logprobs).clamp(
+                        max=0.0
+                    )
             counter.add(len(numbers))
             if on_finished is not None:
                 on_finished(numbers, [choice.token_ids for choice in choices])
@@ -335,10 +383,17 @@ class VLLMSampler:
         _run([partial(self._complete, rows, *request) for request in requests], rows.stop, collect)
         present = torch.arange(width) < lengths[:, None]
         ended = (torch.isin(actions, bank.end_ids.cpu()) & present).any(1)
-        return Rollout(actions=actions, present=present, log_probs=log_probs, truncated=~ended, exact=False)
+        return Rollout(
+            actions=actions, present=present, log_probs=log_probs, truncated=~ended, exact=False
+        )
 
     def _complete(
-        self, rows: SamplingBatch, server: "_Server", slot: int | None, numbers: Sequence[int], ended: threading.Event
+        self,
+        rows: SamplingBatch,
+        server: "_Server",
+        slot: int | None,
+        numbers: Sequence[int],
+        ended: threading.Event,
     ) -> "list[_Choice]":
         """Return the completions of some rows, all of one member (None: the base) and temperature."""
         # 1. Send the request; load the adapter again if the server was restarted.
@@ -355,7 +410,10 @@ class VLLMSampler:
         longest = rows.max_new_tokens
         body: dict[str, Any] = {
             "model": name,
-            "prompt": [[*rows.prompts[ids[row]], *(() if histories is None else histories[row])] for row in numbers],
+            "prompt": [
+                [*rows.prompts[ids[row]], *(() if histories is None else histories[row])]
+                for row in numbers
+            ],
             "max_tokens": longest,
             "min_tokens": shortest,
             "temperature": float(rows.temperature[numbers[0]]),
@@ -369,11 +427,16 @@ class VLLMSampler:
             "stop_token_ids": ends,
             "logprobs": 0,  # of the sampled tokens only
             "return_token_ids": True,
-            # A prefix cached with old weights is never used. vLLM refuses salts with a slash, as names of bases have.
+            # A prefix cached with old weights is never used. vLLM refuses salts with a slash, as
+            # names of bases have.
             "cache_salt": self._id if slot is None else name,
         }
         prompt_tokens = sum(map(len, body["prompt"]))
-        limit = MAX_ANSWER + prompt_tokens * BYTES_PER_PROMPT_TOKEN + len(numbers) * longest * BYTES_PER_TOKEN
+        limit = (
+            MAX_ANSWER
+            + prompt_tokens * BYTES_PER_PROMPT_TOKEN
+            + len(numbers) * longest * BYTES_PER_TOKEN
+        )
         status, content = server.call("/v1/completions", body, ended=ended, limit=limit)
         if status == http.HTTPStatus.NOT_FOUND and slot is not None:
             self._load(slot, self._versions[slot], ended)
@@ -385,13 +448,19 @@ class VLLMSampler:
         class Completions(BaseModel):
             choices: Annotated[list[_Choice], Field(max_length=len(numbers), fail_fast=True)]
 
-        choices = sorted(server.parsed(Completions, content).choices, key=lambda choice: choice.index)
+        choices = sorted(
+            server.parsed(Completions, content).choices, key=lambda choice: choice.index
+        )
         if [choice.index for choice in choices] != list(range(len(numbers))):
-            raise VLLMError(f"{server.url} returned {len(choices)} completions for {len(numbers)} prompts.")
+            raise VLLMError(
+                f"{server.url} returned {len(choices)} completions for {len(numbers)} prompts."
+            )
         vocabulary = vocabulary_of(bank.base.model)
         for choice, prompt in zip(choices, body["prompt"], strict=True):
             if choice.prompt_token_ids not in (None, prompt):
-                raise VLLMError(f"{server.url} returned the completions in another order than the prompts.")
+                raise VLLMError(
+                    f"{server.url} returned the completions in another order than the prompts."
+                )
             tokens = choice.token_ids
             values = choice.logprobs.token_logprobs
             places = [place for place, token in enumerate(tokens) if token in ends]
@@ -402,9 +471,9 @@ class VLLMSampler:
                 whole = shortest <= places[0] == len(tokens) - 1 < longest
             if len(values) != len(tokens) or max(tokens) >= vocabulary or not whole:
                 raise VLLMError(
-                    f"{server.url} returned a completion of {len(tokens)} tokens, {len(values)} log-probabilities and "
-                    f"end tokens at {places}, but {shortest} to {longest} tokens up to the first end token were "
-                    "requested. Check its --max-model-len."
+                    f"{server.url} returned a completion of {len(tokens)} tokens, {len(values)}"
+                    f" log-probabilities and end tokens at {places}, but {shortest} to {longest}"
+                    " tokens up to the first end token were requested. Check its --max-model-len."
                 )
         return choices
 
@@ -455,7 +524,8 @@ class _Server:
         # 1. Check the address. One with a password or a query is not shown.
         if isinstance(url, str) and set(url) & set("@?#"):
             raise ValueError(
-                "url must have no user name, password, query or fragment. Set VLLM_API_KEY to the key of the server."
+                "url must have no user name, password, query or fragment. Set VLLM_API_KEY to the"
+                " key of the server."
             )
         if isinstance(url, str):
             match = _URL.fullmatch(url)
@@ -470,7 +540,10 @@ class _Server:
         # 2. Read the key. http.client would show an invalid one in its error.
         self._key = os.environ.get("VLLM_API_KEY", "")
         if not re.fullmatch("[!-~]*", self._key):
-            raise ValueError("VLLM_API_KEY must consist of visible ASCII characters, without spaces or line breaks.")
+            raise ValueError(
+                "VLLM_API_KEY must consist of visible ASCII characters, without spaces or line"
+                " breaks."
+            )
 
     def call(
         self,
@@ -491,7 +564,8 @@ class _Server:
             limit: Maximum bytes of the answer.
 
         Raises:
-            VLLMError: If there is no whole answer in time, it is too large, or the server redirects to another address.
+            VLLMError: If there is no whole answer in time, it is too large, or the server redirects
+                to another address.
         """
         sent = None if body is None else json.dumps(body).encode()
         deadline = time.monotonic() + self._timeout
@@ -510,21 +584,26 @@ class _Server:
                 problem = str(error) or type(error).__name__
             if deadline - time.monotonic() < pause or ended.wait(pause):
                 raise VLLMError(
-                    f"The vLLM server at {self.url} gave no answer within {self._timeout:g} seconds "
-                    f"({self.shown(problem.encode(errors='replace'))}). Start it again, or raise timeout."
+                    f"The vLLM server at {self.url} gave no answer within {self._timeout:g} seconds"
+                    f" ({self.shown(problem.encode(errors='replace'))}). Start it again, or raise"
+                    " timeout."
                 )
             pause = min(2 * pause, 2.0)
 
-    def _exchange(self, path: str, body: bytes | None, seconds: float, limit: int) -> tuple[int, bytes]:
+    def _exchange(
+        self, path: str, body: bytes | None, seconds: float, limit: int
+    ) -> tuple[int, bytes]:
         """Send a request once and return status and content of the answer.
 
-        Neither redirects nor proxies of the environment are followed: they would hand the key to another host.
+        Neither redirects nor proxies of the environment are followed: they would hand the key to
+        another host.
 
         Args:
             path: Path of the endpoint.
             body: Content of a POST; None = GET.
             seconds: Time for the whole exchange.
-            limit: Maximum bytes of the answer. Of an answer with an error, the beginning is returned.
+            limit: Maximum bytes of the answer. Of an answer with an error, the beginning is
+                returned.
 
         Raises:
             VLLMError: If the answer is a redirect or too large.
@@ -539,7 +618,9 @@ class _Server:
         headers = {"Content-Type": "application/json", "Connection": "close"}
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
-        with closing(connect(self._place.hostname or "", self._place.port, timeout=seconds)) as connection:
+        with closing(
+            connect(self._place.hostname or "", self._place.port, timeout=seconds)
+        ) as connection:
             connection.connect()
             connection.response_class = partial(_Response, deadline=deadline)  # type: ignore[assignment]
             connection.sock.settimeout(max(0.1, deadline - time.monotonic()))
@@ -550,8 +631,8 @@ class _Server:
                 status = response.status
                 if http.HTTPStatus.MULTIPLE_CHOICES <= status < http.HTTPStatus.BAD_REQUEST:
                     raise VLLMError(
-                        f"{self.url} answered with a redirect (status {status}), which is not followed. Use the final "
-                        "address of the server."
+                        f"{self.url} answered with a redirect (status {status}), which is not"
+                        " followed. Use the final address of the server."
                     )
                 if status != http.HTTPStatus.OK:
                     limit = MAX_ERROR
@@ -562,14 +643,18 @@ class _Server:
                     raise http.client.IncompleteRead(b"", response.length)
         # 3. Check its size.
         if len(content) > limit and status == http.HTTPStatus.OK:
-            raise VLLMError(f"{self.url} returned more than {limit:,} bytes, the most that the request allows.")
+            raise VLLMError(
+                f"{self.url} returned more than {limit:,} bytes, the most that the request allows."
+            )
         return status, bytes(content[:limit])
 
     def models(self, ended: threading.Event) -> dict[str, str | None]:
         """Return the names of all models of the server, each with its parent; a base has None."""
         status, content = self.call("/v1/models", ended=ended)
         if status != http.HTTPStatus.OK:
-            raise VLLMError(f"{self.url} refused to list its models (status {status}): {self.shown(content)}")
+            raise VLLMError(
+                f"{self.url} refused to list its models (status {status}): {self.shown(content)}"
+            )
         return {model.id: model.parent for model in self.parsed(_Models, content).data}
 
     def parsed(self, kind: type[T], content: bytes) -> T:
@@ -579,12 +664,15 @@ class _Server:
         except ValidationError as error:
             first = error.errors(include_url=False, include_context=False, include_input=False)[0]
             raise VLLMError(
-                f"{self.url} returned an invalid answer: {'.'.join(map(str, first['loc']))} {first['msg']}, in "
-                f"{self.shown(content)}. vLLM 0.10.2 or newer is needed."
+                f"{self.url} returned an invalid answer: {'.'.join(map(str, first['loc']))}"
+                f" {first['msg']}, in {self.shown(content)}. vLLM 0.10.2 or newer is needed."
             ) from None
 
     def shown(self, content: bytes) -> str:
-        """Return an answer, which is untrusted text, shortened and printable. A key that it repeats is left out."""
+        """Return an answer, which is untrusted text, shortened and printable.
+
+        A key that it repeats is left out.
+        """
         text = content[:MAX_ERROR].decode(errors="replace")
         if self._key:
             text = text.replace(self._key, "…")
@@ -592,7 +680,10 @@ class _Server:
 
 
 class _Response(http.client.HTTPResponse):
-    """HTTP response that must be complete before a deadline; a timeout of the socket limits each packet only."""
+    """HTTP response that must be complete before a deadline.
+
+    A timeout of the socket limits each packet only.
+    """
 
     def __init__(self, sock: socket.socket, *args: Any, deadline: float, **options: Any) -> None:
         super().__init__(sock, *args, **options)
@@ -628,7 +719,9 @@ def _run(
     stop: Stop,
     on_result: Callable[[int, Any], object] = lambda number, result: None,
 ) -> None:
-    """Run tasks in threads; the first error, or a stop, is raised at once, and the other threads are left to end.
+    """Run tasks in threads.
+
+    The first error, or a stop, is raised at once, and the other threads are left to end.
 
     Args:
         tasks: Functions of an event that is set when their results are no longer needed.
@@ -645,7 +738,9 @@ def _run(
             results.put((number, None, error))
 
     for number, task in enumerate(tasks):
-        threading.Thread(target=work, args=(number, task), daemon=True, name=f"vllm {number}").start()
+        threading.Thread(
+            target=work, args=(number, task), daemon=True, name=f"vllm {number}"
+        ).start()
     try:
         waiting = len(tasks)
         while waiting:

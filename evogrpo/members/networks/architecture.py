@@ -20,10 +20,14 @@ Convolution = tuple[_Units, _Units, _Units]
 """(channels, kernel size, stride)."""
 
 Parameters = dict[str, Tensor]
-"""One member's parameters by name: "hidden0.weight" `[in, out]`, "hidden0.bias" `[out]`, ..., "output.weight", ..."""
+"""One member's parameters by name: "hidden0.weight" `[in, out]`, "hidden0.bias" `[out]`, ...,
+"output.weight", ...
+"""
 
 StateParameters = dict[str, Parameters]
-"""Parameters by name of a train state's tensors: "weights", "exp_avg", "exp_avg_sq", perhaps "reference"."""
+"""Parameters by name of a train state's tensors: "weights", "exp_avg", "exp_avg_sq", perhaps
+"reference".
+"""
 
 MOMENTS = {"exp_avg": 1, "exp_avg_sq": 2}  # each is an average of this power of the gradient
 TANH_SCALE = 0.25  # tanh(x / 4) * 4 is x to 2 % at |x| = 1
@@ -36,10 +40,11 @@ class NetworkConfig:
     Attributes:
         hidden: Units of each hidden layer; () is a linear policy.
         activation: Activation after each hidden layer.
-        convolutions: (channels, kernel size, stride) of the first layers on each image, each followed by a ReLU. None
-            chooses them by the image's size. No effect on observations without images.
-        log_std: Logarithm of a Gaussian policy's initial standard deviation, in units of half the action's range if
-            that is bounded. No effect on discrete actions.
+        convolutions: (channels, kernel size, stride) of the first layers on each image, each
+            followed by a ReLU. None chooses them by the image's size. No effect on observations
+            without images.
+        log_std: Logarithm of a Gaussian policy's initial standard deviation, in units of half the
+            action's range if that is bounded. No effect on discrete actions.
 
     Raises:
         ValueError: If a value is of the wrong type or out of range.
@@ -85,16 +90,23 @@ class ArchitectureLimits:
 
     def __post_init__(self) -> None:
         if self.min_layers > self.max_layers:
-            raise ValueError(f"min_layers must be at most max_layers, got {self.min_layers} and {self.max_layers}.")
+            raise ValueError(
+                f"min_layers must be at most max_layers, got {self.min_layers} and"
+                f" {self.max_layers}."
+            )
         if self.min_units > self.max_units:
-            raise ValueError(f"min_units must be at most max_units, got {self.min_units} and {self.max_units}.")
+            raise ValueError(
+                f"min_units must be at most max_units, got {self.min_units} and {self.max_units}."
+            )
 
 
 class NothingToChangeError(ValueError):
     """The limits allow no change of an architecture."""
 
 
-def mutate_architecture(config: NetworkConfig, limits: ArchitectureLimits, rng: np.random.Generator) -> NetworkConfig:
+def mutate_architecture(
+    config: NetworkConfig, limits: ArchitectureLimits, rng: np.random.Generator
+) -> NetworkConfig:
     """Add or remove a layer, change the units of a layer, or change the activation.
 
     All possible kinds of change are equally likely, and so are all changes of the chosen kind.
@@ -117,7 +129,11 @@ def mutate_architecture(config: NetworkConfig, limits: ArchitectureLimits, rng: 
     def propose(kind: str, **fields: Any) -> None:
         kinds.setdefault(kind, []).append(replace(config, **fields))
 
-    if hidden and len(hidden) < limits.max_layers and limits.min_units <= hidden[-1] <= limits.max_units:
+    if (
+        hidden
+        and len(hidden) < limits.max_layers
+        and limits.min_units <= hidden[-1] <= limits.max_units
+    ):
         propose("add layer", hidden=(*hidden, hidden[-1]))
     if len(hidden) > limits.min_layers:
         propose("remove layer", hidden=hidden[:-1])
@@ -126,7 +142,9 @@ def mutate_architecture(config: NetworkConfig, limits: ArchitectureLimits, rng: 
             if units + step <= limits.max_units:
                 propose("add units", hidden=(*hidden[:layer], units + step, *hidden[layer + 1 :]))
             if units - step >= limits.min_units:
-                propose("remove units", hidden=(*hidden[:layer], units - step, *hidden[layer + 1 :]))
+                propose(
+                    "remove units", hidden=(*hidden[:layer], units - step, *hidden[layer + 1 :])
+                )
     for activation in limits.activations if hidden else ():  # a linear policy has none
         if activation != config.activation:
             propose("activation", activation=activation)
@@ -138,13 +156,16 @@ def mutate_architecture(config: NetworkConfig, limits: ArchitectureLimits, rng: 
     return choices[int(rng.integers(len(choices)))]
 
 
-def morph(state: StateParameters, old: NetworkConfig, new: NetworkConfig, rng: np.random.Generator) -> StateParameters:
+def morph(
+    state: StateParameters, old: NetworkConfig, new: NetworkConfig, rng: np.random.Generator
+) -> StateParameters:
     """Convert the parameters of a train state to another architecture.
 
-    Layers are added and removed after the last hidden layer, then each layer gets its new number of units. Adding
-    preserves the network's function: exactly for units, and for layers with "relu" and "elu"; to about 2 % of the last
-    hidden layer's values with "tanh". Removing units or layers and changing the activation do not preserve it. AdamW's
-    moments are kept for weights that stay and are 0 for new ones.
+    Layers are added and removed after the last hidden layer, then each layer gets its new number of
+    units. Adding preserves the network's function: exactly for units, and for layers with "relu"
+    and "elu"; to about 2 % of the last hidden layer's values with "tanh". Removing units or layers
+    and changing the activation do not preserve it. AdamW's moments are kept for weights that stay
+    and are 0 for new ones.
 
     Args:
         state: Parameters of weights, moments and reference; not changed.
@@ -156,15 +177,18 @@ def morph(state: StateParameters, old: NetworkConfig, new: NetworkConfig, rng: n
         The parameters for the new architecture.
 
     Raises:
-        ValueError: If the architectures differ in more than hidden layers and activation, or exactly one of them is
-            linear.
+        ValueError: If the architectures differ in more than hidden layers and activation, or
+            exactly one of them is linear.
 
     Source: Net2Net (arXiv:1511.05641).
     """
     if replace(old, hidden=new.hidden, activation=new.activation) != new:
         raise ValueError(f"only hidden and activation can change, got {old} and {new}.")
     if bool(old.hidden) != bool(new.hidden):
-        raise ValueError(f"hidden cannot change between a linear policy and layers, got {old.hidden} and {new.hidden}.")
+        raise ValueError(
+            f"hidden cannot change between a linear policy and layers, got {old.hidden} and"
+            f" {new.hidden}."
+        )
     # 1. Remove or add layers at the end; a new layer has as many units as the one before it.
     sizes = list(old.hidden)
     while len(sizes) > len(new.hidden):
@@ -186,13 +210,17 @@ def morph(state: StateParameters, old: NetworkConfig, new: NetworkConfig, rng: n
     return state
 
 
-def add_units(state: StateParameters, layer: str, after: str, count: int, rng: np.random.Generator) -> StateParameters:
+def add_units(
+    state: StateParameters, layer: str, after: str, count: int, rng: np.random.Generator
+) -> StateParameters:
     """Add units with random incoming and zero outgoing weights, which preserves the function."""
     fan_in = state["weights"][f"{layer}.weight"].shape[0]
     drawn = torch.from_numpy(rng.standard_normal((fan_in, count), dtype=np.float32)) / fan_in**0.5
     changed = {}
     for name, parameters in state.items():
-        weight, bias, out = (parameters[key] for key in (f"{layer}.weight", f"{layer}.bias", f"{after}.weight"))
+        weight, bias, out = (
+            parameters[key] for key in (f"{layer}.weight", f"{layer}.bias", f"{after}.weight")
+        )
         new = torch.zeros_like(drawn) if name in MOMENTS else drawn
         changed[name] = parameters | {
             f"{layer}.weight": torch.cat([weight, new.to(weight)], 1),
@@ -207,12 +235,14 @@ def keep_units(state: StateParameters, layer: str, after: str, count: int) -> St
     strength = torch.linalg.vector_norm(state["weights"][f"{after}.weight"], dim=1)
     kept = torch.argsort(strength, descending=True, stable=True)[:count].sort().values
     return {
-        name: parameters
-        | {
-            f"{layer}.weight": parameters[f"{layer}.weight"][:, kept],
-            f"{layer}.bias": parameters[f"{layer}.bias"][kept],
-            f"{after}.weight": parameters[f"{after}.weight"][kept],
-        }
+        name: (
+            parameters
+            | {
+                f"{layer}.weight": parameters[f"{layer}.weight"][:, kept],
+                f"{layer}.bias": parameters[f"{layer}.bias"][kept],
+                f"{after}.weight": parameters[f"{after}.weight"][kept],
+            }
+        )
         for name, parameters in state.items()
     }
 
@@ -220,8 +250,9 @@ def keep_units(state: StateParameters, layer: str, after: str, count: int) -> St
 def add_layer(state: StateParameters, depth: int, activation: Activation) -> StateParameters:
     """Add an identity layer after the last of `depth` hidden layers.
 
-    Values h after a ReLU are at least 0, so relu(h) = h. After an ELU they are above -1, so elu(h + 1) = h + 1; the
-    output bias subtracts the sum of the weights, which cancels the 1. After tanh, tanh(h / 4) * 4 is approximately h.
+    Values h after a ReLU are at least 0, so relu(h) = h. After an ELU they are above -1, so elu(h +
+    1) = h + 1; the output bias subtracts the sum of the weights, which cancels the 1. After tanh,
+    tanh(h / 4) * 4 is approximately h.
     """
     scale, shift = (TANH_SCALE, 0.0) if activation == "tanh" else (1.0, float(activation == "elu"))
     changed = {}
@@ -255,6 +286,8 @@ def remove_layer(state: StateParameters, depth: int) -> StateParameters:
         if name in MOMENTS:
             changed[name] = kept | {"output.weight": torch.zeros_like(product)}
         else:
-            bias = parameters[f"{last}.bias"] @ parameters["output.weight"] + parameters["output.bias"]
+            bias = (
+                parameters[f"{last}.bias"] @ parameters["output.weight"] + parameters["output.bias"]
+            )
             changed[name] = kept | {"output.weight": product, "output.bias": bias}
     return changed

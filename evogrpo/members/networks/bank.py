@@ -17,26 +17,35 @@ from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.members.bank import LossFunction, PolicyVersion, Update
 from evogrpo.members.networks.distributions import MASKED_LOGIT
 from evogrpo.members.networks.networks import ModuleNetwork
-from evogrpo.members.networks.train_states import IntArray, Layout, Stack, StackedTrainStates, lay_out
+from evogrpo.members.networks.train_states import (
+    IntArray,
+    Layout,
+    Stack,
+    StackedTrainStates,
+    lay_out,
+)
 from evogrpo.records import Batch, SampledActions, map_tensors
 
 Layouts = list[tuple[Stack, Layout]]
 MIN_MEMORY = 1024  # bytes; below it, running out of memory is an error
 
 Read = Callable[[Batch, Tensor | None, Tensor], Sequence[Tensor]]
-"""(rows, positions in `[n * t]` or None for all in order, network outputs `[c, o]` there) -> values `[c, ...]`."""
+"""(rows, positions in `[n * t]` or None for all in order, network outputs `[c, o]` there) -> values
+`[c, ...]`.
+"""
 
 
 class StackedBank(StackedTrainStates):
     """Small networks of all members, each with its own weights, computed together.
 
-    Members with one architecture are rows of one stack, and each method computes a stack in batched products. On the
-    CPU acting is numpy: a call takes half as long as in torch.
+    Members with one architecture are rows of one stack, and each method computes a stack in batched
+    products. On the CPU acting is numpy: a call takes half as long as in torch.
 
     Args:
         observation_space: Observation space of the members.
         action_space: Action space of the members.
-        memory: Approximate maximum of bytes that one forward pass with gradients keeps. Halved when out of memory.
+        memory: Approximate maximum of bytes that one forward pass with gradients keeps. Halved when
+            out of memory.
         options: Further arguments of `StackedTrainStates`.
 
     Attributes:
@@ -62,7 +71,9 @@ class StackedBank(StackedTrainStates):
         network = self.locate(slot)[0].network
         if isinstance(network, ModuleNetwork):
             return f"{network.name}, a module of your own"
-        return f"{'convolutions, then ' if network.encoder.images else ''}{network.config.description}"
+        return (
+            f"{'convolutions, then ' if network.encoder.images else ''}{network.config.description}"
+        )
 
     # ---- acting
 
@@ -85,18 +96,25 @@ class StackedBank(StackedTrainStates):
         parts = []
         # Weights that are not finite give no warning here: their member fails when it learns.
         with np.errstate(all="ignore"):
-            # 1. Distribution parameters `[c, o]` of each layout's rows, in numpy where that is faster.
+            # 1. Distribution parameters `[c, o]` of each layout's rows, in numpy where that is
+            #    faster.
             for stack, layout in layouts:
                 if stack.reads_features and self.device.type == "cpu":
-                    features = np.asarray(observations, dtype=np.float32).reshape(len(member_ids), -1)
-                    all_in_order = layout.in_order and layout.index.size == len(member_ids)  # needs no gathering
+                    features = np.asarray(observations, dtype=np.float32).reshape(
+                        len(member_ids), -1
+                    )
+                    all_in_order = layout.in_order and layout.index.size == len(
+                        member_ids
+                    )  # needs no gathering
                     if all_in_order:
                         features = features.reshape(*layout.index.shape, -1)
                     else:
                         features = features[layout.index]
                     outputs = stack.outputs_in_numpy(layout.rows, features)
                 else:
-                    laid_out = map_tensors(to_tensors(observations), itemgetter(torch.from_numpy(layout.index)))
+                    laid_out = map_tensors(
+                        to_tensors(observations), itemgetter(torch.from_numpy(layout.index))
+                    )
                     outputs = stack.outputs("weights", layout.rows, laid_out).cpu().numpy()
                 outputs = outputs.reshape(-1, outputs.shape[2])
                 parts.append(outputs if layout.real is None else outputs[layout.real])
@@ -107,13 +125,16 @@ class StackedBank(StackedTrainStates):
                 for (_, layout), part in zip(layouts, parts, strict=True):
                     outputs[layout.items] = part
             # 3. Actions.
-            actions, log_probs = self.distribution.sample(outputs, uniforms, temperature, action_mask)
+            actions, log_probs = self.distribution.sample(
+                outputs, uniforms, temperature, action_mask
+            )
         return SampledActions(actions=actions, log_probs=log_probs)
 
     def _layouts(self, purpose: str, slots: IntArray, *, base: bool) -> Layouts:
         """Lay items out by stack and member; under the base policy all are items of one member.
 
-        Environments and optimizer steps often repeat the same slots, so the latest layouts of each purpose are cached.
+        Environments and optimizer steps often repeat the same slots, so the latest layouts of each
+        purpose are cached.
         """
         key = (self.version, base)
         cached = self._layout_cache.get(purpose)
@@ -125,7 +146,10 @@ class StackedBank(StackedTrainStates):
                 for number, stack in enumerate(self.stacks):
                     items = np.flatnonzero(self._stack_of[slots] == number)
                     rows = self._row_of[slots[items]]
-                    layouts += [(stack, replace(layout, index=items[layout.index])) for layout in lay_out(rows)]
+                    layouts += [
+                        (stack, replace(layout, index=items[layout.index]))
+                        for layout in lay_out(rows)
+                    ]
             cached = self._layout_cache[purpose] = (key, slots.copy(), layouts)
         return cached[2]
 
@@ -134,7 +158,8 @@ class StackedBank(StackedTrainStates):
 
         Args:
             slot: Slot of the member.
-            observations: Tensors or arrays `[m, ...]`; dicts and tuples of these for Dict and Tuple spaces.
+            observations: Tensors or arrays `[m, ...]`; dicts and tuples of these for Dict and Tuple
+                spaces.
             base: Use the initial weights instead.
         """
         stack, row = (self.base, 0) if base else self.locate(slot)
@@ -144,7 +169,9 @@ class StackedBank(StackedTrainStates):
     # ---- log-probabilities
 
     def log_probs(self, batch: Batch, *, base: bool = False) -> Tensor:
-        """Return `[n, t]` log-probabilities of the batch's actions in nats, without gradient; 0 where masked.
+        """Return `[n, t]` log-probabilities of the batch's actions in nats, without gradient.
+
+        0 where masked.
 
         Args:
             batch: Rows of any members, in any order.
@@ -153,21 +180,31 @@ class StackedBank(StackedTrainStates):
         return self._scores(batch, "base" if base else "weights")[0]
 
     def entropies(self, batch: Batch) -> Tensor:
-        """Return `[n, t]` entropies of the action distributions, in nats, without gradient; 0 where masked."""
+        """Return `[n, t]` entropies of the action distributions, in nats, without gradient.
+
+        0 where masked.
+        """
         return self._scores(batch, "weights")[1]
 
     def reference_log_probs(self, batch: Batch) -> Tensor:
-        """Return `[n, t]` log-probabilities under each member's reference, without gradient; 0 where masked."""
+        """Return `[n, t]` log-probabilities under each member's reference, without gradient.
+
+        0 where masked.
+        """
         return self._scores(batch, "reference" if self.own_reference else "base")[0]
 
     def distributions(self, batch: Batch, *, reference: bool) -> Tensor:
-        """Return `[n, t, o]` parameters of the action distributions, without gradient; 0 where masked.
+        """Return `[n, t, o]` parameters of the action distributions, without gradient.
+
+        0 where masked.
 
         Args:
             batch: Rows of any members, in any order.
             reference: Use the reference policy instead of the members' policies.
         """
-        width = self.distribution.outputs + sum(map(math.prod, self.distribution.free_parameters.values()))
+        width = self.distribution.outputs + sum(
+            map(math.prod, self.distribution.free_parameters.values())
+        )
         if self.own_reference:
             reference_version: PolicyVersion = "reference"
         else:
@@ -176,11 +213,15 @@ class StackedBank(StackedTrainStates):
             version: PolicyVersion = reference_version
         else:
             version = "weights"
-        return self._evaluate(batch, version, lambda rows, places, outputs: [outputs], [(width,)])[0]
+        return self._evaluate(batch, version, lambda rows, places, outputs: [outputs], [(width,)])[
+            0
+        ]
 
     def _scores(self, batch: Batch, version: PolicyVersion) -> list[Tensor]:
         """Return log-probabilities and entropies `[n, t]` without gradient; 0 where masked."""
-        return self._evaluate(batch, version, partial(self._read_scores, entropy_gradient=False), [(), ()])
+        return self._evaluate(
+            batch, version, partial(self._read_scores, entropy_gradient=False), [(), ()]
+        )
 
     @torch.no_grad()
     def _evaluate(
@@ -193,7 +234,9 @@ class StackedBank(StackedTrainStates):
             try:
                 for part in self._parts(batch):
                     batch.stop.check()
-                    for values, new in zip(found, self._forward(batch.select(part), version, None, read), strict=True):
+                    for values, new in zip(
+                        found, self._forward(batch.select(part), version, None, read), strict=True
+                    ):
                         values[part] = new
                 return found
             except torch.OutOfMemoryError:
@@ -221,15 +264,22 @@ class StackedBank(StackedTrainStates):
         reference_distributions: Tensor | None = None,
         reverse_kl: bool = False,
     ) -> Update:
-        """Take one AdamW step for every member named in `hyperparameters`; see `evogrpo.members.bank`.
+        """Take one AdamW step for every member named in `hyperparameters`.
 
-        With `reference_distributions` `[n, t, o]`, as `distributions` returns them, `loss_fn` also gets the divergences
-        KL(policy || reference), or KL(reference || policy) with `reverse_kl`.
+        See `evogrpo.members.bank`.
+
+        With `reference_distributions` `[n, t, o]`, as `distributions` returns them, `loss_fn` also
+        gets the divergences KL(policy || reference), or KL(reference || policy) with `reverse_kl`.
         """
         while True:
             try:
                 losses, scores = self._add_gradients(
-                    batch, loss_fn, hyperparameters, entropy_gradient, reference_distributions, reverse_kl
+                    batch,
+                    loss_fn,
+                    hyperparameters,
+                    entropy_gradient,
+                    reference_distributions,
+                    reverse_kl,
                 )
                 break
             except torch.OutOfMemoryError:
@@ -254,7 +304,10 @@ class StackedBank(StackedTrainStates):
         reference_distributions: Tensor | None,
         reverse_kl: bool,
     ) -> tuple[list[float], list[Tensor]]:
-        """Compute the gradients of all stacks; return the losses by slot, and the scores `[n, t]` of each kind."""
+        """Compute the gradients of all stacks.
+
+        Return the losses by slot, and the scores `[n, t]` of each kind.
+        """
         losses = torch.zeros(self.size)
         scores = list[Tensor]()
         for stack in self.stacks:
@@ -271,12 +324,16 @@ class StackedBank(StackedTrainStates):
             else:
                 reference = reference_distributions[part]
             read = partial(
-                self._read_scores, entropy_gradient=entropy_gradient, reference=reference, reverse_kl=reverse_kl
+                self._read_scores,
+                entropy_gradient=entropy_gradient,
+                reference=reference,
+                reverse_kl=reverse_kl,
             )
             tape: list[tuple[Tensor, Callable[[Tensor], None]]] = []
             found = self._forward(rows, "weights", tape, read)
             loss = loss_fn(part, *found)
-            # 2. Gradients with respect to the outputs by autograd, with respect to the weights by each stack.
+            # 2. Gradients with respect to the outputs by autograd, with respect to the weights by
+            #    each stack.
             grads = torch.autograd.grad(loss.sum(), [outputs for outputs, _ in tape])
             for (_, backward), grad in zip(tape, grads, strict=True):
                 backward(grad)
@@ -289,7 +346,10 @@ class StackedBank(StackedTrainStates):
             for values, new in zip(scores, found, strict=True):
                 values[part] = new.detach()
         kinds = 2 if reference_distributions is None else 3
-        return losses.tolist(), scores or [torch.zeros(batch.action_mask.shape, device=self.device)] * kinds
+        return (
+            losses.tolist(),
+            scores or [torch.zeros(batch.action_mask.shape, device=self.device)] * kinds,
+        )
 
     def _parts(self, batch: Batch, slots: Mapping[int, Any] | None = None) -> list[Tensor]:
         """Split the rows with actions (of some members) into parts, each with a share of every member's rows."""
@@ -299,12 +359,19 @@ class StackedBank(StackedTrainStates):
         if slots is not None and len(slots) < self.size:
             included &= np.isin(member_ids, list(slots))
         rows = np.flatnonzero(included)
-        # Bytes of all float32 values; dividing by the memory and rounding up gives the number of parts.
-        needed = 4 * max(stack.network.values_per_observation for stack in self.stacks) * int(counts[rows].sum())
+        # Bytes of all float32 values; dividing by the memory and rounding up gives the number of
+        # parts.
+        needed = (
+            4
+            * max(stack.network.values_per_observation for stack in self.stacks)
+            * int(counts[rows].sum())
+        )
         count = min(len(rows), -(-needed // self.memory))
         if count > 1:
             rows = rows[np.argsort(member_ids[rows], kind="stable")]
-        return [torch.from_numpy(rows[start::count]).to(batch.actions.device) for start in range(count)]
+        return [
+            torch.from_numpy(rows[start::count]).to(batch.actions.device) for start in range(count)
+        ]
 
     def _forward(
         self,
@@ -315,7 +382,8 @@ class StackedBank(StackedTrainStates):
     ) -> list[Tensor]:
         """Return values computed from the outputs of one pass, `[n, t, ...]` each.
 
-        With a tape, they are functions of the outputs on it, each with a function that adds the weights' gradients.
+        With a tape, they are functions of the outputs on it, each with a function that adds the
+        weights' gradients.
         """
         # 1. Lay the counted actions out by stack and member.
         mask = batch.action_mask
@@ -323,7 +391,9 @@ class StackedBank(StackedTrainStates):
         slots = batch.member_ids.cpu().numpy()[counted // mask.shape[1]]
         layouts = self._layouts("learn", slots, base=version == "base")
         # Transitions are usually sorted by member, and then need no gathering.
-        in_order = len(counted) == mask.numel() and len(layouts) == 1 and layouts[0][1].items_in_order
+        in_order = (
+            len(counted) == mask.numel() and len(layouts) == 1 and layouts[0][1].items_in_order
+        )
         # 2. Run each stack.
         parts = []
         for stack, layout in layouts:
@@ -336,7 +406,9 @@ class StackedBank(StackedTrainStates):
             )
             if tape is None:
                 # The base policy is a stack of its own, with the initial weights as "weights".
-                outputs = stack.outputs("weights" if version == "base" else version, layout.rows, observations)
+                outputs = stack.outputs(
+                    "weights" if version == "base" else version, layout.rows, observations
+                )
             else:
                 outputs, backward = stack.vjp(layout.rows, observations)
                 tape.append((outputs.requires_grad_(), backward))
@@ -349,11 +421,14 @@ class StackedBank(StackedTrainStates):
         if in_order:
             found = [values.to(mask.device) for values in read(batch, None, outputs)]
         else:
-            places = torch.from_numpy(counted[np.concatenate([layout.items for _, layout in layouts])])
+            places = torch.from_numpy(
+                counted[np.concatenate([layout.items for _, layout in layouts])]
+            )
             found = [values.to(mask.device) for values in read(batch, places, outputs)]
             places = places.to(mask.device)
             found = [
-                values.new_zeros(mask.numel(), *values.shape[1:]).index_copy(0, places, values) for values in found
+                values.new_zeros(mask.numel(), *values.shape[1:]).index_copy(0, places, values)
+                for values in found
             ]
         return [values.view(*mask.shape, *values.shape[1:]) for values in found]
 
@@ -392,7 +467,9 @@ class StackedBank(StackedTrainStates):
         # 3. Log-probabilities and entropies; divergences if there is a reference.
         actions = take(batch.actions).to(outputs.device)
         policy = adjusted(outputs)
-        found = list(distribution.evaluate_actions(policy, actions, entropy_gradient=entropy_gradient))
+        found = list(
+            distribution.evaluate_actions(policy, actions, entropy_gradient=entropy_gradient)
+        )
         if reference is not None:
             pair = adjusted(outputs), adjusted(take(reference).to(outputs.device))
             found.append(distribution.kl(*reversed(pair) if reverse_kl else pair))
@@ -400,7 +477,10 @@ class StackedBank(StackedTrainStates):
 
 
 def _take(values: Tensor, *, places: Tensor | None, shape: tuple[int, ...] | None = None) -> Tensor:
-    """Return `[n, t, ...]` at positions in `[n * t]`, in the shape of `places`; None = all in order, in `shape`."""
+    """Return `[n, t, ...]` at positions in `[n * t]`, in the shape of `places`.
+
+    None = all in order, in `shape`.
+    """
     flat = values.flatten(0, 1)
     if places is not None:
         places = places.to(flat.device)
@@ -409,7 +489,10 @@ def _take(values: Tensor, *, places: Tensor | None, shape: tuple[int, ...] | Non
 
 
 def to_tensors(tree: Any) -> Any:
-    """Convert arrays, or dicts and tuples of arrays, to tensors that share their memory; tensors stay."""
+    """Convert arrays, or dicts and tuples of arrays, to tensors that share their memory.
+
+    Tensors stay.
+    """
     if isinstance(tree, Mapping):
         return {key: to_tensors(value) for key, value in tree.items()}
     if isinstance(tree, tuple | list):

@@ -1,7 +1,7 @@
 """Action distributions of small networks: inverse-CDF sampling in numpy, log-probabilities with gradients in torch.
 
-One call samples the actions of many environments from given uniform random numbers. Measured on 256 rows of two
-actions, it takes 10 microseconds; `torch.distributions.Categorical` takes about 100.
+One call samples the actions of many environments from given uniform random numbers. Measured on 256
+rows of two actions, it takes 10 microseconds; `torch.distributions.Categorical` takes about 100.
 """
 
 import math
@@ -31,14 +31,14 @@ HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
 class Distribution(ABC):
     """Action distribution with the outputs of a network as parameters.
 
-    Actions have the shape and dtype of the space, after the leading dimensions. A temperature T means the distribution
-    proportional to p^(1/T).
+    Actions have the shape and dtype of the space, after the leading dimensions. A temperature T
+    means the distribution proportional to p^(1/T).
 
     Attributes:
         outputs: Number of outputs that the network must have.
         uniforms_per_action: Number of uniform random numbers that sample one action.
-        free_parameters: Shapes by name of parameters that do not depend on observations; they follow the network's
-            outputs.
+        free_parameters: Shapes by name of parameters that do not depend on observations; they
+            follow the network's outputs.
     """
 
     outputs: int
@@ -46,7 +46,9 @@ class Distribution(ABC):
     free_parameters: Mapping[str, tuple[int, ...]] = {}
 
     @abstractmethod
-    def sample(self, outputs: Floats, uniforms: Floats | None, temperature: Floats | None, legal: Legal) -> Samples:
+    def sample(
+        self, outputs: Floats, uniforms: Floats | None, temperature: Floats | None, legal: Legal
+    ) -> Samples:
         """Sample one action per row.
 
         Args:
@@ -56,26 +58,36 @@ class Distribution(ABC):
             legal: `[m, o]` True for legal actions; None = all. Only for Discrete and MultiDiscrete.
 
         Returns:
-            Actions `[m, ...]` and their log-probabilities `[m]` in nats; at temperature 1 for most likely actions.
+            Actions `[m, ...]` and their log-probabilities `[m]` in nats; at temperature 1 for most
+            likely actions.
         """
 
     def at_temperature(self, outputs: Tensor, temperature: Tensor) -> Tensor:
-        """Return the parameters `[c, o]` at temperatures `[c]` above 0; by default outputs are logits."""
+        """Return the parameters `[c, o]` at temperatures `[c]` above 0.
+
+        By default outputs are logits.
+        """
         return outputs / temperature[:, None]
 
     @abstractmethod
-    def evaluate_actions(self, outputs: Tensor, actions: Tensor, *, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
+    def evaluate_actions(
+        self, outputs: Tensor, actions: Tensor, *, entropy_gradient: bool
+    ) -> tuple[Tensor, Tensor]:
         """Return log-probabilities and entropies `[c]`, in nats.
 
         Args:
-            outputs: `[c, o]` outputs of the network, then free parameters; `MASKED_LOGIT` for illegal actions.
+            outputs: `[c, o]` outputs of the network, then free parameters; `MASKED_LOGIT` for
+                illegal actions.
             actions: `[c, ...]`.
             entropy_gradient: Entropies carry a gradient.
         """
 
     @abstractmethod
     def kl(self, first: Tensor, second: Tensor) -> Tensor:
-        """Return KL(first || second) `[c]` between distributions, in nats; arguments as in `evaluate_actions`."""
+        """Return KL(first || second) `[c]` between distributions, in nats.
+
+        Arguments as in `evaluate_actions`.
+        """
 
 
 def distribution_for(space: spaces.Space[Any] | None) -> Distribution:
@@ -115,7 +127,9 @@ class Categorical(Distribution):
         ends = np.cumsum(counts).tolist()
         self._parts = [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
 
-    def sample(self, outputs: Floats, uniforms: Floats | None, temperature: Floats | None, legal: Legal) -> Samples:
+    def sample(
+        self, outputs: Floats, uniforms: Floats | None, temperature: Floats | None, legal: Legal
+    ) -> Samples:
         """Sample one action per row; see `Distribution`."""
         rows = np.arange(len(outputs))
         logits = np.ascontiguousarray(outputs.T)  # sums over a short first axis are faster
@@ -137,13 +151,17 @@ class Categorical(Distribution):
                 chosen = (cumulative[:-1] <= uniforms[:, number] * total).sum(0)
                 if greedy is not None:
                     chosen = np.where(greedy, scaled.argmax(0), chosen)
-            if legal is not None:  # a member that has diverged takes a legal action, so that the others can continue
+            if (
+                legal is not None
+            ):  # a member that has diverged takes a legal action, so that the others can continue
                 chosen = np.where(np.isfinite(total), chosen, legal.T[part].argmax(0))
             log_probs += scaled[chosen, rows] - np.log(total)
             actions[:, number] = chosen
         return actions.reshape(len(outputs), *self.shape), log_probs
 
-    def evaluate_actions(self, outputs: Tensor, actions: Tensor, *, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
+    def evaluate_actions(
+        self, outputs: Tensor, actions: Tensor, *, entropy_gradient: bool
+    ) -> tuple[Tensor, Tensor]:
         """Return log-probabilities and entropies; see `Distribution`."""
         chosen = actions.reshape(len(outputs), len(self.counts)).long()
         log_probs = []
@@ -159,7 +177,9 @@ class Categorical(Distribution):
         """Return KL(first || second); see `Distribution`."""
         divergences = []
         for part in self._parts:
-            log_p, log_q = (each[:, part].log_softmax(-1).clamp(min=LOWEST) for each in (first, second))
+            log_p, log_q = (
+                each[:, part].log_softmax(-1).clamp(min=LOWEST) for each in (first, second)
+            )
             divergences.append((log_p.exp() * (log_p - log_q)).sum(-1))
         return _sum(divergences)
 
@@ -177,7 +197,9 @@ class Bernoulli(Distribution):
         self.dtype = dtype
         self.outputs = self.uniforms_per_action = math.prod(shape)
 
-    def sample(self, outputs: Floats, uniforms: Floats | None, temperature: Floats | None, legal: Legal) -> Samples:
+    def sample(
+        self, outputs: Floats, uniforms: Floats | None, temperature: Floats | None, legal: Legal
+    ) -> Samples:
         """Sample one action per row; see `Distribution`."""
         logits = outputs
         bits = outputs > 0
@@ -190,9 +212,13 @@ class Bernoulli(Distribution):
             else:
                 bits = np.where(greedy[:, None], bits, sampled)
         log_probs = -np.logaddexp(0, np.where(bits, -logits, logits)).sum(1)
-        return bits.reshape(len(outputs), *self.shape).astype(self.dtype), log_probs.astype(np.float32)
+        return bits.reshape(len(outputs), *self.shape).astype(self.dtype), log_probs.astype(
+            np.float32
+        )
 
-    def evaluate_actions(self, outputs: Tensor, actions: Tensor, *, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
+    def evaluate_actions(
+        self, outputs: Tensor, actions: Tensor, *, entropy_gradient: bool
+    ) -> tuple[Tensor, Tensor]:
         """Return log-probabilities and entropies; see `Distribution`."""
         signs = 2.0 * actions.reshape(outputs.shape).to(outputs) - 1.0
         log_probs = logsigmoid(signs * outputs).sum(1)
@@ -209,9 +235,9 @@ class Bernoulli(Distribution):
 class DiagonalGaussian(Distribution):
     """Independent normal distributions: Box. The standard deviations are free parameters.
 
-    Means are relative to the middle of the range. Where an entry is bounded, means and standard deviations are in units
-    of half its range, otherwise in the action's own units. Samples are not clipped, and their log-probabilities are
-    densities in the action's own units.
+    Means are relative to the middle of the range. Where an entry is bounded, means and standard
+    deviations are in units of half its range, otherwise in the action's own units. Samples are not
+    clipped, and their log-probabilities are densities in the action's own units.
 
     Args:
         space: A Box of floating-point numbers.
@@ -227,19 +253,24 @@ class DiagonalGaussian(Distribution):
         high = space.high.ravel().astype(np.float64)
         with np.errstate(over="ignore"):
             bounded = high - low <= MAX_RANGE
-        self._middle = np.where(bounded, (np.where(bounded, low, 0) + np.where(bounded, high, 0)) / 2, 0)
+        self._middle = np.where(
+            bounded, (np.where(bounded, low, 0) + np.where(bounded, high, 0)) / 2, 0
+        )
         self._half = np.where(bounded & (high > low), (high - low) / 2, 1)
         self._middle, self._half = self._middle.astype(np.float32), self._half.astype(np.float32)
         self._log_half = float(np.log(self._half.astype(np.float64)).sum())
 
-    def sample(self, outputs: Floats, uniforms: Floats | None, temperature: Floats | None, legal: Legal) -> Samples:
+    def sample(
+        self, outputs: Floats, uniforms: Floats | None, temperature: Floats | None, legal: Legal
+    ) -> Samples:
         """Sample one action per row; see `Distribution`."""
         mean = outputs[:, : self.outputs]
         log_std = outputs[:, self.outputs :]
         if uniforms is None:
             noise: Floats = np.zeros_like(mean)
         else:
-            # Map [0, 1] to [2^-25, 1 - 2^-25]: at 0 and 1 the inverse of the normal distribution is infinite.
+            # Map [0, 1] to [2^-25, 1 - 2^-25]: at 0 and 1 the inverse of the normal distribution is
+            # infinite.
             inside = torch.from_numpy(uniforms.astype(np.float64)).mul_(1 - 2.0**-24).add_(2.0**-25)
             noise = torch.special.ndtri(inside).numpy().astype(np.float32)
             greedy, divisor = _greedy_and_divisor(temperature)
@@ -249,40 +280,59 @@ class DiagonalGaussian(Distribution):
             if greedy is not None:
                 noise[greedy] = 0.0
         values = self._middle + self._half * (mean + np.exp(log_std) * noise)
-        log_probs = -(0.5 * noise * noise + log_std).sum(1) - (self.outputs * HALF_LOG_2PI + self._log_half)
-        return values.reshape(len(outputs), *self.shape).astype(self.dtype), log_probs.astype(np.float32)
+        log_probs = -(0.5 * noise * noise + log_std).sum(1) - (
+            self.outputs * HALF_LOG_2PI + self._log_half
+        )
+        return values.reshape(len(outputs), *self.shape).astype(self.dtype), log_probs.astype(
+            np.float32
+        )
 
     def at_temperature(self, outputs: Tensor, temperature: Tensor) -> Tensor:
         """Return the parameters at temperatures: p^(1/T) of a normal distribution has sqrt(T) times its deviation."""
         shift = 0.5 * temperature.log()[:, None]
         return torch.cat([outputs[:, : self.outputs], outputs[:, self.outputs :] + shift], dim=1)
 
-    def evaluate_actions(self, outputs: Tensor, actions: Tensor, *, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
+    def evaluate_actions(
+        self, outputs: Tensor, actions: Tensor, *, entropy_gradient: bool
+    ) -> tuple[Tensor, Tensor]:
         """Return log-probabilities and entropies; see `Distribution`."""
         mean = outputs[:, : self.outputs]
         log_std = outputs[:, self.outputs :]
-        middle, half = (torch.from_numpy(values).to(outputs.device) for values in (self._middle, self._half))
+        middle, half = (
+            torch.from_numpy(values).to(outputs.device) for values in (self._middle, self._half)
+        )
         values = (actions.reshape(mean.shape) - middle) / half
         noise = (values.to(mean) - mean) * torch.exp(-log_std)
         total = log_std.sum(1) + self._log_half
         log_probs = -0.5 * noise.square().sum(1) - total - self.outputs * HALF_LOG_2PI
-        entropies = (total if entropy_gradient else total.detach()) + self.outputs * (HALF_LOG_2PI + 0.5)
+        entropies = (total if entropy_gradient else total.detach()) + self.outputs * (
+            HALF_LOG_2PI + 0.5
+        )
         return log_probs, entropies
 
     def kl(self, first: Tensor, second: Tensor) -> Tensor:
-        """Return KL(first || second) = log(s' / s) + (s^2 + (m - m')^2) / (2 s'^2) - 1/2; see `Distribution`.
+        """Return KL(first || second) = log(s' / s) + (s^2 + (m - m')^2) / (2 s'^2) - 1/2.
+
+        See `Distribution`.
 
         The units of actions cancel.
         """
-        (mean, log_std), (other_mean, other_log_std) = (x.split(self.outputs, 1) for x in (first, second))
-        # With r = log(s / s'): (exp(2 r) - 1) / 2 - r = log(s' / s) + s^2 / (2 s'^2) - 1/2, exact near r = 0 by expm1.
+        (mean, log_std), (other_mean, other_log_std) = (
+            x.split(self.outputs, 1) for x in (first, second)
+        )
+        # With r = log(s / s'): (exp(2 r) - 1) / 2 - r = log(s' / s) + s^2 / (2 s'^2) - 1/2, exact
+        # near r = 0 by expm1.
         log_ratio = log_std - other_log_std
         distance = (mean - other_mean) * torch.exp(-other_log_std)
-        divergence: Tensor = ((torch.expm1(2 * log_ratio) + distance.square()) / 2 - log_ratio).sum(-1)
+        divergence: Tensor = ((torch.expm1(2 * log_ratio) + distance.square()) / 2 - log_ratio).sum(
+            -1
+        )
         return divergence
 
 
-def _greedy_and_divisor(temperature: Floats | None) -> tuple[NDArray[np.bool_] | None, Floats | None]:
+def _greedy_and_divisor(
+    temperature: Floats | None,
+) -> tuple[NDArray[np.bool_] | None, Floats | None]:
     """Return the rows of temperature 0 (None = no row), and what to divide logits by (None = 1)."""
     if temperature is None or (temperature == 1).all():
         return None, None

@@ -13,7 +13,13 @@ from torch import Tensor, nn
 
 from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.distributed import Processes
-from evogrpo.envs.control.conversion import ActionNoise, ObservationStatistics, can_act, legal_actions, to_environment
+from evogrpo.envs.control.conversion import (
+    ActionNoise,
+    ObservationStatistics,
+    can_act,
+    legal_actions,
+    to_environment,
+)
 from evogrpo.envs.control.policy_mapping import AGENT, PolicyMapping, map_policies, single_agent
 from evogrpo.envs.control.rollout import Episodes
 from evogrpo.envs.protocol import Scores
@@ -76,7 +82,8 @@ class NetworkMembers:
     """
 
     identity = ("observation_spaces", "action_spaces", "module")
-    """Keys of `checkpoint_record` that must be equal to load a saved member into an existing one."""
+    """Keys of `checkpoint_record` that must be equal to load a saved member into an existing one.
+    """
 
     def __init__(
         self,
@@ -96,7 +103,8 @@ class NetworkMembers:
         self.kind = "networks" if self._single else "joint"
         self.policies = {}
         for number, (name, spec) in enumerate(mapping.specs.items()):
-            # Each policy of a team has its own seed, so that policies with equal spaces start from different weights.
+            # Each policy of a team has its own seed, so that policies with equal spaces start from
+            # different weights.
             if self._single:
                 seed = settings.seed
             else:
@@ -129,7 +137,11 @@ class NetworkMembers:
     @property
     def weights(self) -> tuple[str, ...]:
         """Keys of a train state that hold the policies' weights."""
-        return tuple(state_key(name, part) for name, policy in self.policies.items() for part in policy.weights)
+        return tuple(
+            state_key(name, part)
+            for name, policy in self.policies.items()
+            for part in policy.weights
+        )
 
     @property
     def _module(self) -> nn.Module | None:
@@ -140,11 +152,19 @@ class NetworkMembers:
         """Return the spaces by the name of the constructor's argument: those of a single agent, or by agent."""
         if self._single:
             return {"observation_space": self.observation_space, "action_space": self.action_space}
-        return {"observation_spaces": self.mapping.observation_spaces, "action_spaces": self.mapping.action_spaces}
+        return {
+            "observation_spaces": self.mapping.observation_spaces,
+            "action_spaces": self.mapping.action_spaces,
+        }
 
     def new_member(self, *, wrap: bool = True) -> "NetworkMembers":
-        """Return a policy set of one fresh member; `wrap` has no effect, as networks compute in float32."""
-        return NetworkMembers(self.mapping, 1, self.settings, self.hp_config, module=self._module, device=self.device)
+        """Return a policy set of one fresh member.
+
+        `wrap` has no effect, as networks compute in float32.
+        """
+        return NetworkMembers(
+            self.mapping, 1, self.settings, self.hp_config, module=self._module, device=self.device
+        )
 
     def arguments(self) -> dict[str, Any]:
         """Return the constructor arguments that are not in the settings, or differ from them."""
@@ -160,7 +180,9 @@ class NetworkMembers:
 
     def sample_with(self, sampler: Sampler) -> None:
         """Raise ValueError: samplers are for language models."""
-        raise ValueError("sample_with is for language models. Small networks act in the environment directly.")
+        raise ValueError(
+            "sample_with is for language models. Small networks act in the environment directly."
+        )
 
     def check(self, env: Any) -> None:
         """Raise ValueError if the environment has other agents or spaces."""
@@ -171,16 +193,16 @@ class NetworkMembers:
             given = getattr(env, name, None)
             if given != expected:
                 raise ValueError(
-                    f"The members' {name} {'is' if self._single else 'are'} {expected}, but {class_name(env)} has "
-                    f"{given}. Create agents with the environment's spaces, or with a language model for prompts. Wrap "
-                    f"{wrapper}."
+                    f"The members' {name} {'is' if self._single else 'are'} {expected}, but"
+                    f" {class_name(env)} has {given}. Create agents with the environment's spaces,"
+                    f" or with a language model for prompts. Wrap {wrapper}."
                 )
 
     def sample(self, env: Any, starts: Sequence[int], request: SamplingRequest) -> RolloutBatch:
         """Play one episode for each requested row.
 
-        Each member draws from random streams of its own, one per agent, so its actions do not depend on other members;
-        see `ActionNoise`.
+        Each member draws from random streams of its own, one per agent, so its actions do not
+        depend on other members; see `ActionNoise`.
         """
         # 1. Check the environment.
         self.check(env)
@@ -189,7 +211,11 @@ class NetworkMembers:
             values.numpy() for values in (request.member_ids, request.temperature, request.row_ids)
         )
         noise = ActionNoise(
-            self.settings.seed, request.purpose, streams=request.streams, rows=request.counts, width_of=self._width_of
+            self.settings.seed,
+            request.purpose,
+            streams=request.streams,
+            rows=request.counts,
+            width_of=self._width_of,
         )
         played: Episodes = env.open("train", starts).play(
             self.policies,
@@ -218,12 +244,16 @@ class NetworkMembers:
             observed=(observed,) if observed else (),
         )
 
-    def evaluate(self, env: Any, request: EvaluationRequest) -> tuple[NDArray[np.float64], tuple[int, ...]]:
-        """Play held-out starts, sampled at temperature 1 or greedy; rewards are undiscounted returns or the score.
+    def evaluate(
+        self, env: Any, request: EvaluationRequest
+    ) -> tuple[NDArray[np.float64], tuple[int, ...]]:
+        """Play held-out starts, sampled at temperature 1 or greedy.
+
+        Rewards are undiscounted returns or the score.
 
         Returns:
-            `[n]` raw task rewards in the order of `EvaluationRequest.start_ids`, float64; NaN = no reward. And the
-            steps processed, for each slot of the request.
+            `[n]` raw task rewards in the order of `EvaluationRequest.start_ids`, float64; NaN = no
+            reward. And the steps processed, for each slot of the request.
         """
         self.check(env)
         noise = ActionNoise(
@@ -240,7 +270,11 @@ class NetworkMembers:
             self.mapping,
             request.start_ids.tolist(),
             request.member_ids.tolist(),
-            uniforms=None if greedy else lambda agents, rows, t: noise(agents, rows % request.rows_per_slot, t),
+            uniforms=(
+                None
+                if greedy
+                else lambda agents, rows, t: noise(agents, rows % request.rows_per_slot, t)
+            ),
             temperature=None if greedy else request.temperature.numpy(),
             base=request.base,
             stop=request.stop,
@@ -267,7 +301,9 @@ class NetworkMembers:
 
     # ---- in a caller's own loop
 
-    def act(self, learner: Learner, observations: Any, *, training: bool, action_mask: Any = None) -> Any:
+    def act(
+        self, learner: Learner, observations: Any, *, training: bool, action_mask: Any = None
+    ) -> Any:
         """Choose actions; see `GRPO.get_action` and `MultiAgentGRPO.get_action`."""
         if training:
             rng = generator(self.settings.seed, "get_action", learner.step, learner.index)
@@ -277,13 +313,25 @@ class NetworkMembers:
             return self._choose_for_team(learner, observations, rng, action_mask)
         actions, batched = self._choose(learner, observations, rng, action_mask)
         if isinstance(self.action_space, spaces.Discrete | spaces.MultiDiscrete):
-            actions = actions + self.action_space.start  # a policy counts values from 0, the space from `start`
+            actions = (
+                actions + self.action_space.start
+            )  # a policy counts values from 0, the space from `start`
         return actions if batched else actions[0]
 
     def predict(
-        self, learner: Learner, observation: Any, *, deterministic: bool, calls: int, action_masks: Any, base: bool
+        self,
+        learner: Learner,
+        observation: Any,
+        *,
+        deterministic: bool,
+        calls: int,
+        action_masks: Any,
+        base: bool,
     ) -> Any:
-        """Choose actions in the environment's format; see `GRPO.predict`. `base` uses the untrained network."""
+        """Choose actions in the environment's format; see `GRPO.predict`.
+
+        `base` uses the untrained network.
+        """
         if deterministic:
             rng = None
         else:
@@ -293,7 +341,9 @@ class NetworkMembers:
         actions, batched = self._choose(learner, observation, rng, action_masks, base=base)
         assert self.action_space is not None
         actions = to_environment(self.action_space, actions)
-        return actions if batched else actions[0]  # a scalar for Discrete: some environments use it as a key
+        return (
+            actions if batched else actions[0]
+        )  # a scalar for Discrete: some environments use it as a key
 
     def _choose(
         self,
@@ -332,7 +382,8 @@ class NetworkMembers:
         for name, values in (("observations", observations), ("action masks", action_masks)):
             if not isinstance(values, Mapping) and (values is not None or name == "observations"):
                 raise ValueError(
-                    f"{name} must be a dict by agent, got {class_name(values)}. Unpack what reset and step return."
+                    f"{name} must be a dict by agent, got {class_name(values)}. Unpack what reset"
+                    " and step return."
                 )
         masks_of: dict[str, dict[Any, Any]] = {}
         unmasked = {}
@@ -347,8 +398,12 @@ class NetworkMembers:
         chosen: dict[Any, Any] = {}
         for policy, masks in masks_of.items():
             spec = self.mapping.specs[policy]
-            leaves = spec.stack([unmasked[agent] for agent in masks], [str(agent) for agent in masks])
-            inputs, _ = check_observations(spec.observation_space, unflatten(spec.observation_space, leaves))
+            leaves = spec.stack(
+                [unmasked[agent] for agent in masks], [str(agent) for agent in masks]
+            )
+            inputs, _ = check_observations(
+                spec.observation_space, unflatten(spec.observation_space, leaves)
+            )
             actions = self._actions(policy, learner, inputs, rng, list(masks.values()), base)
             chosen |= dict(zip(masks, to_environment(spec.action_space, actions), strict=True))
         return chosen
@@ -362,7 +417,10 @@ class NetworkMembers:
         masks: list[Any],
         base: bool,
     ) -> NDArray[Any]:
-        """Return one policy's actions `[m, ...]` for observations `[m, ...]`; no `rng` = the most likely ones."""
+        """Return one policy's actions `[m, ...]` for observations `[m, ...]`.
+
+        No `rng` = the most likely ones.
+        """
         policy = self.policies[name]
         m = len(masks)
         width = policy.bank.distribution.uniforms_per_action
@@ -380,20 +438,28 @@ class NetworkMembers:
         """Raise ValueError: small networks have no text."""
         raise ValueError("generate is for language models. Use predict for small networks.")
 
-    def experience(self, learner: Learner, experiences: Any) -> tuple[Experience, tuple[ObservedStatistics, ...]]:
-        """Return the experience of `collect` unchanged, or read that of a user's own loop; see `as_step_batch`.
+    def experience(
+        self, learner: Learner, experiences: Any
+    ) -> tuple[Experience, tuple[ObservedStatistics, ...]]:
+        """Return the experience of `collect` unchanged, or read that of a user's own loop.
+
+        See `as_step_batch`.
 
         Returns:
-            The experience, and statistics of its raw observations to be passed to `update_statistics`; none for
-            `collect`, which has passed them.
+            The experience, and statistics of its raw observations to be passed to
+            `update_statistics`; none for `collect`, which has passed them.
 
         Raises:
             ValueError: If it is anything else.
         """
-        if isinstance(experiences, Mapping) and all(isinstance(each, Batch) for each in experiences.values()):
+        if isinstance(experiences, Mapping) and all(
+            isinstance(each, Batch) for each in experiences.values()
+        ):
             return experiences, ()
         if not self._single:
-            raise ValueError(f"learn needs the experience of collect(...), got {class_name(experiences)}.")
+            raise ValueError(
+                f"learn needs the experience of collect(...), got {class_name(experiences)}."
+            )
         check_own_loop(self.settings.objective, ("dynamic_sampling", "mask_truncated"))
         if isinstance(experiences, tuple | list) and len(experiences) == 4:
             # The masks are part of the observations.
@@ -406,7 +472,10 @@ class NetworkMembers:
     # ---- the networks
 
     def policy(self, slot: int, *, base: bool = False) -> nn.Module | dict[str, nn.Module]:
-        """Return a member's policy as a module, or those of a team by name; see `StackedPolicy.module`."""
+        """Return a member's policy as a module, or those of a team by name.
+
+        See `StackedPolicy.module`.
+        """
         modules = {name: policy.module(slot, base=base) for name, policy in self.policies.items()}
         return modules[DEFAULT_POLICY] if self._single else modules
 
@@ -418,22 +487,31 @@ class NetworkMembers:
         """True if mutation changes architectures."""
         return self.settings.evolve_network is not None
 
-    def propose_architecture(self, slot: int, rng: np.random.Generator) -> ArchitectureChange | None:
+    def propose_architecture(
+        self, slot: int, rng: np.random.Generator
+    ) -> ArchitectureChange | None:
         """Draw a change of the architecture of one of a member's policies; None = no change."""
         name = list(self.policies)[int(rng.integers(len(self.policies)))]
         change = self.policies[name].propose_architecture(slot, rng)
         if change is None or self._single:
             return change
         return ArchitectureChange(
-            architecture={name: change.architecture}, old=f"{name}: {change.old}", new=f"{name}: {change.new}"
+            architecture={name: change.architecture},
+            old=f"{name}: {change.old}",
+            new=f"{name}: {change.new}",
         )
 
-    def change_architecture(self, slot: int, architecture: Mapping[str, Any], rng: np.random.Generator) -> None:
+    def change_architecture(
+        self, slot: int, architecture: Mapping[str, Any], rng: np.random.Generator
+    ) -> None:
         """Change the architecture of one policy and keep what it has learned.
 
-        `architecture` has the form of `propose_architecture`: with several policies, {name of the policy: fields}.
+        `architecture` has the form of `propose_architecture`: with several policies, {name of the
+        policy: fields}.
         """
-        ((name, fields),) = ((DEFAULT_POLICY, architecture),) if self._single else architecture.items()
+        ((name, fields),) = (
+            ((DEFAULT_POLICY, architecture),) if self._single else architecture.items()
+        )
         self.policies[name].change_architecture(slot, fields, rng)
 
     # ---- checkpoints
@@ -445,7 +523,10 @@ class NetworkMembers:
         """
         module = self._module
         pairs = {
-            name: [[agent, space_to_json(space)] for agent, space in getattr(self.mapping, name).items()]
+            name: [
+                [agent, space_to_json(space)]
+                for agent, space in getattr(self.mapping, name).items()
+            ]
             for name in ("observation_spaces", "action_spaces")
         }
         return {**pairs, "module": None if module is None else type(module).__qualname__}
@@ -487,8 +568,8 @@ class NetworkMembers:
             given = type(actor_network).__qualname__
         if record["module"] is not None and given != record["module"]:
             raise ValueError(
-                f"The checkpoint's members have your own class {record['module']}, got {given}. Pass one as "
-                "actor_network=."
+                f"The checkpoint's members have your own class {record['module']}, got {given}."
+                " Pass one as actor_network=."
             )
         observation_spaces, action_spaces = (
             {agent: space_from_json(space, stored_bytes) for agent, space in record[name]}
@@ -497,19 +578,27 @@ class NetworkMembers:
         # 2. Read the settings and map agents to policies.
         if record["kind"] == "joint":
             if accelerator is not None or actor_network is not None:
-                raise ValueError("accelerator and actor_network are not available for several agents. Leave them out.")
+                raise ValueError(
+                    "accelerator and actor_network are not available for several agents. Leave them"
+                    " out."
+                )
             settings: NetworkSettings = validate(JointSettings, record["settings"])
             assert isinstance(settings, JointSettings)
-            mapping = map_policies(observation_spaces, action_spaces, settings.policies, agent_ids=settings.agent_ids)
+            mapping = map_policies(
+                observation_spaces, action_spaces, settings.policies, agent_ids=settings.agent_ids
+            )
         else:
             settings = validate(NetworkSettings, record["settings"])
             mapping = single_agent(*observation_spaces.values(), *action_spaces.values())
-        # 3. Check the size of the weights before they are allocated, as the record may name huge widths.
+        # 3. Check the size of the weights before they are allocated, as the record may name huge
+        #    widths.
         if actor_network is None:
             for spec in mapping.specs.values():
                 outputs = distribution_for(spec.action_space).outputs
                 network = DefaultNetwork(settings.network, spec.observation_space, outputs)
-                check_stored_size(4 * size * sum(map(math.prod, network.shapes.values())), stored_bytes)
+                check_stored_size(
+                    4 * size * sum(map(math.prod, network.shapes.values())), stored_bytes
+                )
         # 4. Build the policy set.
         device = choose_device(accelerator, device) or "cpu"
         return cls(mapping, size, settings, hp_config, module=actor_network, device=device)
@@ -525,5 +614,7 @@ def _rows_of(action_mask: Any, count: int) -> list[Any]:
     else:
         rows = list(np.asarray(action_mask))
     if len(rows) != count:
-        raise ValueError(f"action_mask must have one row per observation, got {len(rows)} for {count}.")
+        raise ValueError(
+            f"action_mask must have one row per observation, got {len(rows)} for {count}."
+        )
     return rows

@@ -29,9 +29,10 @@ Image = tuple[int, int, int]
 class ObservationEncoder:
     """Converts observations of one space to features and images.
 
-    Discrete and MultiDiscrete values are one-hot encoded, uint8 numbers are divided by 255, and other numbers stay as
-    they are. A Box of uint8 with three dimensions (channels first or last: the smaller one), or with two (one channel),
-    is an image. Parts of a Dict or Tuple are concatenated in the space's order.
+    Discrete and MultiDiscrete values are one-hot encoded, uint8 numbers are divided by 255, and
+    other numbers stay as they are. A Box of uint8 with three dimensions (channels first or last:
+    the smaller one), or with two (one channel), is an image. Parts of a Dict or Tuple are
+    concatenated in the space's order.
 
     Args:
         space: A Box, Discrete, MultiDiscrete, MultiBinary, or a Dict or Tuple of these.
@@ -49,10 +50,14 @@ class ObservationEncoder:
             raise ValueError("observation_space must be a Gymnasium space, got None.")
         self.space = space
         self._leaves = leaf_spaces(space)
-        self.images: list[Image] = [shape for leaf in self._leaves if (shape := _image(leaf)) is not None]
+        self.images: list[Image] = [
+            shape for leaf in self._leaves if (shape := _image(leaf)) is not None
+        ]
         self.features = sum(spaces.flatdim(leaf) for leaf in self._leaves if _image(leaf) is None)
 
-    def __call__(self, observations: Any, device: torch.device | str) -> tuple[Tensor | None, list[Tensor]]:
+    def __call__(
+        self, observations: Any, device: torch.device | str
+    ) -> tuple[Tensor | None, list[Tensor]]:
         """Return features `[m, f]` (None if there are none) and images `[m, channels, height, width]`, as float32.
 
         Args:
@@ -76,14 +81,20 @@ class ObservationEncoder:
             elif values.ndim == 3:
                 images.append(values[:, None])
             else:
-                images.append(values if tuple(values.shape[1:]) == shape else values.permute(0, 3, 1, 2))
+                images.append(
+                    values if tuple(values.shape[1:]) == shape else values.permute(0, 3, 1, 2)
+                )
         vector = torch.cat(vectors, 1) if len(vectors) > 1 else next(iter(vectors), None)
         return vector, images
 
 
 def _image(space: spaces.Space[Any]) -> Image | None:
     """Return an image's shape with channels first, or None if the space is not an image."""
-    if not isinstance(space, spaces.Box) or space.dtype != np.uint8 or len(space.shape) not in (2, 3):
+    if (
+        not isinstance(space, spaces.Box)
+        or space.dtype != np.uint8
+        or len(space.shape) not in (2, 3)
+    ):
         return None
     if len(space.shape) == 2:
         return (1, space.shape[0], space.shape[1])
@@ -105,9 +116,15 @@ ACTIVATE: dict[Activation, Callable[[Tensor], Tensor]] = {
 }
 # Derivatives in place, (grad, value) -> grad; as functions of the value, they need no other tensor.
 DERIVATIVES: dict[Activation, Callable[[Tensor, Tensor], Tensor]] = {
-    "tanh": lambda grad, value: torch.ops.aten.tanh_backward.grad_input(grad, value, grad_input=grad),
-    "relu": lambda grad, value: torch.ops.aten.threshold_backward.grad_input(grad, value, 0, grad_input=grad),
-    "elu": lambda grad, value: torch.ops.aten.elu_backward.grad_input(grad, 1, 1, 1, True, value, grad_input=grad),
+    "tanh": lambda grad, value: torch.ops.aten.tanh_backward.grad_input(
+        grad, value, grad_input=grad
+    ),
+    "relu": lambda grad, value: torch.ops.aten.threshold_backward.grad_input(
+        grad, value, 0, grad_input=grad
+    ),
+    "elu": lambda grad, value: torch.ops.aten.elu_backward.grad_input(
+        grad, 1, 1, 1, True, value, grad_input=grad
+    ),
 }
 
 
@@ -137,7 +154,8 @@ class Workspace:
 def orthogonal(rng: np.random.Generator, rows: int, columns: int) -> Tensor:
     """Return a random matrix `[rows, columns]` with orthonormal rows, or columns if those are fewer.
 
-    Source: Exact solutions to the nonlinear dynamics of learning in deep linear networks (arXiv:1312.6120).
+    Source: Exact solutions to the nonlinear dynamics of learning in deep linear networks
+    (arXiv:1312.6120).
     """
     normal = rng.standard_normal((max(rows, columns), min(rows, columns)))
     q, r = np.linalg.qr(normal)
@@ -152,7 +170,11 @@ Shapes = dict[str, tuple[int, ...]]
 AddGradients = Callable[[Tensor, Parameters], None]
 """(gradient `[q, w, o]` of the outputs, gradients `[q, ...]` of the parameters to add to)."""
 
-NATURE: tuple[Convolution, ...] = ((32, 8, 4), (64, 4, 2), (64, 3, 1))  # Human-level control (Nature 518, 2015)
+NATURE: tuple[Convolution, ...] = (
+    (32, 8, 4),
+    (64, 4, 2),
+    (64, 3, 1),
+)  # Human-level control (Nature 518, 2015)
 SMALL: tuple[Convolution, ...] = ((16, 3, 1), (32, 3, 1))
 MIN_NATURE_SIDE = 36  # minimum side of an image for NATURE
 
@@ -176,8 +198,8 @@ def join(parameters: Mapping[str, Tensor], shapes: Shapes) -> Tensor:
 class DefaultNetwork:
     """Convolutions for images, then hidden layers over all features.
 
-    The layers of all members are batched products with gradients by hand. Measured with 8 members, 256 rows each and
-    two layers of 64, forward and backward: 0.9 ms; autograd 2.7 ms.
+    The layers of all members are batched products with gradients by hand. Measured with 8 members,
+    256 rows each and two layers of 64, forward and backward: 0.9 ms; autograd 2.7 ms.
 
     Args:
         config: The architecture.
@@ -188,13 +210,16 @@ class DefaultNetwork:
         config: As given.
         encoder: Converts observations to features and images.
         shapes: Shapes of one member's parameters by name, in their order in a flat vector.
-        values_per_observation: Approximate number of values that the gradient of one observation keeps in memory.
+        values_per_observation: Approximate number of values that the gradient of one observation
+            keeps in memory.
 
     Raises:
         ValueError: If the space is not supported, or an image is too small for the convolutions.
     """
 
-    def __init__(self, config: NetworkConfig, space: spaces.Space[Any] | None, outputs: int) -> None:
+    def __init__(
+        self, config: NetworkConfig, space: spaces.Space[Any] | None, outputs: int
+    ) -> None:
         self.config = config
         self.encoder = ObservationEncoder(space)
         self.shapes: Shapes = {}
@@ -214,7 +239,10 @@ class DefaultNetwork:
         self.values_per_observation += 2 * sum(sizes)
 
     def _add_image(self, number: int, image: Image) -> tuple[list[tuple[str, int]], int]:
-        """Add one image's convolutions to `shapes`; return their names, strides and number of features."""
+        """Add one image's convolutions to `shapes`.
+
+        Return their names, strides and number of features.
+        """
         convolutions = self.config.convolutions
         if convolutions is None:
             if min(image[1:]) >= MIN_NATURE_SIDE:
@@ -226,11 +254,15 @@ class DefaultNetwork:
         for depth, (channels, kernel, stride) in enumerate(convolutions):
             if min(sides) < kernel:
                 raise ValueError(
-                    f"convolutions {convolutions} do not fit an image of {image} (channels, height, width): layer "
-                    f"{depth} has a kernel of {kernel}, but its input is {sides}. Set NetworkConfig(convolutions=...)."
+                    f"convolutions {convolutions} do not fit an image of {image} (channels, height,"
+                    f" width): layer {depth} has a kernel of {kernel}, but its input is {sides}."
+                    " Set NetworkConfig(convolutions=...)."
                 )
             name = f"image{number}.layer{depth}"
-            self.shapes |= {f"{name}.weight": (channels, width, kernel, kernel), f"{name}.bias": (channels,)}
+            self.shapes |= {
+                f"{name}.weight": (channels, width, kernel, kernel),
+                f"{name}.bias": (channels,),
+            }
             layers.append((name, stride))
             width = channels
             sides = [(side - kernel) // stride + 1 for side in sides]
@@ -240,7 +272,8 @@ class DefaultNetwork:
     def initial_parameters(self, seed: int) -> Parameters:
         """Return orthogonal weights of gain sqrt(2) (0.01 for the output) and biases of 0.
 
-        Each layer has its own random stream, so architectures with the same layer start with the same weights in it.
+        Each layer has its own random stream, so architectures with the same layer start with the
+        same weights in it.
         """
         parameters = {}
         for name, shape in self.shapes.items():
@@ -249,7 +282,9 @@ class DefaultNetwork:
             else:
                 rng = generator(seed, f"init {name}")
                 gain = 0.01 if name == "output.weight" else 2**0.5
-                parameters[name] = gain * orthogonal(rng, shape[0], math.prod(shape[1:])).reshape(shape)
+                parameters[name] = gain * orthogonal(rng, shape[0], math.prod(shape[1:])).reshape(
+                    shape
+                )
         return parameters
 
     def __call__(self, parameters: Parameters, observations: Any) -> Tensor:
@@ -263,8 +298,14 @@ class DefaultNetwork:
 
     def vjp(self, parameters: Parameters, observations: Any) -> tuple[Tensor, AddGradients]:
         """Return outputs and a function that adds the parameters' gradients, to be called at most once."""
-        # Parameters of the convolutions, whose gradients autograd computes. The other layers are differentiated below.
-        names = [f"{name}.{part}" for image in self._images for name, _ in image for part in ("weight", "bias")]
+        # Parameters of the convolutions, whose gradients autograd computes. The other layers are
+        # differentiated below.
+        names = [
+            f"{name}.{part}"
+            for image in self._images
+            for name, _ in image
+            for part in ("weight", "bias")
+        ]
         leaves = {name: parameters[name].detach().requires_grad_() for name in names}
         with torch.set_grad_enabled(bool(names)):
             features = self._features(leaves, observations, parameters["output.bias"].device)
@@ -272,8 +313,8 @@ class DefaultNetwork:
         values, outputs = self._run(parameters, features.detach(), workspace)
 
         def add(grad: Tensor, gradients: Parameters) -> None:
-            # 1. Hidden layers and output. The rounding of a product does not depend on the number of members, that of
-            #    a sum does.
+            # 1. Hidden layers and output. The rounding of a product does not depend on the number
+            #    of members, that of a sum does.
             ones = grad.new_ones(len(grad), 1, grad.shape[1])
             for number in reversed(range(len(values))):
                 name = self._layers[number]
@@ -297,15 +338,20 @@ class DefaultNetwork:
         """Return outputs `[q, w, o]` without in-place operations, for autograd and `torch.export`."""
         values = self._features(parameters, observations, parameters["output.bias"].device)
         for name in self._layers:
-            values = torch.baddbmm(parameters[f"{name}.bias"][:, None], values, parameters[f"{name}.weight"])
+            values = torch.baddbmm(
+                parameters[f"{name}.bias"][:, None], values, parameters[f"{name}.weight"]
+            )
             if name != "output":
                 values = getattr(torch.nn.functional, self.config.activation)(values)
         return values
 
-    def outputs_in_numpy(self, parameters: Mapping[str, FloatArray], features: FloatArray) -> FloatArray:
+    def outputs_in_numpy(
+        self, parameters: Mapping[str, FloatArray], features: FloatArray
+    ) -> FloatArray:
         """Return outputs `[q, w, o]` for features `[q, w, f]` in numpy, if observations are features.
 
-        Measured with 8 members, 32 rows each and two layers of 64: 40 microseconds; 105 in torch, mostly for its tanh.
+        Measured with 8 members, 32 rows each and two layers of 64: 40 microseconds; 105 in torch,
+        mostly for its tanh.
         """
         workspace = self._idle.pop() if self._idle else Workspace()
         values = features
@@ -323,13 +369,15 @@ class DefaultNetwork:
     def _features(self, parameters: Parameters, observations: Any, device: torch.device) -> Tensor:
         """Return features `[q, w, f]`, including those of images."""
         lead = flatten(self.encoder.space, observations)[0].shape[:2]
-        vector, images = self.encoder(map_tensors(observations, lambda leaf: leaf.flatten(0, 1)), device)
+        vector, images = self.encoder(
+            map_tensors(observations, lambda leaf: leaf.flatten(0, 1)), device
+        )
         if vector is None:
             parts = []
         else:
             parts = [vector.unflatten(0, lead)]
-        # Member by member: with 8 members and 32 images of 84 x 84 x 4 each, forward and backward take 88 ms; with one
-        # grouped convolution or `torch.func.vmap` 116 ms.
+        # Member by member: with 8 members and 32 images of 84 x 84 x 4 each, forward and backward
+        # take 88 ms; with one grouped convolution or `torch.func.vmap` 116 ms.
         for layers, image in zip(self._images, images, strict=True):
             features = []
             for row, pixels in enumerate(image.unflatten(0, lead)):
@@ -342,7 +390,9 @@ class DefaultNetwork:
             parts.append(torch.stack(features))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
-    def _run(self, parameters: Parameters, features: Tensor, workspace: Workspace) -> tuple[list[Tensor], Tensor]:
+    def _run(
+        self, parameters: Parameters, features: Tensor, workspace: Workspace
+    ) -> tuple[list[Tensor], Tensor]:
         """Return the inputs of each layer, and the outputs `[q, w, o]`."""
         values = [features]
         for name in self._layers[:-1]:
@@ -352,7 +402,9 @@ class DefaultNetwork:
             torch.baddbmm(bias[:, None], values[-1], weight, out=hidden)
             self._activate(hidden)
             values.append(hidden)
-        return values, torch.baddbmm(parameters["output.bias"][:, None], values[-1], parameters["output.weight"])
+        return values, torch.baddbmm(
+            parameters["output.bias"][:, None], values[-1], parameters["output.weight"]
+        )
 
     def _activate(self, hidden: Tensor) -> None:
         if self.config.activation == "tanh" and hidden.device.type == "cpu":
@@ -363,19 +415,22 @@ class DefaultNetwork:
 
 
 _CHECKED_ROWS = 64
-"""Rows for which a user's module is checked: some depend on the other rows of larger batches only."""
+"""Rows for which a user's module is checked: some depend on the other rows of larger batches only.
+"""
 
 
 class ModuleNetwork:
     """A user's module, called once per member with that member's parameters (`torch.func.functional_call`).
 
-    N members take N forward passes; `torch.func.vmap` measured no faster and does not support branches on values. The
-    module is copied in evaluation mode, so dropout is off. Buffers, and parameters that require no gradient, are shared
-    by all members. Members start from the module's weights.
+    N members take N forward passes; `torch.func.vmap` measured no faster and does not support
+    branches on values. The module is copied in evaluation mode, so dropout is off. Buffers, and
+    parameters that require no gradient, are shared by all members. Members start from the module's
+    weights.
 
     Args:
-        module: Differentiable function of observations from `evogrpo.spaces.preprocess_observation` that returns
-            `[batch, outputs]`. It computes each row from one observation, without randomness, and keeps its buffers.
+        module: Differentiable function of observations from `evogrpo.spaces.preprocess_observation`
+            that returns `[batch, outputs]`. It computes each row from one observation, without
+            randomness, and keeps its buffers.
         space: Observation space.
         outputs: Required number of outputs.
         device: Device of the copy.
@@ -385,13 +440,20 @@ class ModuleNetwork:
         name: Name of the module's class.
 
     Raises:
-        ValueError: If the space is not supported, or the module has no parameters or is not such a function.
+        ValueError: If the space is not supported, or the module has no parameters or is not such a
+            function.
     """
 
-    values_per_observation = 1 << 14  # unknown; this guess allows a few thousand observations per pass
+    values_per_observation = (
+        1 << 14
+    )  # unknown; this guess allows a few thousand observations per pass
 
     def __init__(
-        self, module: nn.Module, space: spaces.Space[Any] | None, outputs: int, device: torch.device | str = "cpu"
+        self,
+        module: nn.Module,
+        space: spaces.Space[Any] | None,
+        outputs: int,
+        device: torch.device | str = "cpu",
     ) -> None:
         # 1. Copy the module, and collect the parameters that members train.
         ObservationEncoder(space)  # checks the space
@@ -403,12 +465,13 @@ class ModuleNetwork:
         self._initial = {name: value.detach().float() for name, value in trained}
         if not self._initial:
             raise ValueError(
-                f"actor_network must have parameters that require a gradient, got {self.name} without any. Call "
-                "requires_grad_() on it, or add layers."
+                f"actor_network must have parameters that require a gradient, got {self.name}"
+                " without any. Call requires_grad_() on it, or add layers."
             )
         self.shapes: Shapes = {name: tuple(value.shape) for name, value in self._initial.items()}
-        # 2. Run it on two observations (zeros and ones, or the first values of discrete spaces), then on many rows, of
-        #    which only the last one is the second observation: outputs of the same observation must be equal.
+        # 2. Run it on two observations (zeros and ones, or the first values of discrete spaces),
+        #    then on many rows, of which only the last one is the second observation: outputs of the
+        #    same observation must be equal.
         parts = []
         for leaf in leaf_spaces(space):
             first = np.full(leaf.shape or (), getattr(leaf, "start", 0), leaf.dtype)
@@ -417,42 +480,51 @@ class ModuleNetwork:
         buffers = {name: value.clone() for name, value in self.module.named_buffers()}
         try:
             with torch.enable_grad():
-                weights = {name: value.clone().requires_grad_() for name, value in self._initial.items()}
+                weights = {
+                    name: value.clone().requires_grad_() for name, value in self._initial.items()
+                }
                 output = self._member(weights, unflatten(space, parts))
                 rows = [0] * (_CHECKED_ROWS - 1) + [1]
                 again = self._member(weights, unflatten(space, [part[rows] for part in parts]))
         except Exception as error:
             raise ValueError(
-                f"actor_network must accept float32 observations {describe_input(space)} for any n, and return "
-                f"[n, {outputs}], but {self.name} raised {class_name(error)}: {one_line(error)}"
+                f"actor_network must accept float32 observations {describe_input(space)} for any n,"
+                f" and return [n, {outputs}], but {self.name} raised {class_name(error)}:"
+                f" {one_line(error)}"
             ) from error
         # 3. Check its outputs and buffers.
         if tuple(output.shape) != (2, outputs):
             raise ValueError(
-                f"actor_network must return [n, {outputs}] for this action space, but {self.name} returned "
-                f"{list(output.shape)} for n = 2 observations {describe_input(space)}. Match its last layer."
+                f"actor_network must return [n, {outputs}] for this action space, but {self.name}"
+                f" returned {list(output.shape)} for n = 2 observations {describe_input(space)}."
+                " Match its last layer."
             )
         if not output.requires_grad:
             raise ValueError(
-                f"actor_network must be differentiable, but the output of {self.name} requires no gradient. Remove "
-                "no_grad and detach from its forward."
+                f"actor_network must be differentiable, but the output of {self.name} requires no"
+                " gradient. Remove no_grad and detach from its forward."
             )
         after = dict(self.module.named_buffers())
         changed = [name for name, value in buffers.items() if not torch.equal(value, after[name])]
         if changed:
             raise ValueError(
-                f"actor_network must not change its buffers, as all members share them, but {self.name} changed "
-                f"{changed}. Remove the change from its forward."
+                "actor_network must not change its buffers, as all members share them, but"
+                f" {self.name} changed {changed}. Remove the change from its forward."
             )
         if not torch.allclose(output, again[[0, -1]], rtol=1e-4, atol=1e-5, equal_nan=True):
             raise ValueError(
-                "actor_network must compute each row from one observation, without randomness, but two outputs of "
-                f"{self.name} for the same observation differ. Change its forward."
+                "actor_network must compute each row from one observation, without randomness, but"
+                f" two outputs of {self.name} for the same observation differ. Change its forward."
             )
         output = output.detach()[0]
-        if outputs > 1 and bool((output >= 0).all()) and math.isclose(float(output.sum()), 1.0, abs_tol=1e-5):
+        if (
+            outputs > 1
+            and bool((output >= 0).all())
+            and math.isclose(float(output.sum()), 1.0, abs_tol=1e-5)
+        ):
             warn(
-                f"{self.name} returns probabilities, but its outputs are used as logits. Remove the softmax at its end."
+                f"{self.name} returns probabilities, but its outputs are used as logits. Remove the"
+                " softmax at its end."
             )
 
     def initial_parameters(self, seed: int) -> Parameters:
@@ -471,7 +543,9 @@ class ModuleNetwork:
             outputs = self._stacked(leaves, observations)
 
         def add(grad: Tensor, gradients: Parameters) -> None:
-            grads = torch.autograd.grad(outputs, list(leaves.values()), grad, materialize_grads=True)
+            grads = torch.autograd.grad(
+                outputs, list(leaves.values()), grad, materialize_grads=True
+            )
             for name, values in zip(leaves, grads, strict=True):
                 gradients[name] += values
 
@@ -481,7 +555,9 @@ class ModuleNetwork:
         outputs = []
         for row in range(len(flatten(self._space, observations)[0])):
             member_parameters = {name: parameters[name][row] for name in self.shapes}
-            outputs.append(self._member(member_parameters, map_tensors(observations, itemgetter(row))))
+            outputs.append(
+                self._member(member_parameters, map_tensors(observations, itemgetter(row)))
+            )
         return torch.stack(outputs)
 
     def _member(self, parameters: Parameters, observations: Any) -> Tensor:

@@ -16,11 +16,24 @@ from torch.nn.functional import pad
 
 from evogrpo.config.hyperparameters import Hyperparameters, Optimizer
 from evogrpo.functional.optim import adamw_steps_
-from evogrpo.members.bank import INITIAL_RUNNING_STATS, RUNNING_STATS, check_parents, check_train_state
+from evogrpo.members.bank import (
+    INITIAL_RUNNING_STATS,
+    RUNNING_STATS,
+    check_parents,
+    check_train_state,
+)
 from evogrpo.members.devices import check_allocation
 from evogrpo.members.networks.architecture import NetworkConfig, Parameters, morph
 from evogrpo.members.networks.distributions import Distribution, distribution_for
-from evogrpo.members.networks.networks import DefaultNetwork, FloatArray, ModuleNetwork, Network, Shapes, join, split
+from evogrpo.members.networks.networks import (
+    DefaultNetwork,
+    FloatArray,
+    ModuleNetwork,
+    Network,
+    Shapes,
+    join,
+    split,
+)
 from evogrpo.records import UpdateReport
 from evogrpo.validation import dump
 
@@ -64,8 +77,8 @@ class Layout:
 def lay_out(rows: IntArray) -> list[Layout]:
     """Arrange items by member, padded to the same number for each.
 
-    If padding would more than double the work, only members whose numbers of items differ by a factor of at most two
-    share a layout.
+    If padding would more than double the work, only members whose numbers of items differ by a
+    factor of at most two share a layout.
 
     Args:
         rows: `[c]` row of each item's member, in any order.
@@ -80,7 +93,8 @@ def lay_out(rows: IntArray) -> list[Layout]:
     counts = np.bincount(rows)
     starts = np.cumsum(counts) - counts
     members = np.flatnonzero(counts)
-    # 2. Group the members: by the rounded-down log2 of their items if one group would be mostly padding.
+    # 2. Group the members: by the rounded-down log2 of their items if one group would be mostly
+    #    padding.
     wasteful = len(members) * counts.max() > 2 * len(rows)
     if wasteful:
         sizes = np.log2(counts[members]).astype(np.int64)
@@ -94,15 +108,17 @@ def lay_out(rows: IntArray) -> list[Layout]:
         place = np.arange(width)
         real = place < counts[group][:, None]
         index = order[starts[group][:, None] + np.where(real, place, 0)]
-        layouts.append(Layout(rows=group, index=index, real=None if real.all() else np.flatnonzero(real)))
+        layouts.append(
+            Layout(rows=group, index=index, real=None if real.all() else np.flatnonzero(real))
+        )
     return layouts
 
 
 class Stack:
     """Weights and optimizer state of all members with one architecture, as matrices with one row per member.
 
-    Shapes have q members, w observations of each, and o outputs of the network with the free parameters of its
-    distribution.
+    Shapes have q members, w observations of each, and o outputs of the network with the free
+    parameters of its distribution.
 
     Args:
         network: The network.
@@ -114,7 +130,8 @@ class Stack:
     Attributes:
         tensors: `[q, k]` by name, rows padded with zeros.
         gradient: `[q, k]`, padded in the same way.
-        reads_features: An observation is an array of features, so that `outputs_in_numpy` can be used.
+        reads_features: An observation is an array of features, so that `outputs_in_numpy` can be
+            used.
     """
 
     def __init__(
@@ -131,7 +148,9 @@ class Stack:
         self.shapes: Shapes = network.shapes | dict(distribution.free_parameters)
         self._length = next(iter(tensors.values())).shape[1]
         # With whole vector registers, the rounding of a row does not depend on the rows after it.
-        self.tensors = {name: pad(matrix, (0, -self._length % ROW_MULTIPLE)) for name, matrix in tensors.items()}
+        self.tensors = {
+            name: pad(matrix, (0, -self._length % ROW_MULTIPLE)) for name, matrix in tensors.items()
+        }
         self._free_names = list(distribution.free_parameters)
         self.gradient = torch.zeros_like(self.tensors["weights"])
         self._gradients = split(self.gradient, self.shapes)
@@ -154,7 +173,8 @@ class Stack:
     def vjp(self, rows: IntArray, observations: Any) -> tuple[Tensor, Callable[[Tensor], None]]:
         """Return outputs under the weights, and a function that adds the gradient of a loss to `gradient`.
 
-        The function takes the loss's gradient with respect to the outputs, `[q, w, o]`; see `DefaultNetwork.vjp`.
+        The function takes the loss's gradient with respect to the outputs, `[q, w, o]`; see
+        `DefaultNetwork.vjp`.
         """
         parameters = self._parameters("weights", rows)
         all_members = len(rows) == len(self.slots)
@@ -172,8 +192,9 @@ class Stack:
                 gradients = split(flat, self.shapes)
             grad_outputs, grad_free = grad.tensor_split([outputs.shape[2]], 2)
             add_gradients(grad_outputs, gradients)
-            # 2. Free parameters are the last columns, the same for every observation: sum over observations. Sum by a
-            #    matrix product: unlike `sum`, its rounding does not depend on the number of members.
+            # 2. Free parameters are the last columns, the same for every observation: sum over
+            #    observations. Sum by a matrix product: unlike `sum`, its rounding does not depend
+            #    on the number of members.
             ones = grad.new_ones(len(grad), 1, grad.shape[1])
             widths = [math.prod(self.shapes[name]) for name in self._free_names]
             for name, part in zip(self._free_names, grad_free.split(widths, 2), strict=True):
@@ -191,7 +212,10 @@ class Stack:
             arrays = {key: value[rows] for key, value in arrays.items()}
         outputs = self.network.outputs_in_numpy(arrays, features)
         free_parameters = [arrays[key].reshape(len(rows), 1, -1) for key in self._free_names]
-        repeated = [np.broadcast_to(values, (*outputs.shape[:2], values.shape[2])) for values in free_parameters]
+        repeated = [
+            np.broadcast_to(values, (*outputs.shape[:2], values.shape[2]))
+            for values in free_parameters
+        ]
         if repeated:
             return np.concatenate([outputs, *repeated], axis=2)
         return outputs
@@ -204,7 +228,10 @@ class Stack:
         return split(matrix[torch.from_numpy(rows).to(matrix.device)], self.shapes)
 
     def _with_free(self, outputs: Tensor, parameters: Parameters) -> Tensor:
-        free = [parameters[name].flatten(1)[:, None].expand(*outputs.shape[:2], -1) for name in self._free_names]
+        free = [
+            parameters[name].flatten(1)[:, None].expand(*outputs.shape[:2], -1)
+            for name in self._free_names
+        ]
         if free:
             return torch.cat([outputs, *free], dim=2)
         return outputs
@@ -217,11 +244,14 @@ class Stack:
     def step(self, updates: Mapping[int, tuple[int, float, float]], settings: Optimizer) -> None:
         """Take AdamW steps (number, lr, factor on the gradient) by row; overwrites `gradient`.
 
-        All rows are computed and those without a step are restored, so that a row's bits do not depend on other steps.
+        All rows are computed and those without a step are restored, so that a row's bits do not
+        depend on other steps.
         """
         rows = range(len(self.slots))
         idle = [row for row in rows if row not in updates]
-        weights, exp_avg, exp_avg_sq = matrices = [self.tensors[name] for name in ("weights", "exp_avg", "exp_avg_sq")]
+        weights, exp_avg, exp_avg_sq = matrices = [
+            self.tensors[name] for name in ("weights", "exp_avg", "exp_avg_sq")
+        ]
         saved = [matrix[idle] for matrix in matrices]
         numbers, lrs, factors = zip(*(updates.get(row, (1, 0.0, 1.0)) for row in rows), strict=True)
         gradients = self.gradient.mul_(torch.tensor(factors, device=self.gradient.device)[:, None])
@@ -254,19 +284,21 @@ class StackedTrainStates:
         observation_space: Observation space of the members.
         action_space: Action space of the members.
         size: Number of members.
-        network: Initial architecture of all members (by default two tanh layers of 64), or a user's module, which is
-            run once per member; see `ModuleNetwork`.
+        network: Initial architecture of all members (by default two tanh layers of 64), or a user's
+            module, which is run once per member; see `ModuleNetwork`.
         optimizer: AdamW settings shared by all members.
         seed: Root seed of the initial weights, which are the same for all members.
-        own_reference: Each member has its own reference policy, set by `mix_reference`. Otherwise the reference is
-            the initial policy.
+        own_reference: Each member has its own reference policy, set by `mix_reference`. Otherwise
+            the reference is the initial policy.
         device: Device of weights and computation.
         extra_stats: Number of additional running statistics per member, initially 0.
 
     Attributes:
         size: Number of slots.
-        running_stats: `[p, 6]` float64 on the CPU: running statistics; see `evogrpo.members.bank.RUNNING_STATS`.
-        extra_stats: `[p, s]` float64 on the CPU: additional running statistics, changed in place; saved and inherited.
+        running_stats: `[p, 6]` float64 on the CPU: running statistics; see
+            `evogrpo.members.bank.RUNNING_STATS`.
+        extra_stats: `[p, s]` float64 on the CPU: additional running statistics, changed in place;
+            saved and inherited.
         distribution: Action distribution of the networks' outputs.
         stacks: One stack per architecture.
         base: The initial weights, as a stack of one row.
@@ -304,26 +336,36 @@ class StackedTrainStates:
         if not isinstance(network, nn.Module):
             config = network or NetworkConfig()
         else:
-            self._module = ModuleNetwork(network, observation_space, self.distribution.outputs, device)
+            self._module = ModuleNetwork(
+                network, observation_space, self.distribution.outputs, device
+            )
             reserved = sorted(set(self._module.shapes) & set(free))
             if reserved:
                 raise ValueError(
-                    f"{self._module.name} must have no parameter named {reserved[0]!r}, which is reserved for the "
-                    "action distribution. Rename the parameter."
+                    f"{self._module.name} must have no parameter named {reserved[0]!r}, which is"
+                    " reserved for the action distribution. Rename the parameter."
                 )
         initial = self._network_for(config)
         shapes = initial.shapes | dict(free)
-        # 2. Check the memory: weights, two moments, gradient and reference of each member; base and initial state.
+        # 2. Check the memory: weights, two moments, gradient and reference of each member; base and
+        #    initial state.
         count = sum(math.prod(shape) for shape in shapes.values())
         copies = size * (5 if own_reference else 4) + 2
-        what = f"the networks of {size} members with {count:,} weights each: use fewer, or smaller layers"
+        what = (
+            f"the networks of {size} members with {count:,} weights each: use fewer, or smaller"
+            " layers"
+        )
         check_allocation(4 * count * copies, self.device, what)
         # 3. The train state of a new member.
         parameters = initial.initial_parameters(seed)
         for name, shape in free.items():
             parameters[name] = torch.full(shape, 0.0 if config is None else config.log_std)
         weights = join(parameters, shapes).to(device)
-        tensors = {"weights": weights, "exp_avg": torch.zeros_like(weights), "exp_avg_sq": torch.zeros_like(weights)}
+        tensors = {
+            "weights": weights,
+            "exp_avg": torch.zeros_like(weights),
+            "exp_avg_sq": torch.zeros_like(weights),
+        }
         if own_reference:
             tensors["reference"] = weights
         stats = torch.tensor((*INITIAL_RUNNING_STATS, *[0.0] * extra_stats), dtype=torch.float64)
@@ -333,7 +375,9 @@ class StackedTrainStates:
         self.size = size
         self._stats = stats.repeat(size, 1)
         self._steps = [0] * size
-        self.running_stats, self.extra_stats = self._stats.tensor_split([len(RUNNING_STATS)], dim=1)  # views
+        self.running_stats, self.extra_stats = self._stats.tensor_split(
+            [len(RUNNING_STATS)], dim=1
+        )  # views
         self._rebuild_stacks([self._initial] * size)
 
     # ---- stacks
@@ -364,9 +408,12 @@ class StackedTrainStates:
         self._row_of = np.zeros(len(states), dtype=np.int64)
         for number, (config, slots) in enumerate(by_config.items()):
             tensors = {
-                name: torch.stack([states[slot].tensors[name] for slot in slots]) for name in self._initial.tensors
+                name: torch.stack([states[slot].tensors[name] for slot in slots])
+                for name in self._initial.tensors
             }
-            self.stacks.append(Stack(self._network_for(config), self.distribution, config, slots, tensors))
+            self.stacks.append(
+                Stack(self._network_for(config), self.distribution, config, slots, tensors)
+            )
             self._stack_of[slots], self._row_of[slots] = number, np.arange(len(slots))
         for slot, state in enumerate(states):
             self._stats[slot] = state.running_stats
@@ -375,7 +422,9 @@ class StackedTrainStates:
 
     def _replace(self, slot: int, state: _TrainState) -> None:
         """Rebuild the stacks with another train state in one slot."""
-        self._rebuild_stacks([state if other == slot else self._view(other) for other in range(self.size)])
+        self._rebuild_stacks(
+            [state if other == slot else self._view(other) for other in range(self.size)]
+        )
 
     def _view(self, slot: int) -> _TrainState:
         """Return a member's train state; its tensors are views."""
@@ -390,13 +439,17 @@ class StackedTrainStates:
     # ---- states
 
     def inherit(self, parents: Sequence[int | None]) -> None:
-        """Copy the train state of slot parents[i] to slot i, all at once; None = a fresh initialisation.
+        """Copy the train state of slot parents[i] to slot i, all at once.
+
+        None = a fresh initialisation.
 
         Raises:
             ValueError: If `parents` does not name one existing slot (or None) per slot.
         """
         check_parents(parents, self.size)
-        self._rebuild_stacks([self._initial if parent is None else self._view(parent) for parent in parents])
+        self._rebuild_stacks(
+            [self._initial if parent is None else self._view(parent) for parent in parents]
+        )
 
     @property
     def state_keys(self) -> tuple[str, ...]:
@@ -411,7 +464,9 @@ class StackedTrainStates:
                 values = {"module": self._module.name}
             else:
                 values = dump(stack.config)
-            return torch.tensor(list(json.dumps(values, sort_keys=True).encode()), dtype=torch.uint8)
+            return torch.tensor(
+                list(json.dumps(values, sort_keys=True).encode()), dtype=torch.uint8
+            )
         if name == "step":
             return torch.tensor(self._steps[slot])
         if name == "running_stats":
@@ -435,23 +490,37 @@ class StackedTrainStates:
         if self._module is None:
             try:
                 config = NetworkConfig(**json.loads(bytes(architecture.tolist())))
-            except (ValueError, TypeError, RecursionError) as error:  # other bytes, or no bytes at all
+            except (
+                ValueError,
+                TypeError,
+                RecursionError,
+            ) as error:  # other bytes, or no bytes at all
                 raise ValueError(f"train state 'architecture' is damaged: {error}") from error
-        elif architecture.dtype != torch.uint8 or not architecture.equal(self.state_tensor(slot, "architecture")):
+        elif architecture.dtype != torch.uint8 or not architecture.equal(
+            self.state_tensor(slot, "architecture")
+        ):
             raise ValueError(
-                "train state 'architecture' does not match the network of these members. Load it with GRPO.load."
+                "train state 'architecture' does not match the network of these members. Load it"
+                " with GRPO.load."
             )
         # 2. Check names, shapes and types.
         shapes = self._network_for(config).shapes | dict(self.distribution.free_parameters)
         weights = ((sum(math.prod(shape) for shape in shapes.values()),), torch.float32)
-        expected: dict[str, tuple[tuple[int, ...], torch.dtype]] = dict.fromkeys(self._initial.tensors, weights)
-        expected |= {"running_stats": (tuple(self._stats.shape[1:]), torch.float64), "step": ((), torch.int64)}
+        expected: dict[str, tuple[tuple[int, ...], torch.dtype]] = dict.fromkeys(
+            self._initial.tensors, weights
+        )
+        expected |= {
+            "running_stats": (tuple(self._stats.shape[1:]), torch.float64),
+            "step": ((), torch.int64),
+        }
         expected["architecture"] = (tuple(architecture.shape), torch.uint8)
         check_train_state(state, expected, "spaces, network")
         # 3. Load it.
         tensors = {name: state[name].to(self.device) for name in self._initial.tensors}
         if config != stack.config:
-            new = _TrainState(config=config, tensors=tensors, running_stats=self._stats[slot], step=0)
+            new = _TrainState(
+                config=config, tensors=tensors, running_stats=self._stats[slot], step=0
+            )
             self._replace(slot, new)
         else:
             for name, values in tensors.items():
@@ -467,16 +536,25 @@ class StackedTrainStates:
         stack = self.locate(slot)[0]
         state = self._view(slot)
         if stack.config is None:
-            raise ValueError("The architecture of a custom module cannot change. Leave out actor_network to evolve it.")
+            raise ValueError(
+                "The architecture of a custom module cannot change. Leave out actor_network to"
+                " evolve it."
+            )
         shapes = self._network_for(config).shapes | dict(self.distribution.free_parameters)
         parameters = {name: split(values, stack.shapes) for name, values in state.tensors.items()}
-        changed = {name: join(part, shapes) for name, part in morph(parameters, stack.config, config, rng).items()}
+        changed = {
+            name: join(part, shapes)
+            for name, part in morph(parameters, stack.config, config, rng).items()
+        }
         self._replace(slot, replace(state, config=config, tensors=changed))
 
     def mix_reference(self, slot: int, mixing: float) -> None:
-        """Set a member's reference to mixing * weights + (1 - mixing) * reference; ValueError without own references.
+        """Set a member's reference to mixing * weights + (1 - mixing) * reference.
 
-        Source: Learn Your Reference Model for Real Good Alignment (arXiv:2404.09656), the soft update.
+        ValueError without own references.
+
+        Source: Learn Your Reference Model for Real Good Alignment (arXiv:2404.09656), the soft
+        update.
         """
         if not self.own_reference:
             raise ValueError("Members have no references of their own. Set reference='snapshot'.")
@@ -486,25 +564,36 @@ class StackedTrainStates:
     # ---- learning
 
     @torch.no_grad()
-    def step(self, hyperparameters: Mapping[int, Hyperparameters], losses: Sequence[float]) -> dict[int, UpdateReport]:
+    def step(
+        self, hyperparameters: Mapping[int, Hyperparameters], losses: Sequence[float]
+    ) -> dict[int, UpdateReport]:
         """Clip the gradients in the stacks and take AdamW steps, except where a gradient is not finite.
 
         Args:
-            hyperparameters: Hyperparameters by slot of the members that step; `lr` and `max_grad_norm` are used.
+            hyperparameters: Hyperparameters by slot of the members that step; `lr` and
+                `max_grad_norm` are used.
             losses: Loss by slot, for the reports.
 
         Returns:
-            Reports by slot; the norm is NaN if the gradient or the weights after the step are not finite.
+            Reports by slot; the norm is NaN if the gradient or the weights after the step are not
+            finite.
         """
         settings = self._optimizer
         reports = dict[int, UpdateReport]()
         for stack in self.stacks:
-            # 1. Learning rate of each member, and the factor that clips its gradient, as `clip_grad_norm_`.
+            # 1. Learning rate of each member, and the factor that clips its gradient, as
+            #    `clip_grad_norm_`.
             norms = torch.linalg.vector_norm(stack.gradient, dim=1).tolist()
             rows = {slot: row for row, slot in enumerate(stack.slots) if slot in hyperparameters}
-            lrs = {slot: hyperparameters[slot].lr * settings.factor(self._steps[slot]) for slot in rows}
+            lrs = {
+                slot: hyperparameters[slot].lr * settings.factor(self._steps[slot]) for slot in rows
+            }
             updates = {
-                row: (self._steps[slot] + 1, lrs[slot], min(1.0, hyperparameters[slot].max_grad_norm / (norm + 1e-6)))
+                row: (
+                    self._steps[slot] + 1,
+                    lrs[slot],
+                    min(1.0, hyperparameters[slot].max_grad_norm / (norm + 1e-6)),
+                )
                 for slot, row in rows.items()
                 if math.isfinite(norm := norms[row])
             }
@@ -519,6 +608,8 @@ class StackedTrainStates:
                     norm = norms[row]
                 else:
                     norm = math.nan
-                report = UpdateReport(grad_norm=norm, lr=lrs[slot], loss=losses[slot], step=self._steps[slot])
+                report = UpdateReport(
+                    grad_norm=norm, lr=lrs[slot], loss=losses[slot], step=self._steps[slot]
+                )
                 reports[slot] = report
         return reports

@@ -24,7 +24,12 @@ from evogrpo.members.settings import STEPWISE, Credit, NetworkSettings
 from evogrpo.safe_parsing import load_yaml
 from evogrpo.synonyms import unknown_name_error
 from evogrpo.text import class_name, one_line, shown, user_line
-from evogrpo.training.configuration.user_code import load_module, load_named, load_plugin, plugin_names
+from evogrpo.training.configuration.user_code import (
+    load_module,
+    load_named,
+    load_plugin,
+    plugin_names,
+)
 from evogrpo.validation import Flag, PositiveInt, Seed, Text, settings
 
 
@@ -76,7 +81,8 @@ class StartsTask:
 
     Attributes:
         env_kwargs: Keyword arguments of the environment.
-        recreate_env: Create a new environment for every episode; null = only if a reset does not restore it.
+        recreate_env: Create a new environment for every episode; null = only if a reset does not
+            restore it.
         train_size: Number of training starts.
         validation_size: Number of starts for selection.
         test_size: Number of starts for the final report.
@@ -93,19 +99,24 @@ class StartsTask:
 
 @settings
 class EnvironmentTask(StartsTask):
-    """A registered Gymnasium environment; see `evogrpo.envs.control.gymnasium_groups.GymnasiumGroups`.
+    """A registered Gymnasium environment.
+
+    See `evogrpo.envs.control.gymnasium_groups.GymnasiumGroups`.
 
     Attributes:
-        env: Id of the environment, such as "CartPole-v1"; "module:Name-v0" imports the module that registers it. Or
-            the name of a plugin that creates it.
-        wrappers: Subclasses of `gymnasium.Wrapper`; the first one is innermost. Each is named "module:Class" or
-            "path.py:Class", or "Class" for a class of gymnasium.wrappers. A wrapper with options is a mapping of `name`
-            and `options`. Their code is executed.
-        max_episode_steps: Steps after which an episode is truncated; null = the environment's own limit.
-        vectorization: "native", "serial", "processes", or "auto": native if available, otherwise serial.
-        num_envs: Maximum number of parallel episodes; null = 4096 native, 64 serial, one process per processor.
-        reseed_noise: Give each episode of a group its own noise after reset; null = if the environment is random
-            after reset.
+        env: Id of the environment, such as "CartPole-v1"; "module:Name-v0" imports the module that
+            registers it. Or the name of a plugin that creates it.
+        wrappers: Subclasses of `gymnasium.Wrapper`; the first one is innermost. Each is named
+            "module:Class" or "path.py:Class", or "Class" for a class of gymnasium.wrappers. A
+            wrapper with options is a mapping of `name` and `options`. Their code is executed.
+        max_episode_steps: Steps after which an episode is truncated; null = the environment's own
+            limit.
+        vectorization: "native", "serial", "processes", or "auto": native if available, otherwise
+            serial.
+        num_envs: Maximum number of parallel episodes; null = 4096 native, 64 serial, one process
+            per processor.
+        reseed_noise: Give each episode of a group its own noise after reset; null = if the
+            environment is random after reset.
     """
 
     key: ClassVar[str] = "env"
@@ -142,25 +153,39 @@ class EnvironmentTask(StartsTask):
             seed: Seed of the starts and of their order.
 
         Raises:
-            ValueError: If the environment does not exist or is not installed, or an argument is invalid.
+            ValueError: If the environment does not exist or is not installed, or an argument is
+                invalid.
         """
         try:
-            return self.groups(load_plugin(self.env, "environment", gymnasium.registry) or self.env, seed=seed)
+            return self.groups(
+                load_plugin(self.env, "environment", gymnasium.registry) or self.env, seed=seed
+            )
         except ValueError:
             raise
         except Exception as error:  # an environment and its graphics library may raise any
-            raise ValueError(f"task.env: {self.env!r} cannot be created: {_described(error)}") from error
+            raise ValueError(
+                f"task.env: {self.env!r} cannot be created: {_described(error)}"
+            ) from error
 
-    def groups(self, env: "str | Callable[..., gymnasium.Env[Any, Any]]", *, seed: int) -> GymnasiumGroups:
+    def groups(
+        self, env: "str | Callable[..., gymnasium.Env[Any, Any]]", *, seed: int
+    ) -> GymnasiumGroups:
         """Create groups with the settings of this task.
 
         Args:
             env: Id of the environment, or a callable that creates one.
             seed: Seed of the starts and of their order.
         """
-        options = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "env"}
+        options = {
+            each.name: getattr(self, each.name) for each in fields(self) if each.name != "env"
+        }
         return GymnasiumGroups(
-            env, **{**options, "wrappers": [named_wrapper(each) for each in self.wrappers], "seed": seed}
+            env,
+            **{
+                **options,
+                "wrappers": [named_wrapper(each) for each in self.wrappers],
+                "seed": seed,
+            },
         )
 
 
@@ -174,7 +199,9 @@ def named_wrapper(section: str | WrapperSection) -> Wrap:
     if ":" in name:
         kind = load_named(name, "wrapper", "class")
     else:
-        known = {key: each for key, each in vars(gymnasium.wrappers).items() if isinstance(each, type)}
+        known = {
+            key: each for key, each in vars(gymnasium.wrappers).items() if isinstance(each, type)
+        }
         if name not in known:
             error = unknown_name_error("wrapper of gymnasium.wrappers", name, known)
             raise ValueError(f'{error}. For any other wrapper, write "module:Class".')
@@ -184,7 +211,9 @@ def named_wrapper(section: str | WrapperSection) -> Wrap:
 
 
 def reward_threshold(env: str) -> float | None:
-    """Return the mean return at which a registered environment counts as solved; None if its registration has none.
+    """Return the mean return at which a registered environment counts as solved.
+
+    None if its registration has none.
 
     Raises:
         ValueError: If the environment is not registered.
@@ -202,12 +231,16 @@ def _registered(env: str) -> EnvSpec:
         file, _, name = env.partition(".py:")
         if re.fullmatch(r"\w+(\.\w+)*_v\d+", env):  # PettingZoo's names of modules
             raise ValueError(
-                f"{env} is an environment of several agents. Write task.parallel_env={env} (--parallel-env {env})."
+                f"{env} is an environment of several agents. Write task.parallel_env={env}"
+                f" (--parallel-env {env})."
             ) from error
         if name:
             advice = f" Write the name of the module without .py: {f'{file}:{name}'!r}."
         elif env.endswith(".py"):
-            advice = f" Register it in this file, and write MODULE:ID, such as '{Path(env).stem}:Name-v0'."
+            advice = (
+                " Register it in this file, and write MODULE:ID, such as"
+                f" '{Path(env).stem}:Name-v0'."
+            )
         else:
             advice = ""
         raise ValueError(
@@ -217,20 +250,26 @@ def _registered(env: str) -> EnvSpec:
 
 @settings
 class ParallelTask(StartsTask):
-    """A parallel environment of several agents; see `evogrpo.envs.control.pettingzoo_groups.PettingZooGroups`.
+    """A parallel environment of several agents.
+
+    See `evogrpo.envs.control.pettingzoo_groups.PettingZooGroups`.
 
     Attributes:
-        parallel_env: The function that creates the environment, as "module:function" or "path.py:function"; or a
-            module with a function `parallel_env`, such as "mpe2.simple_spread_v3"; or a plugin. Its code is executed.
-        policies: "shared": one policy for all agents; "prefix": one for all agents whose names agree before the last
-            underscore; "independent": one for each agent.
-        credit: Rewards that an agent's action is credited with: "team" = those of all agents, "agent" = its own.
-        agent_ids: Add the agent's identity to the observations of a policy that acts for several agents.
-        max_episode_steps: Steps after which all active agents are truncated; null = the environment's own limit, or
-            1,000 where it has none.
-        score: Fitness of an episode: "sum" (the default), "min" or "mean" of all agents' returns; the name of an agent,
-            the common prefix of several agents, or a list of these, whose returns are added; or "module:function" or
-            "path.py:function", a function of all returns by agent. Its code is executed.
+        parallel_env: The function that creates the environment, as "module:function" or
+            "path.py:function"; or a module with a function `parallel_env`, such as
+            "mpe2.simple_spread_v3"; or a plugin. Its code is executed.
+        policies: "shared": one policy for all agents; "prefix": one for all agents whose names
+            agree before the last underscore; "independent": one for each agent.
+        credit: Rewards that an agent's action is credited with: "team" = those of all agents,
+            "agent" = its own.
+        agent_ids: Add the agent's identity to the observations of a policy that acts for several
+            agents.
+        max_episode_steps: Steps after which all active agents are truncated; null = the
+            environment's own limit, or 1,000 where it has none.
+        score: Fitness of an episode: "sum" (the default), "min" or "mean" of all agents' returns;
+            the name of an agent, the common prefix of several agents, or a list of these, whose
+            returns are added; or "module:function" or "path.py:function", a function of all returns
+            by agent. Its code is executed.
         num_envs: Maximum number of parallel joint episodes.
     """
 
@@ -265,11 +304,14 @@ class ParallelTask(StartsTask):
             seed: Seed of the starts and of their order.
 
         Raises:
-            ValueError: If the environment does not exist or is not installed, or an argument is invalid.
+            ValueError: If the environment does not exist or is not installed, or an argument is
+                invalid.
         """
         require("task.parallel_env", "pettingzoo")
         others = ("parallel_env", "policies", "credit", "agent_ids")
-        options = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in others}
+        options = {
+            each.name: getattr(self, each.name) for each in fields(self) if each.name not in others
+        }
         score: Any = self.score
         make = self._maker()
         if isinstance(score, str) and ":" in score:
@@ -291,19 +333,20 @@ class ParallelTask(StartsTask):
             return plugin
         if self.parallel_env.endswith(".py"):
             raise ValueError(
-                f"task.parallel_env must name a function of the file, got {shown(self.parallel_env)}. Write "
+                "task.parallel_env must name a function of the file, got"
+                f" {shown(self.parallel_env)}. Write "
                 f'"{self.parallel_env}:parallel_env".'
             )
         if self.parallel_env in gymnasium.registry:
             raise ValueError(
-                f"{self.parallel_env} is an environment of one agent. Write task.env={self.parallel_env} "
-                f"(--env {self.parallel_env})."
+                f"{self.parallel_env} is an environment of one agent. Write"
+                f" task.env={self.parallel_env} (--env {self.parallel_env})."
             )
         make = getattr(load_module(self.parallel_env), "parallel_env", None)
         if not callable(make):
             raise ValueError(
-                f"{self.parallel_env} has no function parallel_env. Give a module that has one, such as "
-                'mpe2.simple_spread_v3, or "module:function".'
+                f"{self.parallel_env} has no function parallel_env. Give a module that has one,"
+                ' such as mpe2.simple_spread_v3, or "module:function".'
             )
         return make  # type: ignore[no-any-return]  # callable, as just checked
 
@@ -313,7 +356,13 @@ _PRESETS = files("evogrpo.training") / "presets"
 
 def preset_ids() -> tuple[str, ...]:
     """Return the ids of environments with a preset."""
-    return tuple(sorted(file.name.removesuffix(".yaml") for file in _PRESETS.iterdir() if file.name.endswith(".yaml")))
+    return tuple(
+        sorted(
+            file.name.removesuffix(".yaml")
+            for file in _PRESETS.iterdir()
+            if file.name.endswith(".yaml")
+        )
+    )
 
 
 def preset(env: str) -> dict[str, Any]:
@@ -327,20 +376,32 @@ def preset(env: str) -> dict[str, Any]:
     """
     name = _registered(env).id
     if name not in preset_ids():
-        raise ValueError(f"There is no preset for {name}. Remove --preset, or choose one of {', '.join(preset_ids())}.")
-    values: dict[str, Any] = load_yaml((_PRESETS / f"{name}.yaml").read_text(encoding="utf-8"), f"the preset of {name}")
+        raise ValueError(
+            f"There is no preset for {name}. Remove --preset, or choose one of"
+            f" {', '.join(preset_ids())}."
+        )
+    values: dict[str, Any] = load_yaml(
+        (_PRESETS / f"{name}.yaml").read_text(encoding="utf-8"), f"the preset of {name}"
+    )
     return values
 
 
 def merge_sections(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the plain values of a configuration with changes; within a section only the given keys change."""
+    """Return the plain values of a configuration with changes.
+
+    Within a section only the given keys change.
+    """
     merged = dict(values)
     for name, change in changes.items():
-        merged[name] = {**(merged.get(name) or {}), **change} if isinstance(change, Mapping) else change
+        merged[name] = (
+            {**(merged.get(name) or {}), **change} if isinstance(change, Mapping) else change
+        )
     return merged
 
 
-def without_packaged_limits(values: Mapping[str, Any], schedule: Mapping[str, Any]) -> dict[str, Any]:
+def without_packaged_limits(
+    values: Mapping[str, Any], schedule: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return packaged values; without their own limits if the caller limits steps, tokens or time.
 
     Args:
@@ -356,7 +417,8 @@ def packaged_values(env: str | None, *, with_preset: bool) -> dict[str, Any]:
     """Return the plain values of the packaged configuration for an environment.
 
     Args:
-        env: Id of the environment; the run then ends at its reward threshold, if it has one. None = no id.
+        env: Id of the environment; the run then ends at its reward threshold, if it has one. None =
+            no id.
         with_preset: Apply its preset.
 
     Raises:

@@ -105,7 +105,11 @@ class LanguageAgent:
     def settings(self) -> dict[str, Any]:
         """Return the fields that are passed to `GRPO.population` unchanged."""
         others = ("lora", "full_finetuning", "adapter")
-        return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in others}
+        return {
+            field.name: getattr(self, field.name)
+            for field in fields(self)
+            if field.name not in others
+        }
 
 
 @settings
@@ -115,13 +119,16 @@ class QuestionTask(ABC):
     Attributes:
         seed: Seed of the splits and of the order of questions; null = the run's seed.
         chat_template: File with a Jinja template that replaces the chat template of the tokenizer.
-        chat_template_kwargs: Keyword arguments of the chat template, such as {enable_thinking: false}.
-        response_template: JSON file with a response template of transformers, which parses tool calls.
-        max_prompt_length: Maximum length of a prompt in tokens; null = the model's context minus a completion.
+        chat_template_kwargs: Keyword arguments of the chat template, such as {enable_thinking:
+            false}.
+        response_template: JSON file with a response template of transformers, which parses tool
+            calls.
+        max_prompt_length: Maximum length of a prompt in tokens; null = the model's context minus a
+            completion.
         on_reward_error: "raise" stops the run; "exclude" excludes the completion and warns.
         reward_timeout: Time limit of one call of a reward function, in seconds; null = no limit.
-        reward_workers: Number of processes that compute rewards; 0 = the process of the run. null = 0; with a timeout
-            for functions that are not async, one per core, at most 8.
+        reward_workers: Number of processes that compute rewards; 0 = the process of the run. null =
+            0; with a timeout for functions that are not async, one per core, at most 8.
     """
 
     key: ClassVar[str]
@@ -145,7 +152,9 @@ class QuestionTask(ABC):
         """Short description of the task."""
 
     @abstractmethod
-    def environment(self, tokenizer: Tokenizer, *, seed: int, max_prompt_length: int | None) -> PromptEnvironment:
+    def environment(
+        self, tokenizer: Tokenizer, *, seed: int, max_prompt_length: int | None
+    ) -> PromptEnvironment:
         """Build the environment of the task, without prompts longer than `max_prompt_length` tokens."""
 
     def set_templates(self, tokenizer: Tokenizer) -> None:
@@ -167,7 +176,11 @@ class QuestionTask(ABC):
     def gym_options(self, max_prompt_length: int | None) -> dict[str, Any]:
         """Return the arguments of HuggingFaceGym that all tasks share."""
         others = ("seed", "chat_template", "response_template")
-        options = {each.name: getattr(self, each.name) for each in fields(QuestionTask) if each.name not in others}
+        options = {
+            each.name: getattr(self, each.name)
+            for each in fields(QuestionTask)
+            if each.name not in others
+        }
         return {**options, "max_prompt_length": max_prompt_length}
 
 
@@ -176,7 +189,8 @@ class BuiltinTask(QuestionTask):
     """A task that comes with evogrpo.
 
     Attributes:
-        name: Name of the task, or of a plugin: a function as `Task.build`. `evogrpo tasks` lists them.
+        name: Name of the task, or of a plugin: a function as `Task.build`. `evogrpo tasks` lists
+            them.
         validation_size: Number of questions for selection.
         test_size: Number of questions for the final test.
         system_prompt: System message before each question; null = that of the chat template.
@@ -199,7 +213,9 @@ class BuiltinTask(QuestionTask):
         """Short description of the task."""
         return self.name
 
-    def environment(self, tokenizer: Tokenizer, *, seed: int, max_prompt_length: int | None) -> HuggingFaceGym:
+    def environment(
+        self, tokenizer: Tokenizer, *, seed: int, max_prompt_length: int | None
+    ) -> HuggingFaceGym:
         """Build the task's environment."""
         return self._builder()(
             tokenizer,
@@ -227,7 +243,8 @@ class ReasoningTask(QuestionTask):
         reasoning_gym: Name of the task.
         sizes: Number of generated questions per split.
         system_prompt: System message before each question, or null.
-        answer_tag: Score only the text in the last `<tag>...</tag>` of a completion; null scores all of it.
+        answer_tag: Score only the text in the last `<tag>...</tag>` of a completion; null scores
+            all of it.
         options: Settings of the task.
     """
 
@@ -243,18 +260,27 @@ class ReasoningTask(QuestionTask):
     def __post_init__(self) -> None:
         super().__post_init__()
         refuse_unknown("split in sizes", self.sizes or (), SPLITS)
-        taken = signature(HuggingFaceGym.from_reasoning_gym).parameters.keys() & (self.options or {}).keys()
+        taken = (
+            signature(HuggingFaceGym.from_reasoning_gym).parameters.keys()
+            & (self.options or {}).keys()
+        )
         if taken:
-            raise ValueError(f"options must not contain {min(taken)}, which the section task sets. Remove it.")
+            raise ValueError(
+                f"options must not contain {min(taken)}, which the section task sets. Remove it."
+            )
 
     @property
     def label(self) -> str:
         """Short description of the task."""
         return f"reasoning-gym {self.reasoning_gym}"
 
-    def environment(self, tokenizer: Tokenizer, *, seed: int, max_prompt_length: int | None) -> HuggingFaceGym:
+    def environment(
+        self, tokenizer: Tokenizer, *, seed: int, max_prompt_length: int | None
+    ) -> HuggingFaceGym:
         """Build the task's environment."""
-        sizes: dict[Split, int] = {split: self.sizes[split] for split in SPLITS if self.sizes and split in self.sizes}
+        sizes: dict[Split, int] = {
+            split: self.sizes[split] for split in SPLITS if self.sizes and split in self.sizes
+        }
         return HuggingFaceGym.from_reasoning_gym(
             self.reasoning_gym,
             tokenizer=tokenizer,
@@ -277,10 +303,12 @@ class DatasetFiles:
         train: Training file; with `hub`, the name of a split, by default "train".
         validation: Validation file or split, or null.
         test: Test file or split, or null.
-        hub: Id of a dataset, such as openai/gsm8k, or a local folder that `datasets.load_dataset` reads.
+        hub: Id of a dataset, such as openai/gsm8k, or a local folder that `datasets.load_dataset`
+            reads.
         subset: Configuration of the dataset, such as main.
         revision: Branch, tag or commit of the dataset.
-        starts: Number of starts, instead of a dataset, of an environment that chooses its task in `reset`.
+        starts: Number of starts, instead of a dataset, of an environment that chooses its task in
+            `reset`.
     """
 
     train: Text | None = None
@@ -295,14 +323,20 @@ class DatasetFiles:
         others = [self.train, self.validation, self.test, self.hub]
         if self.starts is not None and any(others):
             raise ValueError(
-                "starts cannot be combined with train, validation, test or hub. Remove starts or the others."
+                "starts cannot be combined with train, validation, test or hub. Remove starts or"
+                " the others."
             )
         if self.hub is None and self.train is None and self.starts is None:
-            raise ValueError("a dataset needs a source. Give train with a file, or hub with the id of a dataset.")
+            raise ValueError(
+                "a dataset needs a source. Give train with a file, or hub with the id of a dataset."
+            )
         for split in SPLITS:
             name = getattr(self, split)
             if name is not None and "://" in name:
-                raise ValueError(f"{split} must be a file, got the address {shown(name)}. Download it, or give hub.")
+                raise ValueError(
+                    f"{split} must be a file, got the address {shown(name)}. Download it, or give"
+                    " hub."
+                )
         if self.hub is None and (self.subset or self.revision):
             raise ValueError("subset and revision require hub. Remove them for files.")
 
@@ -316,12 +350,18 @@ class DatasetFiles:
         return f"{self.hub}{f' {self.subset}' if self.subset else ''}"
 
     def tables(self) -> dict[Split, Any]:
-        """Return the rows of every split, or the number of starts; raise ValueError if a split cannot be read."""
+        """Return the rows of every split, or the number of starts.
+
+        Raise ValueError if a split cannot be read.
+        """
         if self.starts is not None:
             return {"train": self.starts, "validation": None, "test": None}
         names = {split: getattr(self, split) for split in SPLITS}
         if self.hub is None:
-            return {split: None if name is None else read_rows(Path(name)) for split, name in names.items()}
+            return {
+                split: None if name is None else read_rows(Path(name))
+                for split, name in names.items()
+            }
         names["train"] = self.train or "train"
         return {
             split: None if name is None else read_hub(self.hub, self.subset, name, self.revision)
@@ -334,22 +374,27 @@ class DatasetTask(QuestionTask):
     """The user's own questions and rewards, with tools and environments if there are any.
 
     Attributes:
-        dataset: Files (.jsonl, .json, .csv or .parquet), a dataset of the hub, or a number of starts.
-        reward: "path.py:function" or "module:function"; with the trl form also a list. The code is executed. null if an
-            environment has `get_reward`.
-        form: "agilerl": columns question and answer, `f(completion, answer, question) -> float`; "trl": column prompt,
-            `f(prompts=, completions=, **columns) -> list`. Default: "trl" if there is a column prompt.
+        dataset: Files (.jsonl, .json, .csv or .parquet), a dataset of the hub, or a number of
+            starts.
+        reward: "path.py:function" or "module:function"; with the trl form also a list. The code is
+            executed. null if an environment has `get_reward`.
+        form: "agilerl": columns question and answer, `f(completion, answer, question) -> float`;
+            "trl": column prompt, `f(prompts=, completions=, **columns) -> list`. Default: "trl" if
+            there is a column prompt.
         reward_weights: Weight of each reward function, trl form only.
         system_prompt: System message before each question, agilerl form only.
-        conversation_template: Messages with {question}, agilerl form only, instead of system_prompt.
+        conversation_template: Messages with {question}, agilerl form only, instead of
+            system_prompt.
         validation_size: Number of questions to draw if no validation split is given.
         test_size: Number of questions to draw if no test split is given.
-        environment_factory: "path.py:Class" or "module:Class" of an environment in TRL's form, or several by the names
-            in the column environment.
+        environment_factory: "path.py:Class" or "module:Class" of an environment in TRL's form, or
+            several by the names in the column environment.
         tools: "path.py:function" or "module:function" of functions that the model can call.
         max_turns: Maximum number of completions in a conversation, with tools or environments.
-        environment_timeout: Time limit of the calls to an environment in one turn, in seconds; null = no limit.
-        environment_workers: Number of threads that call environments; 0 = the main thread without time limit.
+        environment_timeout: Time limit of the calls to an environment in one turn, in seconds; null
+            = no limit.
+        environment_workers: Number of threads that call environments; 0 = the main thread without
+            time limit.
     """
 
     key: ClassVar[str] = "dataset"
@@ -373,30 +418,44 @@ class DatasetTask(QuestionTask):
         super().__post_init__()
         has_calls = bool(self.factories or self.tools)
         if has_calls and self.max_turns is None:
-            raise ValueError("environment_factory and tools require max_turns, such as max_turns: 4.")
+            raise ValueError(
+                "environment_factory and tools require max_turns, such as max_turns: 4."
+            )
         for_calls = ("max_turns", "environment_timeout", "environment_workers", "response_template")
         for each in fields(self):
-            if not has_calls and each.name in for_calls and getattr(self, each.name) != each.default:
+            if (
+                not has_calls
+                and each.name in for_calls
+                and getattr(self, each.name) != each.default
+            ):
                 raise ValueError(
-                    f"{each.name} requires environment_factory or tools. Give one of them, or remove {each.name}."
+                    f"{each.name} requires environment_factory or tools. Give one of them, or"
+                    f" remove {each.name}."
                 )
         if has_calls and self.form == "agilerl":
             raise ValueError("environment_factory and tools require form: trl.")
         if self.dataset.starts is not None and not isinstance(self.environment_factory, str):
             raise ValueError("dataset.starts requires environment_factory with one class.")
         if not self.functions and not self.factories:
-            raise ValueError("reward must be given, or environment_factory with a class that has get_reward.")
+            raise ValueError(
+                "reward must be given, or environment_factory with a class that has get_reward."
+            )
         has_template = self.system_prompt is not None or self.conversation_template is not None
         if (self.form == "trl" or has_calls) and has_template:
             raise ValueError(
-                "system_prompt and conversation_template require form: agilerl. With form: trl, put messages into the "
-                "column prompt."
+                "system_prompt and conversation_template require form: agilerl. With form: trl, put"
+                " messages into the column prompt."
             )
         if self.system_prompt is not None and self.conversation_template is not None:
-            raise ValueError("system_prompt and conversation_template exclude each other. Remove one of them.")
-        if self.form == "agilerl" and (not isinstance(self.reward, str) or self.reward_weights is not None):
             raise ValueError(
-                "form: agilerl takes one reward function and no reward_weights. For several, use form: trl."
+                "system_prompt and conversation_template exclude each other. Remove one of them."
+            )
+        if self.form == "agilerl" and (
+            not isinstance(self.reward, str) or self.reward_weights is not None
+        ):
+            raise ValueError(
+                "form: agilerl takes one reward function and no reward_weights. For several, use"
+                " form: trl."
             )
 
     def facts(self) -> dict[str, str]:
@@ -421,10 +480,14 @@ class DatasetTask(QuestionTask):
     @property
     def label(self) -> str:
         """Short description of the task."""
-        file, colon, name = (*self.factories.values(), *self.tools, *self.functions)[0].rpartition(":")
+        file, colon, name = (*self.factories.values(), *self.tools, *self.functions)[0].rpartition(
+            ":"
+        )
         return f"{self.dataset.label}, {Path(file).name}{colon}{name}"
 
-    def environment(self, tokenizer: Tokenizer, *, seed: int, max_prompt_length: int | None) -> PromptEnvironment:
+    def environment(
+        self, tokenizer: Tokenizer, *, seed: int, max_prompt_length: int | None
+    ) -> PromptEnvironment:
         """Read the files, load the user's code and build the environment."""
         # 1. Read the tables and load the reward functions.
         tables = self.dataset.tables()
@@ -439,7 +502,10 @@ class DatasetTask(QuestionTask):
         }
         # 2. Conversations with tools.
         if self.max_turns is not None:
-            factories = {name: load_named(each, "environment", "class") for name, each in self.factories.items()}
+            factories = {
+                name: load_named(each, "environment", "class")
+                for name, each in self.factories.items()
+            }
             return EnvironmentGym(
                 tables["train"],
                 tables["test"],
@@ -458,8 +524,8 @@ class DatasetTask(QuestionTask):
         agilerl = self.form == "agilerl" or (self.form is None and "prompt" not in first)
         if agilerl and len(functions) > 1:
             raise ValueError(
-                f"Several reward functions require the column prompt (form: trl), got the columns {list(first)}. "
-                "Rename a column, or give one function."
+                "Several reward functions require the column prompt (form: trl), got the columns"
+                f" {list(first)}. Rename a column, or give one function."
             )
         if self.form is None and not agilerl:
             for function in functions:
@@ -470,7 +536,9 @@ class DatasetTask(QuestionTask):
             tokenizer,
             reward_fn=functions[0] if agilerl else None,
             reward_funcs=None if agilerl else functions,
-            conversation_template=_conversation_template(self.system_prompt, self.conversation_template),
+            conversation_template=_conversation_template(
+                self.system_prompt, self.conversation_template
+            ),
             **options,
         )
 
@@ -483,8 +551,9 @@ def _check_form(function: Callable[..., Any], columns: Sequence[str]) -> None:
         return
     if "completion" in names and "completions" not in names:
         raise ValueError(
-            f"reward takes {', '.join(names)}, as with form: agilerl, which needs the columns question and answer, got "
-            f"{shown(list(columns), 200)}. Rename the column prompt to question."
+            f"reward takes {', '.join(names)}, as with form: agilerl, which needs the columns"
+            f" question and answer, got {shown(list(columns), 200)}. Rename the column prompt to"
+            " question."
         )
 
 
@@ -492,11 +561,12 @@ def read_rows(path: Path) -> Sequence[Any]:
     """Read a dataset file: one mapping of columns per row.
 
     Args:
-        path: A .jsonl or .json file (a list of objects, or one object per line), a .csv or .tsv file (all values are
-            text), or a .parquet file, which needs the extra `datasets`.
+        path: A .jsonl or .json file (a list of objects, or one object per line), a .csv or .tsv
+            file (all values are text), or a .parquet file, which needs the extra `datasets`.
 
     Raises:
-        ValueError: If the file is missing, has another type, or has content that does not match its suffix.
+        ValueError: If the file is missing, has another type, or has content that does not match its
+            suffix.
     """
     # 1. Check that the file exists.
     suffix = path.suffix.lower()
@@ -507,63 +577,90 @@ def read_rows(path: Path) -> Sequence[Any]:
             ".zip": " Unpack it.",
         }
         raise ValueError(
-            f"A dataset file must end in {', '.join(DATASET_SUFFIXES)}, got {path}.{advice.get(suffix, '')}"
+            f"A dataset file must end in {', '.join(DATASET_SUFFIXES)}, got"
+            f" {path}.{advice.get(suffix, '')}"
         )
     if not path.is_file():
         # Suggest a similar file, or list the files of the folder.
-        files = sorted(each.name for each in path.parent.glob("*") if each.suffix.lower() in DATASET_SUFFIXES)
+        files = sorted(
+            each.name for each in path.parent.glob("*") if each.suffix.lower() in DATASET_SUFFIXES
+        )
         match = close_match(path.name, files)
-        remedy = "Paths in a configuration are relative to its folder, those in overrides to the working directory."
+        remedy = (
+            "Paths in a configuration are relative to its folder, those in overrides to the working"
+            " directory."
+        )
         if match:
             remedy = f"Did you mean {match}?"
         elif files:
-            remedy = f"{path.parent} has {', '.join(files[:5])}{' and others' if len(files) > 5 else ''}."
+            remedy = (
+                f"{path.parent} has"
+                f" {', '.join(files[:5])}{' and others' if len(files) > 5 else ''}."
+            )
         raise ValueError(f"cannot read the dataset {path}, there is no such file. {remedy}")
     # 2. Read it in the format of its suffix.
     if suffix == ".parquet":
         return _read_parquet(path)
     try:
-        with path.open(encoding="utf-8-sig", newline="") as file:  # with or without a byte order mark
+        with path.open(
+            encoding="utf-8-sig", newline=""
+        ) as file:  # with or without a byte order mark
             heading = file.readline()
             file.seek(0)
             if suffix in (".csv", ".tsv"):
                 csv.field_size_limit(2**31 - 1)
                 # The delimiter is the one of , ; and tab that gives the most columns.
-                delimiter = max(",;\t", key=lambda mark: len(next(csv.reader([heading], delimiter=mark), [])))
+                delimiter = max(
+                    ",;\t", key=lambda mark: len(next(csv.reader([heading], delimiter=mark), []))
+                )
                 reader = csv.DictReader(file, delimiter=delimiter)
                 check_column_names(reader.fieldnames or [], str(path))
                 rows: list[Any] = []
                 for row in reader:
                     # Surplus values have the key None, and missing ones are None.
                     if None in row or None in row.values():
-                        raise ValueError(f"Line {reader.line_num} of {path} must have one value per column.")
+                        raise ValueError(
+                            f"Line {reader.line_num} of {path} must have one value per column."
+                        )
                     rows.append(row)
-            elif heading.lstrip().startswith("[") or (suffix == ".json" and not _is_object(heading)):
+            elif heading.lstrip().startswith("[") or (
+                suffix == ".json" and not _is_object(heading)
+            ):
                 rows = _parse_json(file.read(), str(path))
             else:  # one object per line
                 rows = [
-                    _parse_json(line, f"line {number} of {path}") for number, line in enumerate(file, 1) if line.strip()
+                    _parse_json(line, f"line {number} of {path}")
+                    for number, line in enumerate(file, 1)
+                    if line.strip()
                 ]
                 # A file with one object may hold the rows in it.
                 if suffix == ".json" and len(rows) == 1:
                     (rows,) = rows
     except OSError as error:
-        raise ValueError(f"cannot read the dataset {path}: {error.strerror or error}. Check the file.") from error
+        raise ValueError(
+            f"cannot read the dataset {path}: {error.strerror or error}. Check the file."
+        ) from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not in UTF-8 ({error}). Save it in UTF-8.") from error
     except csv.Error as error:
-        raise ValueError(f"{path} is not a valid CSV file: {error}. Check its quotes and line ends.") from error
+        raise ValueError(
+            f"{path} is not a valid CSV file: {error}. Check its quotes and line ends."
+        ) from error
     # 3. Check that each row is a mapping.
     if isinstance(rows, dict):
         raise ValueError(
-            f"{path} must contain a list of objects, one per row, or an object on each line, got one object with the "
-            f"keys {shown(list(rows), 100)}."
+            f"{path} must contain a list of objects, one per row, or an object on each line, got"
+            f" one object with the keys {shown(list(rows), 100)}."
         )
     if not isinstance(rows, list):
-        raise ValueError(f"{path} must contain a list of objects, one per row, got {class_name(rows)}.")
+        raise ValueError(
+            f"{path} must contain a list of objects, one per row, got {class_name(rows)}."
+        )
     for number, row in enumerate(rows):
         if not isinstance(row, dict):
-            raise ValueError(f"{numbered(number, str(path))} must be an object with columns, got {shown(row)}.")
+            raise ValueError(
+                f"{numbered(number, str(path))} must be an object with columns, got {shown(row)}."
+            )
     return rows
 
 
@@ -581,7 +678,8 @@ def read_hub(name: str, subset: str | None, split: str, revision: str | None) ->
     except Exception as error:  # the hub, the network or a file may raise anything
         source = f"split {split!r} of the dataset {name!r}{f' ({subset})' if subset else ''}"
         raise ValueError(
-            f"cannot read {source}: {class_name(error)}: {one_line(error)}. Check the names and the network connection."
+            f"cannot read {source}: {class_name(error)}: {one_line(error)}. Check the names and the"
+            " network connection."
         ) from error
     return rows
 
@@ -590,7 +688,9 @@ def _read_text(path: str, what: str) -> str:
     try:
         return read_regular(Path(path)).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{what} must be a text file, but {path} cannot be read: {error}") from error
+        raise ValueError(
+            f"{what} must be a text file, but {path} cannot be read: {error}"
+        ) from error
 
 
 def _is_object(text: str) -> bool:
@@ -604,7 +704,10 @@ def _is_object(text: str) -> bool:
 def _parse_json(text: str, source: str) -> Any:
     try:
         return json.loads(text, object_pairs_hook=unique_keys)
-    except (ValueError, RecursionError) as error:  # invalid JSON, repeated keys, huge integers, or deep nesting
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # invalid JSON, repeated keys, huge integers, or deep nesting
         raise ValueError(f"{source} is not valid JSON: {error}") from error
 
 
@@ -621,7 +724,10 @@ def _read_parquet(path: Path) -> Sequence[Any]:
 
 
 def _conversation_template(system_prompt: str | None, template: Messages | None) -> Messages | None:
-    """Return the template, or one of a system prompt and the question; at most one argument is given."""
+    """Return the template, or one of a system prompt and the question.
+
+    At most one argument is given.
+    """
     if system_prompt is None:
         return template
     # Escape braces, which would be read as fields of the template.

@@ -35,23 +35,29 @@ T = TypeVar("T")
 
 
 def parse_config(values: Mapping[str, Any], strategy: "Strategy | None" = None) -> Config:
-    """Build a configuration from plain values; sections that need no torch are checked before its import.
+    """Build a configuration from plain values.
+
+    Sections that need no torch are checked before its import.
 
     Args:
         values: Plain values by section.
         strategy: Takes the place of the section `strategy`.
 
     Raises:
-        ValueError: With one line for each key that is unknown or missing and each invalid value, with its full path.
+        ValueError: With one line for each key that is unknown or missing and each invalid value,
+            with its full path.
     """
     # 1. Sections that need no torch. A section that is null has its defaults.
-    values, auto = _without_auto({name: value for name, value in values.items() if value is not None})
+    values, auto = _without_auto(
+        {name: value for name, value in values.items() if value is not None}
+    )
     misplaced = partial(_misplaced, task=values.get("task"))
     # The type of the section `fitness` imports numpy, so it is loaded only if needed.
     model = _sections_model(fitness="fitness" in values)
     sections = build(model, {"schedule": DEFAULT_SCHEDULE, **values}, misplaced=misplaced)
     parsed = {name: getattr(sections, name) for name in sections.model_fields_set}
-    # Check hyperparameters before torch is imported. Their defaults follow from the task type in phase 2.
+    # Check hyperparameters before torch is imported. Their defaults follow from the task type in
+    # phase 2.
     set_values = values.get("hyperparameters", {})
     space = parsed.setdefault("search_space", HyperparameterConfig())
     with_path("hyperparameters", lambda: space.first({}, set_values))
@@ -61,7 +67,9 @@ def parse_config(values: Mapping[str, Any], strategy: "Strategy | None" = None) 
         from evogrpo.reporting.lineage import best_hyperparameters
 
         founders = with_path("population.like", lambda: best_hyperparameters(population.like))
-        parsed["population"] = replace(population, founders=tuple(each.to_json() for each in founders))
+        parsed["population"] = replace(
+            population, founders=tuple(each.to_json() for each in founders)
+        )
     # 2. Task and agent; their task type has the defaults of the other sections.
     from evogrpo.training.task_types import select_task
 
@@ -73,28 +81,41 @@ def parse_config(values: Mapping[str, Any], strategy: "Strategy | None" = None) 
     members = build(model, {"task": values["task"], "agent": agent}, misplaced=misplaced)
     parsed["task"], parsed["agent"] = members.task, members.agent
     parsed["model"] = parsed.get("model") or kind.model
-    parsed["logging"] = LoggingConfig(**{"completions": kind.completions, **values.get("logging", {})})
-    parsed["hyperparameters"] = with_path("hyperparameters", lambda: space.first(kind.hyperparameters, set_values))
+    parsed["logging"] = LoggingConfig(
+        **{"completions": kind.completions, **values.get("logging", {})}
+    )
+    parsed["hyperparameters"] = with_path(
+        "hyperparameters", lambda: space.first(kind.hyperparameters, set_values)
+    )
     # 3. Strategy and search space.
     from evogrpo.evolution.strategies import default_strategy
 
     if strategy is not None:
         parsed["strategy"] = strategy
     elif parsed.get("strategy") is None:
-        evolve_network = getattr(parsed["agent"], "evolve_network", None)  # language models have no such setting
+        evolve_network = getattr(
+            parsed["agent"], "evolve_network", None
+        )  # language models have no such setting
         parsed["strategy"] = default_strategy(
-            parsed["population"].size, networks=kind.word != "language", evolve_network=evolve_network is not None
+            parsed["population"].size,
+            networks=kind.word != "language",
+            evolve_network=evolve_network is not None,
         )
     space = parsed["search_space"] = _complete_space(parsed, auto, kind, set_values)
     # Check again: the start of an evolving hyperparameter must be in its range.
-    parsed["hyperparameters"] = with_path("hyperparameters", lambda: space.first(kind.hyperparameters, set_values))
-    # 4. Build the configuration with the first founder's hyperparameters, and check across sections.
+    parsed["hyperparameters"] = with_path(
+        "hyperparameters", lambda: space.first(kind.hyperparameters, set_values)
+    )
+    # 4. Build the configuration with the first founder's hyperparameters, and check across
+    #    sections.
     from evogrpo.evolution.founders import warm_start_founders
 
     config = Config(**parsed)
     if config.founders:
         samples = config.schedule.samples_per_step
-        (first, *_), _ = warm_start_founders(config.founders, config.hyperparameters, config.search_space, samples)
+        (first, *_), _ = warm_start_founders(
+            config.founders, config.hyperparameters, config.search_space, samples
+        )
         config = replace(config, hyperparameters=first)
     # The trainer checks the same, but only once the weights are loaded.
     group_sizes = [config.hyperparameters.group_size]
@@ -117,11 +138,19 @@ def _sections_model(task: Any = Any, agent: Any = Any, *, fitness: bool = True) 
         from evogrpo.evolution.fitness import FitnessConfig
 
         types["FitnessConfig"] = FitnessConfig
-    hints = get_type_hints(Config, localns=types, include_extras=True) | {"task": task, "agent": agent}
-    fields: dict[str, Any] = {
-        field.name: (hints[field.name], ... if field.name == "task" else None) for field in dataclasses.fields(Config)
+    hints = get_type_hints(Config, localns=types, include_extras=True) | {
+        "task": task,
+        "agent": agent,
     }
-    return create_model("Configuration", __config__=ConfigDict(extra="forbid", arbitrary_types_allowed=True), **fields)
+    fields: dict[str, Any] = {
+        field.name: (hints[field.name], ... if field.name == "task" else None)
+        for field in dataclasses.fields(Config)
+    }
+    return create_model(
+        "Configuration",
+        __config__=ConfigDict(extra="forbid", arbitrary_types_allowed=True),
+        **fields,
+    )
 
 
 def configuration_schema() -> dict[str, Any]:
@@ -137,7 +166,8 @@ def configuration_schema() -> dict[str, Any]:
     sections = schema["properties"]
     ranges = schema["properties"][SEARCH_SPACE]
     sections["strategy"]["anyOf"][0]["examples"] = list(BUILT_IN)
-    # Values that are replaced before the sections are built: names, `auto`, and null for the defaults.
+    # Values that are replaced before the sections are built: names, `auto`, and null for the
+    # defaults.
     hyperparameters = schema["$defs"]["Hyperparameters"]["properties"]
     others: list[tuple[dict[str, Any], Sequence[str], dict[str, Any]]] = [
         (hyperparameters, HYPERPARAMETER_NAMES, {"const": AUTO}),
@@ -154,7 +184,8 @@ def configuration_schema() -> dict[str, Any]:
 def _misplaced(name: str, section: str, valid: Sequence[str], task: object = None) -> str | None:
     """Return the dotted path of a key that belongs to another section, or None.
 
-    Tries section and key joined, such as `population_size`, then the key alone, then names of other libraries.
+    Tries section and key joined, such as `population_size`, then the key alone, then names of other
+    libraries.
 
     Args:
         name: The unknown key.
@@ -173,7 +204,9 @@ def _misplaced(name: str, section: str, valid: Sequence[str], task: object = Non
         if not has_suggestion:
             matches += [path for path, key in paths.items() if key == name]
             if not any(name in key or key in name for key in valid):
-                matches += [path for path, key in paths.items() if counterpart(name, [key]) is not None]
+                matches += [
+                    path for path, key in paths.items() if counterpart(name, [key]) is not None
+                ]
         if matches or has_suggestion:
             return next(iter(matches), None)
     # A setting of another task type, which this configuration cannot have.
@@ -221,14 +254,21 @@ def instead_of(name: str) -> str | None:
 
 def _sections() -> Iterator[tuple[str, Sequence[str]]]:
     """Yield path and keys of every section that all task types have; none imports torch."""
-    sections = {"hyperparameters": Hyperparameters, "schedule": Schedule, "population": PopulationConfig}
+    sections = {
+        "hyperparameters": Hyperparameters,
+        "schedule": Schedule,
+        "population": PopulationConfig,
+    }
     for path, kind in {**sections, "logging": LoggingConfig}.items():
         yield path, [field.name for field in dataclasses.fields(kind)]
     yield "", [field.name for field in dataclasses.fields(Config)]
 
 
 def _task_sections(chosen: object) -> Iterator[tuple[str, Sequence[str]]]:
-    """Yield path and keys of the sections of the task type of the section `chosen`, or of all; imports torch."""
+    """Yield path and keys of the sections of the task type of the section `chosen`, or of all.
+
+    Imports torch.
+    """
     from evogrpo.training.task_types import TASK_TYPES
 
     keys = set(chosen) if isinstance(chosen, Mapping) else set()
@@ -246,8 +286,9 @@ def _task_sections(chosen: object) -> Iterator[tuple[str, Sequence[str]]]:
 def _without_auto(values: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[str]]:
     """Return the values without those that are `auto`, and the names of the removed ones.
 
-    Any hyperparameter may be `auto`, in `hyperparameters` or in `search_space`. A missing `search_space` is `auto`.
-    An `lr` that is `auto` in `hyperparameters` is calibrated and does not evolve.
+    Any hyperparameter may be `auto`, in `hyperparameters` or in `search_space`. A missing
+    `search_space` is `auto`. An `lr` that is `auto` in `hyperparameters` is calibrated and does not
+    evolve.
     """
     result = dict(values)
     names = set()
@@ -257,15 +298,26 @@ def _without_auto(values: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[
     for section in ("hyperparameters", SEARCH_SPACE):
         section_values = result.get(section)
         if isinstance(section_values, Mapping):
-            found = {name for name in HYPERPARAMETER_NAMES if is_text(section_values.get(name), AUTO)}
-            result[section] = {name: value for name, value in section_values.items() if name not in found}
+            found = {
+                name for name in HYPERPARAMETER_NAMES if is_text(section_values.get(name), AUTO)
+            }
+            result[section] = {
+                name: value for name, value in section_values.items() if name not in found
+            }
             if section == "hyperparameters" and "lr" in found:
                 found.remove("lr")
                 if section_values.get("target_kl", AUTO) is None:
-                    raise ValueError("hyperparameters.target_kl must be a number if lr is auto, got None. Remove it.")
-                if isinstance(space := values.get(SEARCH_SPACE), Mapping) and space.get("lr") is not None:
                     raise ValueError(
-                        "hyperparameters.lr must be a number if it evolves, got 'auto'. Let target_kl evolve instead."
+                        "hyperparameters.target_kl must be a number if lr is auto, got None."
+                        " Remove it."
+                    )
+                if (
+                    isinstance(space := values.get(SEARCH_SPACE), Mapping)
+                    and space.get("lr") is not None
+                ):
+                    raise ValueError(
+                        "hyperparameters.lr must be a number if it evolves, got 'auto'. Let"
+                        " target_kl evolve instead."
                     )
             names |= found
     return result, frozenset(names)
@@ -309,8 +361,9 @@ def with_path(path: str, make: Callable[[], T]) -> T:
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """Read a configuration file and apply overrides.
 
-    Relative paths in the file are relative to its folder; those in overrides, and `run_dir`, are relative to the
-    working directory. Paths are those of models, adapters, datasets, earlier runs and user code.
+    Relative paths in the file are relative to its folder; those in overrides, and `run_dir`, are
+    relative to the working directory. Paths are those of models, adapters, datasets, earlier runs
+    and user code.
 
     Args:
         path: A YAML file.
@@ -351,7 +404,9 @@ def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
     return keys, load_yaml(value, where)
 
 
-def _with_value(values: Mapping[str, Any], keys: Sequence[str], value: Any, path: str = "") -> dict[str, Any]:
+def _with_value(
+    values: Mapping[str, Any], keys: Sequence[str], value: Any, path: str = ""
+) -> dict[str, Any]:
     """Return a copy of nested mappings with the value at the path `keys` replaced.
 
     Args:
@@ -366,8 +421,8 @@ def _with_value(values: Mapping[str, Any], keys: Sequence[str], value: Any, path
     inner = values.get(first)
     if inner is not None and not isinstance(inner, Mapping):
         raise ValueError(
-            f"Cannot set {path}{'.'.join(keys)}: {path}{first} must be a mapping, got {shown(inner)}. "
-            f"Set {path}{first} itself."
+            f"Cannot set {path}{'.'.join(keys)}: {path}{first} must be a mapping, got"
+            f" {shown(inner)}. Set {path}{first} itself."
         )
     return {**values, first: _with_value(inner or {}, rest, value, f"{path}{first}.")}
 
@@ -399,9 +454,15 @@ def _absolute_reference(reference: str, folder: Path) -> str:
 _PATHS: Mapping[str, Callable[[str, Path], str]] = {
     "model": _absolute_or_hub,
     "task.dataset.hub": _absolute_or_hub,
-    **dict.fromkeys(("task.dataset.train", "task.dataset.validation", "task.dataset.test"), _absolute_file),
-    **dict.fromkeys(("task.reward", "task.parallel_env", "task.score", "task.tools"), _absolute_reference),
-    **dict.fromkeys(("task.environment_factory", "task.environment_factory.*"), _absolute_reference),
+    **dict.fromkeys(
+        ("task.dataset.train", "task.dataset.validation", "task.dataset.test"), _absolute_file
+    ),
+    **dict.fromkeys(
+        ("task.reward", "task.parallel_env", "task.score", "task.tools"), _absolute_reference
+    ),
+    **dict.fromkeys(
+        ("task.environment_factory", "task.environment_factory.*"), _absolute_reference
+    ),
     **dict.fromkeys(("task.wrappers", "task.wrappers.name"), _absolute_reference),
     **dict.fromkeys(("strategy", "strategy.name", "sampler", "sampler.name"), _absolute_reference),
     **dict.fromkeys(("strategy.mutation", "strategy.mutation.name"), _absolute_reference),
@@ -424,7 +485,10 @@ def absolute_paths(values: Any, folder: Path, path: str = "") -> Any:
         path: Dotted path of this part.
     """
     if isinstance(values, Mapping):
-        return {key: absolute_paths(each, folder, f"{path}.{key}".removeprefix(".")) for key, each in values.items()}
+        return {
+            key: absolute_paths(each, folder, f"{path}.{key}".removeprefix("."))
+            for key, each in values.items()
+        }
     if isinstance(values, list):
         return [absolute_paths(each, folder, path) for each in values]
     section = path.rpartition(".")[0]

@@ -1,6 +1,7 @@
 """Configuration of a run and its sections, as frozen records.
 
-Strategies and fitness import numpy, so they are imported on first use: a wrong key is reported without that delay.
+Strategies and fitness import numpy, so they are imported on first use: a wrong key is reported
+without that delay.
 """
 
 from collections.abc import Mapping
@@ -50,15 +51,24 @@ def _sampler(value: Any) -> Any:
     else:
         values = value
     if isinstance(values, Mapping) and VLLM in values and "name" not in values:
-        values = {"name": VLLM, "url": values[VLLM], **{key: each for key, each in values.items() if key != VLLM}}
+        values = {
+            "name": VLLM,
+            "url": values[VLLM],
+            **{key: each for key, each in values.items() if key != VLLM},
+        }
     if not isinstance(values, Mapping) or not isinstance(values.get("name"), str):
         raise ValueError(f"must be a name, or a mapping of name and settings, got {shown(value)}.")
     factory = named_sampler(values["name"])
-    if values["name"] == VLLM:  # checked here, because the sampler is made after the weights are loaded
+    if (
+        values["name"] == VLLM
+    ):  # checked here, because the sampler is made after the weights are loaded
         keys = {"name", "url", "adapters_dir", "timeout"}
         wrong = sorted(map(str, values.keys() - keys)) or sorted(keys - {"timeout"} - values.keys())
         if wrong:
-            raise ValueError(f"needs {VLLM} (or url), adapters_dir and optionally timeout. Check {', '.join(wrong)}.")
+            raise ValueError(
+                f"needs {VLLM} (or url), adapters_dir and optionally timeout. Check"
+                f" {', '.join(wrong)}."
+            )
         factory(None, **{key: each for key, each in values.items() if key != "name"})
     return dict(values)
 
@@ -70,7 +80,9 @@ def _fitness(value: Any = "validation") -> "FitnessConfig":
 
 
 _NAME_OR_SETTINGS = WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "object"}]})
-_SAMPLER_SCHEMA = WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "object"}, {"type": "null"}]})
+_SAMPLER_SCHEMA = WithJsonSchema(
+    {"anyOf": [{"type": "string"}, {"type": "object"}, {"type": "null"}]}
+)
 
 
 @settings
@@ -80,7 +92,8 @@ class LoggingConfig:
     Attributes:
         tensorboard: Log scalars for TensorBoard, if the extra `tensorboard` is installed.
         keep_checkpoints: Number of newest generations kept on disk, at least 1.
-        checkpoint_steps: Number of learning steps between checkpoints within a generation; null = no such checkpoints.
+        checkpoint_steps: Number of learning steps between checkpoints within a generation; null =
+            no such checkpoints.
         completions: Completions written per learning step, with rewards and advantages; 0 = none.
 
     Raises:
@@ -99,11 +112,13 @@ class PopulationConfig:
 
     Attributes:
         size: Number of members.
-        spread: Spread founders over the search space; false = all start with the same hyperparameters.
-        like: Directory of an earlier run. The first members start with its best hyperparameters (see
-            `evogrpo.best_hyperparameters`). Only evolving ones are used, clipped to their ranges.
-        founders: Hyperparameters of the first members; missing ones are those of `hyperparameters`. Filled from `like`
-            when the configuration is read.
+        spread: Spread founders over the search space; false = all start with the same
+            hyperparameters.
+        like: Directory of an earlier run. The first members start with its best hyperparameters
+            (see `evogrpo.best_hyperparameters`). Only evolving ones are used, clipped to their
+            ranges.
+        founders: Hyperparameters of the first members; missing ones are those of `hyperparameters`.
+            Filled from `like` when the configuration is read.
     """
 
     size: Annotated[int, Field(ge=1, le=MAX_MEMBERS), WHOLE] = 1
@@ -124,31 +139,37 @@ class Config:
     """Resolved configuration of a run.
 
     Attributes:
-        model: Base model: "smollm2-135m", a local folder, a .gguf file or a hub id; null for small networks.
+        model: Base model: "smollm2-135m", a local folder, a .gguf file or a hub id; null for small
+            networks.
         task: Questions and reward functions, or an environment; see `evogrpo.training.task_types`.
         schedule: Length and cost of the run.
-        device: Such as "cpu" or "cuda"; null = a GPU if there is one for language models, the CPU for small networks.
-        precision: Precision of the base model's weights: "float32", "bfloat16", or "auto". "auto" selects bfloat16 if
-            the processor has instructions for it. "int8" (torchao) and "nf4" (bitsandbytes, GPUs only) store
-            linear layers in 8 or 4 bits, which saves memory and takes more time. Adapters, optimizer moments and losses
-            are always float32.
-        base_parts: Number of processes that share one copy of the base model (FSDP2); 1 = each process holds all of
-            it. If it does not divide the number of processes, their greatest common divisor is used.
+        device: Such as "cpu" or "cuda"; null = a GPU if there is one for language models, the CPU
+            for small networks.
+        precision: Precision of the base model's weights: "float32", "bfloat16", or "auto". "auto"
+            selects bfloat16 if the processor has instructions for it. "int8" (torchao) and "nf4"
+            (bitsandbytes, GPUs only) store linear layers in 8 or 4 bits, which saves memory and
+            takes more time. Adapters, optimizer moments and losses are always float32.
+        base_parts: Number of processes that share one copy of the base model (FSDP2); 1 = each
+            process holds all of it. If it does not divide the number of processes, their greatest
+            common divisor is used.
         seed: Root of every random stream.
         run_dir: Run directory, relative to the working directory; null = a new folder below runs/.
         hyperparameters: Hyperparameters of the first member, and of all members if none evolve.
         search_space: Hyperparameters that may evolve, with their ranges.
         population: Number of members and their start.
-        strategy: Rule of selection and mutation, with its settings: a name in `evogrpo.evolution.strategies`, or a
-            class as "path.py:Class" or "module:Class", or a plugin. Default: "successive_halving" for several small
-            networks whose architecture does not evolve, otherwise "tournament".
-        sampler: Another engine that samples completions, with its settings. `{vllm: URL, adapters_dir: FOLDER}` uses
-            vLLM servers (see `evogrpo.VLLMSampler`). Others are a function as "path.py:function" or "module:function",
-            or a plugin, called as `function(population, **settings)` at the start and on resume; null = the bank.
+        strategy: Rule of selection and mutation, with its settings: a name in
+            `evogrpo.evolution.strategies`, or a class as "path.py:Class" or "module:Class", or a
+            plugin. Default: "successive_halving" for several small networks whose architecture does
+            not evolve, otherwise "tournament".
+        sampler: Another engine that samples completions, with its settings.
+            `{vllm: URL, adapters_dir: FOLDER}` uses vLLM servers (see `evogrpo.VLLMSampler`).
+            Others are a function as "path.py:function" or "module:function", or a plugin, called as
+            `function(population, **settings)` at the start and on resume; null = the bank.
         fitness: "validation" or "rollouts", or settings of `FitnessConfig`.
         agent: Settings that all members share.
         logging: Records besides the journal.
-        run_id: Id of the run in whose folder this configuration was written; a new run gets a new id.
+        run_id: Id of the run in whose folder this configuration was written; a new run gets a new
+            id.
     """
 
     model: Text | None = None
@@ -162,7 +183,9 @@ class Config:
     hyperparameters: Hyperparameters = field(default_factory=Hyperparameters)
     search_space: HyperparameterConfig = field(default_factory=HyperparameterConfig)
     population: PopulationConfig = field(default_factory=PopulationConfig)
-    strategy: Annotated["Strategy", PlainValidator(_strategy), _NAME_OR_SETTINGS] = field(default_factory=_strategy)
+    strategy: Annotated["Strategy", PlainValidator(_strategy), _NAME_OR_SETTINGS] = field(
+        default_factory=_strategy
+    )
     sampler: Annotated[Mapping[str, Any] | None, PlainValidator(_sampler), _SAMPLER_SCHEMA] = None
     fitness: Annotated["FitnessConfig", BeforeValidator(_fitness)] = field(default_factory=_fitness)
     agent: Any
@@ -172,17 +195,26 @@ class Config:
     def __post_init__(self) -> None:
         from evogrpo.evolution.strategies import Replay
 
-        if isinstance(self.strategy, Replay):  # the run must begin as the first stage of the replayed schedule
+        if isinstance(
+            self.strategy, Replay
+        ):  # the run must begin as the first stage of the replayed schedule
             first = self.strategy.stages[0]
             expected = (first.hyperparameters, first.samples_per_step, first.generations[0])
-            actual = (self.hyperparameters, self.schedule.samples_per_step, self.schedule.steps_per_generation)
+            actual = (
+                self.hyperparameters,
+                self.schedule.samples_per_step,
+                self.schedule.steps_per_generation,
+            )
             if expected != actual:
                 raise ValueError(
-                    "hyperparameters, schedule.samples_per_step and schedule.steps_per_generation must equal the first "
-                    f"replayed stage, {expected}, got {actual}. Remove them: `evogrpo replay` sets them."
+                    "hyperparameters, schedule.samples_per_step and schedule.steps_per_generation"
+                    f" must equal the first replayed stage, {expected}, got {actual}. Remove them:"
+                    " `evogrpo replay` sets them."
                 )
         samples = self.schedule.samples_per_step
-        self.search_space.for_samples_per_step(samples)  # raises ValueError if no group size divides it
+        self.search_space.for_samples_per_step(
+            samples
+        )  # raises ValueError if no group size divides it
         try:
             check_group_size(self.hyperparameters.group_size, samples)
         except ValueError as error:
@@ -192,7 +224,9 @@ class Config:
         except ValueError as error:
             raise ValueError(f"agent.objective: {error}") from error
         try:
-            check_calibration(self.agent.optimizer, self.hyperparameters.target_kl, self.search_space)
+            check_calibration(
+                self.agent.optimizer, self.hyperparameters.target_kl, self.search_space
+            )
         except ValueError as error:
             raise ValueError(f"agent.optimizer: {error}") from error
 
@@ -200,7 +234,9 @@ class Config:
     def founders(self) -> tuple[Hyperparameters, ...] | None:
         """Hyperparameters of the first members, if given."""
         defaults = self.hyperparameters.to_json()
-        founders = tuple(Hyperparameters(**{**defaults, **founder}) for founder in self.population.founders)
+        founders = tuple(
+            Hyperparameters(**{**defaults, **founder}) for founder in self.population.founders
+        )
         return founders or None
 
     @property

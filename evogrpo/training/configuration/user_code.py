@@ -43,7 +43,8 @@ def load_named(reference: str, what: str, category: str = "function") -> Callabl
     source, colon, name = reference.rpartition(":")
     if not colon or not source or not name:
         raise ValueError(
-            f'A {what} must be given as "path.py:{category}" or "module:{category}", got {shown(reference)}.'
+            f'A {what} must be given as "path.py:{category}" or "module:{category}", got'
+            f" {shown(reference)}."
         )
     if source.endswith(".py"):
         module = _run_file(Path(source), what)
@@ -52,10 +53,16 @@ def load_named(reference: str, what: str, category: str = "function") -> Callabl
     loaded: Any = getattr(module, name, None)
     is_category = callable if category == "function" else inspect.isclass
     if not is_category(loaded):
-        names = [key for key, value in vars(module).items() if is_category(value) and not key.startswith("_")]
+        names = [
+            key
+            for key, value in vars(module).items()
+            if is_category(value) and not key.startswith("_")
+        ]
         match = close_match(name, names)
         hint = f" Did you mean {match!r}?" if match else ""
-        raise ValueError(f"{source} has no {category} {name!r}.{hint} It has {', '.join(names) or 'none'}.")
+        raise ValueError(
+            f"{source} has no {category} {name!r}.{hint} It has {', '.join(names) or 'none'}."
+        )
     return loaded  # type: ignore[no-any-return]  # callable, as just checked
 
 
@@ -63,8 +70,8 @@ def _run_file(path: Path, what: str) -> ModuleType:
     """Execute a Python file of the user as a module, once per version of the file."""
     if not path.is_file():
         raise ValueError(f"Cannot load the {what}: there is no file {path}.")
-    # The name of the module contains a hash of the file's path and time of change, so that files of the same name do
-    # not replace each other, and worker processes find the module.
+    # The name of the module contains a hash of the file's path and time of change, so that files of
+    # the same name do not replace each other, and worker processes find the module.
     version = f"{path.resolve()} {path.stat().st_mtime_ns}"
     name = f"{USER_MODULE_PREFIX}{path.stem}_{hashlib.sha256(version.encode()).hexdigest()[:8]}"
     if name in sys.modules:
@@ -72,7 +79,8 @@ def _run_file(path: Path, what: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None  # the file ends in .py
     module = importlib.util.module_from_spec(spec)
-    # As with a script, the file can import modules of its folder. It can also be imported by its own name.
+    # As with a script, the file can import modules of its folder. It can also be imported by its
+    # own name.
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
     sys.modules[name] = module
@@ -92,7 +100,9 @@ def load_module(name: str) -> ModuleType:
         ValueError: If there is no such module, or it raises an exception.
     """
     if str(Path.cwd()) not in sys.path:
-        sys.path.append(str(Path.cwd()))  # last, so that modules of the user do not shadow installed ones
+        sys.path.append(
+            str(Path.cwd())
+        )  # last, so that modules of the user do not shadow installed ones
     with _errors_of(name):
         return importlib.import_module(name)
 
@@ -130,7 +140,8 @@ def load_plugin(name: str, what: str, built_in: Collection[str] = ()) -> Callabl
         built_in: Names that a plugin must not have.
 
     Raises:
-        ValueError: If the name is built in, several packages have a plugin of this name, or it cannot be imported.
+        ValueError: If the name is built in, several packages have a plugin of this name, or it
+            cannot be imported.
     """
     # By value: entry points that lead to the same object are one plugin.
     found = {each.value: each for each in importlib.metadata.entry_points(group=PLUGINS, name=name)}
@@ -138,15 +149,20 @@ def load_plugin(name: str, what: str, built_in: Collection[str] = ()) -> Callabl
         return None
     if name in built_in:
         raise ValueError(
-            f"The plugin {name!r} ({', '.join(found)}) has the name of a built-in {what}. Rename or uninstall it."
+            f"The plugin {name!r} ({', '.join(found)}) has the name of a built-in {what}. Rename or"
+            " uninstall it."
         )
     if len(found) > 1:
-        raise ValueError(f"Several plugins are called {name!r}: {', '.join(found)}. Uninstall all but one.")
+        raise ValueError(
+            f"Several plugins are called {name!r}: {', '.join(found)}. Uninstall all but one."
+        )
     ((value, plugin),) = found.items()
     with _errors_of(f"the plugin {name!r} ({value})"):
         loaded = plugin.load()
     if not callable(loaded):
-        raise ValueError(f"The plugin {name!r} ({value}) must be a class or a function to be used as a {what}.")
+        raise ValueError(
+            f"The plugin {name!r} ({value}) must be a class or a function to be used as a {what}."
+        )
     return loaded  # type: ignore[no-any-return]  # callable, as just checked
 
 
@@ -194,7 +210,10 @@ def named_strategy(values: Mapping[str, Any]) -> Strategy:
         ValueError: If there is no name or no such class, or a setting is unknown or invalid.
     """
     if "name" not in values:
-        raise ValueError(f"strategy must have a name, such as {{'name': 'tournament'}}, got {shown(dict(values))}.")
+        raise ValueError(
+            "strategy must have a name, such as {'name': 'tournament'}, got"
+            f" {shown(dict(values))}."
+        )
     name = values["name"]
     if not isinstance(name, str):
         raise ValueError(f"The name of a strategy must be text, got {shown(name)}.")
@@ -206,7 +225,11 @@ def named_strategy(values: Mapping[str, Any]) -> Strategy:
         custom_mutation = load_named(str(mutation["name"]), "mutation")
     if mutation is not None:
         values = {**values, "mutation": mutation}
-    own = load_named(name, "strategy", "class") if ":" in name else load_plugin(name, "strategy", BUILT_IN)
+    own = (
+        load_named(name, "strategy", "class")
+        if ":" in name
+        else load_plugin(name, "strategy", BUILT_IN)
+    )
     if own is None and name not in BUILT_IN:
         raise unknown_name_error("strategy", name, [*BUILT_IN, *plugin_names()])
     strategy = strategy_from_json(values, own, custom_mutation)
@@ -232,14 +255,21 @@ def chosen_strategy(strategy: Strategy | type[Strategy] | str) -> Strategy:
 
 def check_strategy(strategy: object) -> None:
     """Raise ValueError unless an object is an instance with all methods of `Strategy`."""
-    missing = [name for name in ("plan", "mutates", "to_json", "state", "load_state") if not hasattr(strategy, name)]
+    missing = [
+        name
+        for name in ("plan", "mutates", "to_json", "state", "load_state")
+        if not hasattr(strategy, name)
+    ]
     if missing:
         raise ValueError(
-            f"A strategy needs plan, mutates, to_json, state and load_state, but {shown(strategy, 200)} lacks "
-            f"{', '.join(missing)}. Subclass evogrpo.evolution.Stateless, which has the last two."
+            "A strategy needs plan, mutates, to_json, state and load_state, but"
+            f" {shown(strategy, 200)} lacks {', '.join(missing)}. Subclass"
+            " evogrpo.evolution.Stateless, which has the last two."
         )
     if isinstance(strategy, type):
-        raise ValueError(f"A strategy must be an instance, got the class {strategy.__name__}. Pass an instance.")
+        raise ValueError(
+            f"A strategy must be an instance, got the class {strategy.__name__}. Pass an instance."
+        )
 
 
 def _is_importable(thing: Callable[..., Any]) -> bool:
@@ -255,26 +285,35 @@ def check_resumable(strategy: Strategy) -> None:
     """Check that a strategy can be restored from its record.
 
     Raises:
-        ValueError: If its class or a custom mutation cannot be imported by name, its settings or state are not plain
-            JSON values, its settings do not build an equal strategy, or a setting is called "name".
+        ValueError: If its class or a custom mutation cannot be imported by name, its settings or
+            state are not plain JSON values, its settings do not build an equal strategy, or a
+            setting is called "name".
     """
     strategy_class = type(strategy)
     record = strategy_record(strategy)
     mutation = _custom_mutation(strategy)
-    for role, code in (("class of its strategy", strategy_class), ("mutation of its strategy", mutation)):
+    for role, code in (
+        ("class of its strategy", strategy_class),
+        ("mutation of its strategy", mutation),
+    ):
         if code is not None and not _is_importable(code):
             raise ValueError(
-                f"A run can only be resumed if the {role} can be imported, got {reference_to(code)}. "
-                "Define it at the top level of an imported module, or remove run_dir."
+                f"A run can only be resumed if the {role} can be imported, got"
+                f" {reference_to(code)}. Define it at the top level of an imported module, or"
+                " remove run_dir."
             )
     if "name" in strategy.to_json():
-        raise ValueError(f"{strategy_class.__name__} has a setting called name, which is reserved. Rename it.")
+        raise ValueError(
+            f"{strategy_class.__name__} has a setting called name, which is reserved. Rename it."
+        )
     stored = _json_round_trip(record)
-    rebuilt = _json_round_trip(strategy_record(strategy_from_json(stored, strategy_class, mutation)))
+    rebuilt = _json_round_trip(
+        strategy_record(strategy_from_json(stored, strategy_class, mutation))
+    )
     if rebuilt != stored:
         raise ValueError(
-            f"{strategy_class.__name__}.to_json must return arguments that build an equal strategy, but {stored} "
-            f"build {rebuilt}."
+            f"{strategy_class.__name__}.to_json must return arguments that build an equal strategy,"
+            f" but {stored} build {rebuilt}."
         )
     _json_round_trip(strategy.state())
 
@@ -287,7 +326,8 @@ def restored_strategy(
     Args:
         record: Result of `strategy_record`.
         state: Result of the strategy's `state()`.
-        given: New instance or class of the strategy; None for a built-in one. A name from a checkpoint is not imported.
+        given: New instance or class of the strategy; None for a built-in one. A name from a
+            checkpoint is not imported.
 
     Raises:
         ValueError: If a custom strategy is missing, or `given` differs from the stored strategy.
@@ -295,8 +335,8 @@ def restored_strategy(
     name = str(record["name"])
     if given is None and name not in BUILT_IN:
         raise ValueError(
-            f"The strategy of this run is the custom class {name}, which is not imported from a checkpoint. Pass it: "
-            "evogrpo.resume(..., strategy=ItsClass)."
+            f"The strategy of this run is the custom class {name}, which is not imported from a"
+            " checkpoint. Pass it: evogrpo.resume(..., strategy=ItsClass)."
         )
     if given is None or isinstance(given, type):
         strategy_class = given
@@ -311,24 +351,41 @@ def restored_strategy(
         strategy = stored
     else:
         strategy = given
-    expected, actual = (_json_round_trip(strategy_record(candidate)) for candidate in (stored, strategy))
-    # Modules may have moved since, so only the settings and the names of class and mutation are compared.
-    if expected != actual or strategy_class not in (None, type(stored)) or _names(record) != _names(actual):
-        raise ValueError(f"strategy must be the one that the run started with, {dict(record)}, got {actual}.")
+    expected, actual = (
+        _json_round_trip(strategy_record(candidate)) for candidate in (stored, strategy)
+    )
+    # Modules may have moved since, so only the settings and the names of class and mutation are
+    # compared.
+    if (
+        expected != actual
+        or strategy_class not in (None, type(stored))
+        or _names(record) != _names(actual)
+    ):
+        raise ValueError(
+            f"strategy must be the one that the run started with, {dict(record)}, got {actual}."
+        )
     strategy.load_state(state)
     return strategy
 
 
 def _names(record: Mapping[str, Any]) -> list[str]:
     """Return the names of a strategy and of its custom mutation, if any, without their modules."""
-    named = [each for each in (record, record.get("mutation")) if isinstance(each, Mapping) and "name" in each]
+    named = [
+        each
+        for each in (record, record.get("mutation"))
+        if isinstance(each, Mapping) and "name" in each
+    ]
     return [str(each["name"]).rpartition(":")[2] for each in named]
 
 
 def _custom_mutation(strategy: Strategy) -> Callable[..., Any] | None:
     """Return the function or class of a built-in strategy's custom mutation, or None."""
     mutation: Any = getattr(strategy, "mutation", None)
-    if type(strategy) not in BUILT_IN.values() or mutation is None or isinstance(mutation, Mutation):
+    if (
+        type(strategy) not in BUILT_IN.values()
+        or mutation is None
+        or isinstance(mutation, Mutation)
+    ):
         return None
     return definition_of(mutation)
 

@@ -37,9 +37,9 @@ class LanguageTask:
 
     Attributes:
         word: Name in journals and checkpoints; see `evogrpo.reporting.records`.
-        tasks: Task sections of this type: settings with `key` (that selects the section), `description` (of the key),
-            `seed` (None = the run's), `label` (a short description of the task) and `facts()` (rows of the printed
-            plan: user code that is executed).
+        tasks: Task sections of this type: settings with `key` (that selects the section),
+            `description` (of the key), `seed` (None = the run's), `label` (a short description of
+            the task) and `facts()` (rows of the printed plan: user code that is executed).
         agent: Agent section: settings that all members share, among them `objective`.
         model: Default base model; None if members have none.
         objective: Defaults of an objective given in part.
@@ -64,7 +64,9 @@ class LanguageTask:
         config.schedule.check_timesteps(plays=False)
         vllm = config.sampler is not None and config.sampler["name"] == VLLM
         if config.agent.full_finetuning and (vllm or config.base_parts > 1):
-            raise ValueError("agent.full_finetuning supports neither base_parts nor vLLM. Remove them.")
+            raise ValueError(
+                "agent.full_finetuning supports neither base_parts nor vLLM. Remove them."
+            )
 
     def prepare(self, config: Config) -> "PreparedLanguage":
         """Check a configuration against the device, the model's architecture and tokenizer, and the task.
@@ -82,14 +84,20 @@ class LanguageTask:
 
         return memory_need(population, env, schedule)
 
-    def record_videos(self, config: Config, best: Path, folder: Path, episodes: int) -> tuple[RecordedEpisode, ...]:
+    def record_videos(
+        self, config: Config, best: Path, folder: Path, episodes: int
+    ) -> tuple[RecordedEpisode, ...]:
         """Raise ValueError: language models have no videos."""
         raise ValueError(
-            "Videos show an environment, but this run trains a language model. Its completions are in the report."
+            "Videos show an environment, but this run trains a language model. Its completions are"
+            " in the report."
         )
 
     def usage(self, best: Path) -> str:
-        """Return the expression that generates with the best member; a base model in a folder is loaded explicitly."""
+        """Return the expression that generates with the best member.
+
+        A base model in a folder is loaded explicitly.
+        """
         base_argument = ""
         with suppress(CheckpointError):  # its folder may be gone
             source = str(read_record(best, kind="agent")["shared"]["source"])
@@ -107,8 +115,12 @@ PreparedRun: TypeAlias = "PreparedLanguage | PreparedNetworks"
 """Run whose configuration was checked against the machine, the task and the members."""
 _NETWORKS = NetworkTask(word="networks", tasks=(EnvironmentTask,), algorithm=GRPO)
 _TEAMS = NetworkTask(word="joint", tasks=(ParallelTask,), algorithm=MultiAgentGRPO)
-TASK_TYPES: Mapping[str, TaskType] = {each.word: each for each in (LanguageTask(), _NETWORKS, _TEAMS)}
-_TYPE_OF: Mapping[type[Any], TaskType] = {task: each for each in TASK_TYPES.values() for task in each.tasks}
+TASK_TYPES: Mapping[str, TaskType] = {
+    each.word: each for each in (LanguageTask(), _NETWORKS, _TEAMS)
+}
+_TYPE_OF: Mapping[type[Any], TaskType] = {
+    task: each for each in TASK_TYPES.values() for task in each.tasks
+}
 _TASKS: Mapping[str, type[Any]] = {task.key: task for task in _TYPE_OF}
 
 
@@ -124,12 +136,17 @@ def select_task(section: object) -> tuple[type[Any], TaskType]:
         ValueError: If the section sets no such key or several.
     """
     if not isinstance(section, Mapping):
-        raise ValueError(f"task must be a mapping with one of the keys {', '.join(_TASKS)}, got {shown(section)}.")
+        raise ValueError(
+            f"task must be a mapping with one of the keys {', '.join(_TASKS)}, got"
+            f" {shown(section)}."
+        )
     chosen = [key for key in _TASKS if section.get(key) is not None]
     if len(chosen) != 1:
         known = {field.name for task in _TASKS.values() for field in fields(task)}
         refuse_unknown("key in task", section, sorted(known))
         named = " and ".join(chosen) or "none"
-        raise ValueError(f"task must have exactly one of the keys {', '.join(_TASKS)}, got {named}.")
+        raise ValueError(
+            f"task must have exactly one of the keys {', '.join(_TASKS)}, got {named}."
+        )
     task = _TASKS[chosen[0]]
     return task, _TYPE_OF[task]

@@ -67,12 +67,15 @@ if TYPE_CHECKING:
     from peft import LoraConfig
     from transformers import PreTrainedModel
 
-SAVINGS = "population.size, agent.micro_batch_tokens, agent.max_output_tokens or agent.max_episode_tokens"
+SAVINGS = (
+    "population.size, agent.micro_batch_tokens, agent.max_output_tokens or agent.max_episode_tokens"
+)
 
 
 VECTORS_BESIDE_MEMBERS = 5
-"""Float32 vectors of one member's size besides the members' train states: weights and two moments of the best member so
-far, the initial weights, one gradient."""
+"""Float32 vectors of one member's size besides the members' train states: weights and two moments
+of the best member so far, the initial weights, one gradient.
+"""
 
 VECTORS_OF_EXPORT = 12
 """Estimated number of float32 vectors of one member's size while the best member is exported."""
@@ -84,11 +87,12 @@ class Memory:
 
     Attributes:
         base: Weights of the frozen base model on one rank.
-        members: Train states of all members and of the best one so far, the initial weights, one gradient, and the
-            larger of the copies before a learning step and those made while the best member is exported.
+        members: Train states of all members and of the best one so far, the initial weights, one
+            gradient, and the larger of the copies before a learning step and those made while the
+            best member is exported.
         learning: Activations and logits of one micro-batch.
-        sampling: KV caches of the rows that are sampled at once. Conversations also keep some between turns: those of
-            one turn are replaced when those of the next one are complete.
+        sampling: KV caches of the rows that are sampled at once. Conversations also keep some
+            between turns: those of one turn are replaced when those of the next one are complete.
     """
 
     base: int
@@ -137,8 +141,10 @@ class PreparedLanguage:
             **({"adapters": f"train {trained}"} if trained else {}),
             **({} if config.sampler is None else {"sampler": config.sampler["name"]}),
             "task": f"{config.task.label}: {sizes_text(self.env)} questions",
-            "population": f"{pluralize(config.population.size, 'member')}, {self.trained.description}"
-            + (f" that starts from {config.agent.adapter}" if config.agent.adapter else ""),
+            "population": (
+                f"{pluralize(config.population.size, 'member')}, {self.trained.description}"
+                + (f" that starts from {config.agent.adapter}" if config.agent.adapter else "")
+            ),
         }
 
     def forecast(self) -> Forecast:
@@ -165,7 +171,10 @@ class PreparedLanguage:
         per_step = members * _member_tokens(config, groups, longest, row)
         in_all = ""
         if schedule.generations is not None:
-            in_all = f", {count_text(schedule.generations * schedule.steps_per_generation * per_step)} in all"
+            in_all = (
+                f", {count_text(schedule.generations * schedule.steps_per_generation * per_step)}"
+                " in all"
+            )
         # 2. Memory: members and the share of the base model.
         weights = self.trained.size
         parts = shard_count(config.base_parts)
@@ -191,7 +200,10 @@ class PreparedLanguage:
         # 3. Rows of the plan.
         first = " ".join(map(str, self.trial.tokens[:12]))
         none = "none (does the function return a value?)"
-        earned = {name: none if value is None else number_text(value) for name, value in self.trial.rewards.items()}
+        earned = {
+            name: none if value is None else number_text(value)
+            for name, value in self.trial.rewards.items()
+        }
         if fewest == most:
             steps = pluralize(most, "step")
         else:
@@ -209,22 +221,32 @@ class PreparedLanguage:
                 limits = f"{limits}: replies as long as completions, without max_episode_tokens"
         rounds = schedule_rows(config, env, "completions")
         rows = {
-            "first prompt": f"{shorten(self.trial.prompt, 400)!r}, {pluralize(len(self.trial.tokens), 'token')}: "
-            f"{first}{' …' if len(self.trial.tokens) > 12 else ''}",
+            "first prompt": (
+                f"{shorten(self.trial.prompt, 400)!r},"
+                f" {pluralize(len(self.trial.tokens), 'token')}:"
+                f" {first}{' …' if len(self.trial.tokens) > 12 else ''}"
+            ),
             "rewards": f"{', '.join(map(' '.join, earned.items()))} for {SAMPLE_COMPLETIONS[0]!r}",
             "end tokens": self._end_tokens_text(),
             "samples": samples_text(config, "completions"),
             "groups": rounds["groups"],
             "optimizer": f"{steps} per member and learning step, in micro-batches of {size}",
             "steps": rounds["steps"],
-            "tokens": f"{bound} {count_text(per_step)} per learning step{in_all} (prompts of at most {longest}, "
-            f"{limits}; updates included, evaluations left out)",
-            "parameters": f"{_millions_text(sum(map(Tensor.numel, outline.parameters())))} in the base, "
-            f"{_millions_text(weights)} in each member",
-            "memory": f"about {gigabytes(memory.total)} at the peak: base {gigabytes(memory.base)} + members "
-            f"{gigabytes(memory.members)} ({members} × weights and two moments, twice, float32) + the larger of "
-            f"learning {gigabytes(memory.learning)} (activations and logits of a micro-batch, gradients) and sampling "
-            f"{gigabytes(memory.sampling)} (KV cache); without Python and its libraries",
+            "tokens": (
+                f"{bound} {count_text(per_step)} per learning step{in_all} (prompts of at most"
+                f" {longest}, {limits}; updates included, evaluations left out)"
+            ),
+            "parameters": (
+                f"{_millions_text(sum(map(Tensor.numel, outline.parameters())))} in the base, "
+                f"{_millions_text(weights)} in each member"
+            ),
+            "memory": (
+                f"about {gigabytes(memory.total)} at the peak: base {gigabytes(memory.base)} +"
+                f" members {gigabytes(memory.members)} ({members} × weights and two moments, twice,"
+                f" float32) + the larger of learning {gigabytes(memory.learning)} (activations and"
+                f" logits of a micro-batch, gradients) and sampling {gigabytes(memory.sampling)}"
+                " (KV cache); without Python and its libraries"
+            ),
         }
         return Forecast(rows=rows, memory=_memory_need(memory, device))
 
@@ -254,7 +276,11 @@ class PreparedLanguage:
             self.env.action_space,
             actor_network=self._base(),
             pad_token_id=int(padding or 0),
-            **({"adapter": self.config.agent.adapter} if self.config.agent.adapter else {"lora_config": self.lora}),
+            **(
+                {"adapter": self.config.agent.adapter}
+                if self.config.agent.adapter
+                else {"lora_config": self.lora}
+            ),
             full_finetuning=self.config.agent.full_finetuning,
             source=self.model,
             **options,
@@ -272,14 +298,20 @@ class PreparedLanguage:
             dtype: Any = precision
         else:
             dtype = getattr(torch, precision)
-        return load_base(self.model, dtype=dtype, device=self.device, parts=self.config.base_parts).model
+        return load_base(
+            self.model, dtype=dtype, device=self.device, parts=self.config.base_parts
+        ).model
 
     def _end_tokens_text(self) -> str:
         """Return the tokens that end a completion."""
         config = self.config.agent
         tokenizer = self.outline.tokenizer
-        ends = config.eos_token_ids or sorted(end_ids_of(self.outline.model).union(self.env.action_space.end_ids))
-        return ", ".join(f"{token} {shorten(str(tokenizer.decode([token])), 40)!r}" for token in ends)
+        ends = config.eos_token_ids or sorted(
+            end_ids_of(self.outline.model).union(self.env.action_space.end_ids)
+        )
+        return ", ".join(
+            f"{token} {shorten(str(tokenizer.decode([token])), 40)!r}" for token in ends
+        )
 
     def _sharding_text(self) -> str:
         """Return a note on the sharding of the base model, if it was requested."""
@@ -293,10 +325,14 @@ class PreparedLanguage:
             layout = "a full copy in every process"
         else:
             layout = f"each copy sharded over {parts} processes"
-        return f", {layout}" + (f" ({requested} do not divide {processes().size})" if parts != requested else "")
+        return f", {layout}" + (
+            f" ({requested} do not divide {processes().size})" if parts != requested else ""
+        )
 
 
-def max_row_tokens(agent: LanguageAgent | LanguageSettings, turns: int, prompt: int, context: int | None) -> int:
+def max_row_tokens(
+    agent: LanguageAgent | LanguageSettings, turns: int, prompt: int, context: int | None
+) -> int:
     """Return the maximum number of tokens of a completion or conversation, without its prompt.
 
     Without a limit on a conversation, its replies are assumed to be as long as its completions.
@@ -309,7 +345,9 @@ def max_row_tokens(agent: LanguageAgent | LanguageSettings, turns: int, prompt: 
     """
     if turns == 1:
         return agent.max_output_tokens
-    tokens = agent.max_episode_tokens or (2 * turns - 1) * agent.max_output_tokens  # a reply between two completions
+    tokens = (
+        agent.max_episode_tokens or (2 * turns - 1) * agent.max_output_tokens
+    )  # a reply between two completions
     if context is None:
         return tokens
     return max(agent.max_output_tokens, min(tokens, context - prompt))
@@ -327,7 +365,9 @@ def _member_tokens(config: Config, groups: int, longest_prompt: int, row_tokens:
     completions = config.schedule.samples_per_step * row_tokens
     one_pass = groups * longest_prompt + completions  # groups share their prompt
     epochs = max(possible_values(config, "update_epochs"))
-    splits = math.ceil(config.schedule.samples_per_step / min(possible_values(config, "batch_size"))) - 1
+    splits = (
+        math.ceil(config.schedule.samples_per_step / min(possible_values(config, "batch_size"))) - 1
+    )
     # Dynamic sampling may resample all groups.
     sampling = (1 + config.agent.objective.dynamic_sampling) * one_pass
     # A group that is split between two optimizer steps runs its prompt twice.
@@ -353,8 +393,8 @@ def peak_memory(
 ) -> Memory:
     """Estimate the peak memory.
 
-    If the micro-batch size follows from memory, `DEFAULT_MICRO_BATCH_TOKENS` is assumed: a larger size is only chosen
-    if it needs at most half of the remaining memory.
+    If the micro-batch size follows from memory, `DEFAULT_MICRO_BATCH_TOKENS` is assumed: a larger
+    size is only chosen if it needs at most half of the remaining memory.
 
     Args:
         model: The base model, with or without weights.
@@ -376,11 +416,17 @@ def peak_memory(
     cached = width * min(rows, rows_at_once(width, device.partition(":")[0]))
     if turns > 1:  # the caches kept from the last turn, and those kept for the next one
         cached += 2 * min(width * rows, CACHED_TOKENS)
-    vectors = members * (3 + (agent.objective.reference == "snapshot"))  # weights, two moments and a reference
+    vectors = members * (
+        3 + (agent.objective.reference == "snapshot")
+    )  # weights, two moments and a reference
     return Memory(
         base=base,
-        members=(vectors + VECTORS_BESIDE_MEMBERS + max(vectors, VECTORS_OF_EXPORT)) * weights * FLOAT,
-        learning=learning_bytes(model, budget, REDUCED_LOGITS_ROWS if agent.reduce_memory_peak else budget, precision)
+        members=(vectors + VECTORS_BESIDE_MEMBERS + max(vectors, VECTORS_OF_EXPORT))
+        * weights
+        * FLOAT,
+        learning=learning_bytes(
+            model, budget, REDUCED_LOGITS_ROWS if agent.reduce_memory_peak else budget, precision
+        )
         + members * weights * FLOAT,
         sampling=sampling_bytes(model, cached, precision),
     )
@@ -416,31 +462,41 @@ def prepare(config: Config) -> PreparedLanguage:
     trained = choose_trained(outline.model, lora, outline=True)
     if start is not None and isinstance(trained, LoraTargets):
         start.flat(trained.targets)  # raises ValueError if the adapter is of another base model
-    # 3. Build the environment. By default, prompts leave room for a completion in the model's context.
+    # 3. Build the environment. By default, prompts leave room for a completion in the model's
+    #    context.
     max_prompt_length = config.task.max_prompt_length
     context = context_of(outline.model)
     if max_prompt_length is None and context is not None:
         max_prompt_length = context - config.agent.max_output_tokens
         if max_prompt_length < 1:
             raise ValueError(
-                f"agent.max_output_tokens must be below the model's context of {context} tokens, got "
-                f"{config.agent.max_output_tokens}."
+                f"agent.max_output_tokens must be below the model's context of {context} tokens,"
+                f" got {config.agent.max_output_tokens}."
             )
     config.task.set_templates(outline.tokenizer)
-    env = config.task.environment(outline.tokenizer, seed=config.task_seed, max_prompt_length=max_prompt_length)
+    env = config.task.environment(
+        outline.tokenizer, seed=config.task_seed, max_prompt_length=max_prompt_length
+    )
     # 4. Try the reward functions, and check all tokens against the model.
     try:
         trial = env.preflight()
     except RewardError as error:
         env.close()
-        raise ValueError(f"{error}{user_line(error.__cause__) if error.__cause__ else ''}") from error
+        raise ValueError(
+            f"{error}{user_line(error.__cause__) if error.__cause__ else ''}"
+        ) from error
     check_token_ids(outline.model, [env.largest_token], "tokens of prompts")
     check_token_ids(outline.model, config.agent.eos_token_ids or (), "eos_token_ids")
     if not (config.agent.eos_token_ids or end_ids_of(outline.model) or env.action_space.end_ids):
-        raise ValueError("agent.eos_token_ids must be given: neither the model nor its tokenizer has an end token.")
+        raise ValueError(
+            "agent.eos_token_ids must be given: neither the model nor its tokenizer has an end"
+            " token."
+        )
     check_context(context, env.longest_prompt + config.agent.max_output_tokens)
     # 5. Choose the precision, the same on all ranks.
-    precision = processes().broadcast(choose_precision(config.precision, outline.model, device, full=lora is None))
+    precision = processes().broadcast(
+        choose_precision(config.precision, outline.model, device, full=lora is None)
+    )
     return PreparedLanguage(
         trial=trial,
         config=replace(config, precision=precision),
@@ -477,4 +533,6 @@ def memory_need(population: Population, env: Any, schedule: Schedule) -> MemoryN
 
 
 def _memory_need(memory: Memory, device: str) -> MemoryNeed:
-    return MemoryNeed(size=memory.total, device=device, savings=SAVINGS, processes=processes_per_device(device))
+    return MemoryNeed(
+        size=memory.total, device=device, savings=SAVINGS, processes=processes_per_device(device)
+    )

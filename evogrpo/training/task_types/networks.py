@@ -24,7 +24,11 @@ from evogrpo.members.settings import NETWORK_DEFAULTS, STEPWISE
 from evogrpo.records import DEFAULT_POLICY
 from evogrpo.spaces import leaf_spaces
 from evogrpo.text import count_text, pluralize, shown
-from evogrpo.training.configuration.environment_tasks import EnvironmentTask, NetworkAgent, ParallelTask
+from evogrpo.training.configuration.environment_tasks import (
+    EnvironmentTask,
+    NetworkAgent,
+    ParallelTask,
+)
 from evogrpo.training.configuration.sections import Config
 from evogrpo.training.forecast import (
     Forecast,
@@ -42,14 +46,19 @@ from evogrpo.training.schedule import Schedule
 from evogrpo.training.video import RecordedEpisode, record_video
 
 COPIES = 3.5
-"""Copies of each observation at the peak: while acting, by episode, by action, and by optimizer step. Measured with
-images of 64 and 120 pixels a side. Evaluations do not make the last copy."""
+"""Copies of each observation at the peak: while acting, by episode, by action, and by optimizer
+step. Measured with images of 64 and 120 pixels a side. Evaluations do not make the last copy.
+"""
 ACTION_BYTES = 64  # an action, its log-probability, reward and position
-SAVINGS = "schedule.samples_per_step, population.size, schedule.validation_questions or task.max_episode_steps"
+SAVINGS = (
+    "schedule.samples_per_step, population.size, schedule.validation_questions or"
+    " task.max_episode_steps"
+)
 
 ONE_THREAD_PARAMETERS = 1 << 15
-"""Maximum parameters of a member with which one thread is used. With 8 members a second thread saves 9 % of the time at
-4,500 parameters, 5 % at 17,000 and 25 % at 67,000."""
+"""Maximum parameters of a member with which one thread is used. With 8 members a second thread
+saves 9 % of the time at 4,500 parameters, 5 % at 17,000 and 25 % at 67,000.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +84,15 @@ class PreparedNetworks:
     @property
     def one_thread(self) -> bool:
         """True if the networks are so small that a second thread is not worth its core."""
-        images = any(ObservationEncoder(spec.observation_space).images for spec in self.mapping.specs.values())
-        return torch.device(self.device).type == "cpu" and self.parameters <= ONE_THREAD_PARAMETERS and not images
+        images = any(
+            ObservationEncoder(spec.observation_space).images
+            for spec in self.mapping.specs.values()
+        )
+        return (
+            torch.device(self.device).type == "cpu"
+            and self.parameters <= ONE_THREAD_PARAMETERS
+            and not images
+        )
 
     def restore(self, saved: StoredRun) -> tuple[Population, RunState]:
         """Restore the members of a stored run."""
@@ -102,12 +118,15 @@ class PreparedNetworks:
             facts = {
                 "environment": f"{task.label}: {sizes_text(env)} starts{time_limit}",
                 "fitness": env.score_label,
-                "agents": f"{len(env.agents)}; each learns from "
-                f"{'the sum of all rewards' if task.credit == 'team' else 'its own reward'}"
-                f"{'; its id is part of the observation' if task.agent_ids else ''}",
+                "agents": (
+                    f"{len(env.agents)}; each learns from "
+                    f"{'the sum of all rewards' if task.credit == 'team' else 'its own reward'}"
+                    f"{'; its id is part of the observation' if task.agent_ids else ''}"
+                ),
                 "policies": "; ".join(
-                    f"{policy} for {', '.join(spec.agents)} "
-                    f"(observations {_space(spec.observation_space)}{normalised}, actions {_space(spec.action_space)})"
+                    f"{policy} for {', '.join(spec.agents)} (observations"
+                    f" {_space(spec.observation_space)}{normalised}, actions"
+                    f" {_space(spec.action_space)})"
                     for policy, spec in specs.items()
                 ),
             }
@@ -130,8 +149,11 @@ class PreparedNetworks:
             networks = f"{len(specs)} networks"
         return {
             **facts,
-            "population": f"{pluralize(config.population.size, 'member')}, each {networks} "
-            f"({'; '.join(self.networks)}, {count_text(self.parameters)} parameters{in_all}) on {self.device}",
+            "population": (
+                f"{pluralize(config.population.size, 'member')}, each {networks}"
+                f" ({'; '.join(self.networks)}, {count_text(self.parameters)} parameters{in_all})"
+                f" on {self.device}"
+            ),
         }
 
     def forecast(self) -> Forecast:
@@ -155,20 +177,30 @@ class PreparedNetworks:
             joint = "joint "
             networks = "s"
             by_agent = f", {count_text(actions)} actions of single agents"
-            steps = [f"at most {pluralize(most, 'step')} of {policy}" for policy, most in optimizer.items()]
+            steps = [
+                f"at most {pluralize(most, 'step')} of {policy}"
+                for policy, most in optimizer.items()
+            ]
         # 3. Memory, and rows of the plan.
         need = _memory_need(self.mapping, self.env, config.schedule, members, self.parameters)
         rounds = schedule_rows(config, self.env, f"{joint}episodes")
         rows = {
             "samples": samples_text(config, f"{joint}episodes"),
             "groups": rounds["groups"],
-            "environment": f"at most {count_text(per_member * members)} {joint}steps per learning step for all members "
-            f"(episodes of {longest} steps{by_agent})",
+            "environment": (
+                f"at most {count_text(per_member * members)} {joint}steps per learning step for all"
+                f" members (episodes of {longest} steps{by_agent})"
+            ),
             "optimizer": f"{', '.join(steps)} per member and learning step",
             "steps": rounds["steps"],
-            "parameters": f"{count_text(self.parameters)} in each member's network{networks} at the start",
-            "memory": f"at most {gigabytes(need.size)} (an estimate, for episodes of full length): copies of the "
-            "observations of a learning step or an evaluation; Python and its libraries come on top",
+            "parameters": (
+                f"{count_text(self.parameters)} in each member's network{networks} at the start"
+            ),
+            "memory": (
+                f"at most {gigabytes(need.size)} (an estimate, for episodes of full length): copies"
+                " of the observations of a learning step or an evaluation; Python and its"
+                " libraries come on top"
+            ),
         }
         return Forecast(rows=rows, memory=need)
 
@@ -188,7 +220,9 @@ class PreparedNetworks:
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkTask:
-    """Task type of small networks; see `evogrpo.training.task_types.LanguageTask` for the attributes.
+    """Task type of small networks.
+
+    See `evogrpo.training.task_types.LanguageTask` for the attributes.
 
     Attributes:
         algorithm: Class of the agents.
@@ -209,14 +243,21 @@ class NetworkTask:
     def check(self, config: Config) -> None:
         """Raise ValueError for settings of language models."""
         key = f"where task.{config.task.key} is given"
-        for name, default in {"model": None, "base_parts": 1, "precision": "auto", "sampler": None}.items():
+        for name, default in {
+            "model": None,
+            "base_parts": 1,
+            "precision": "auto",
+            "sampler": None,
+        }.items():
             if getattr(config, name) != default:
                 raise ValueError(
                     f"{name} must be left out {key}, as small networks have no base model, got "
                     f"{shown(getattr(config, name))}."
                 )
         if config.logging.completions:
-            raise ValueError(f"logging.completions must be 0 {key}, got {config.logging.completions}.")
+            raise ValueError(
+                f"logging.completions must be 0 {key}, got {config.logging.completions}."
+            )
 
     def prepare(self, config: Config) -> PreparedNetworks:
         """Check a configuration against the environment and the device."""
@@ -228,11 +269,15 @@ class NetworkTask:
         parameters = _parameters(members.banks.state(0))
         return _memory_need(members.mapping, env, schedule, len(population), parameters)
 
-    def record_videos(self, config: Config, best: Path, folder: Path, episodes: int) -> tuple[RecordedEpisode, ...]:
+    def record_videos(
+        self, config: Config, best: Path, folder: Path, episodes: int
+    ) -> tuple[RecordedEpisode, ...]:
         """Record videos of the best member on the first test episodes."""
         with closing(config.task.environment(seed=config.task_seed)) as env:
             if episodes > (size := env.size("test")):
-                raise ValueError(f"episodes must be at most {size}, the size of the test split, got {episodes}.")
+                raise ValueError(
+                    f"episodes must be at most {size}, the size of the test split, got {episodes}."
+                )
             seeds = [env.reset_seed("test", start) for start in range(episodes)]
             agent = self.algorithm.load(best)
             return record_video(agent, env, folder / f"member-{agent.index}.mp4", seeds=seeds)
@@ -254,7 +299,8 @@ def prepare_in(config: Config, env: GymnasiumGroups | PettingZooGroups) -> Prepa
     """Check a configuration against the device and an environment.
 
     Raises:
-        ValueError: If the device is not available, or a setting is incompatible with the environment.
+        ValueError: If the device is not available, or a setting is incompatible with the
+            environment.
     """
     if config.device is None:
         device = "cpu"
@@ -267,7 +313,9 @@ def prepare_in(config: Config, env: GymnasiumGroups | PettingZooGroups) -> Prepa
         mapping=example.mapping,
         device=device,
         parameters=_parameters(example.banks.state(0)),
-        networks=tuple(dict.fromkeys(policy.bank.description(0) for policy in example.policies.values())),
+        networks=tuple(
+            dict.fromkeys(policy.bank.description(0) for policy in example.policies.values())
+        ),
     )
 
 
@@ -288,22 +336,28 @@ def _memory_need(
     )
     validation = schedule.questions("validation", env)
     episodes = members * max(COPIES * samples, (COPIES - 1) * validation)
-    # Weights, a gradient, two moments, the copy of the best, and a copy of weights and moments before a learning step.
+    # Weights, a gradient, two moments, the copy of the best, and a copy of weights and moments
+    # before a learning step.
     return MemoryNeed(
-        size=int(episodes * longest * (observation_bytes + ACTION_BYTES)) + 8 * 4 * members * parameters,
+        size=int(episodes * longest * (observation_bytes + ACTION_BYTES))
+        + 8 * 4 * members * parameters,
         device="cpu",
         savings=SAVINGS,
         processes=processes_per_device("cpu"),
     )
 
 
-def _population(config: Config, env: GymnasiumGroups | PettingZooGroups, size: int, device: str) -> Population:
+def _population(
+    config: Config, env: GymnasiumGroups | PettingZooGroups, size: int, device: str
+) -> Population:
     """Create the founders: agents for a Gymnasium environment, or teams for a PettingZoo environment."""
     options = {"device": device, **config.agent.settings(), **config.founder_options()}
     if isinstance(env, GymnasiumGroups):
         return GRPO.population(size, env.observation_space, env.action_space, **options)
     own = {name: getattr(config.task, name) for name in ("policies", "credit", "agent_ids")}
-    return MultiAgentGRPO.population(size, env.observation_spaces, env.action_spaces, **own, **options)
+    return MultiAgentGRPO.population(
+        size, env.observation_spaces, env.action_spaces, **own, **options
+    )
 
 
 def _parameters(state: Mapping[str, torch.Tensor]) -> int:
