@@ -29,12 +29,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+# the path is set
 from benchmarking.classic.intervals import (
     Interval,
     first_reached,
     stratified_bootstrap,
     value_at,
-)  # the path is set
+)
 from benchmarking.classic.tasks import TASKS, Task
 from benchmarking.peers import environments
 from benchmarking.records import write_record

@@ -379,9 +379,8 @@ def with_optuna(name: str, task: Task, space: HyperparameterConfig, seed: int) -
     study = optuna.create_study(
         direction="maximize", sampler=optuna.samplers.TPESampler(seed=seed), pruner=pruner
     )
-    arm = replace(
-        ARMS["calibrated"], first="default" if "lr" in space else "drawn"
-    )  # a proposed lr is not adapted
+    # a proposed lr is not adapted
+    arm = replace(ARMS["calibrated"], first="default" if "lr" in space else "drawn")
     began = time.process_time()
     used = 0
     evaluations = 0
@@ -529,9 +528,8 @@ def _table(runs: Sequence[Mapping[str, Any]], unknown: str, key: str) -> str:
         if any(TASKS[task].language == kind for task in tasks)
     }
     rows = [["arm", *tasks, *groups, "processor time"], ["---"] * (len(tasks) + len(groups) + 2)]
-    for arm in dict.fromkeys(
-        [*ARMS, *(run["arm"] for run in chosen)]
-    ):  # some strategies were deleted after the study
+    # some strategies were deleted after the study
+    for arm in dict.fromkeys([*ARMS, *(run["arm"] for run in chosen)]):
         runs_by_task = {
             task: [run for run in chosen if (run["arm"], run["task"]) == (arm, task)]
             for task in tasks

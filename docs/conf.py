@@ -58,9 +58,8 @@ smartquotes_action = "D"  # quotes are those of values
 myst_enable_extensions = ["colon_fence", "deflist", "attrs_inline"]
 myst_heading_anchors = 4  # as on GitHub
 nb_execution_mode = "off"
-suppress_warnings = [
-    "misc.highlighting_failure"
-]  # tutorials quote parts of others' code; that of pages is run
+# tutorials quote parts of others' code; that of pages is run
+suppress_warnings = ["misc.highlighting_failure"]
 nb_merge_streams = True
 copybutton_exclude = ".linenos, .gp, .go"
 

@@ -46,9 +46,8 @@ def install_hint(purpose: str, *modules: str) -> str | None:
     """
     for module in modules:
         try:
-            importlib.metadata.distribution(
-                module
-            )  # raises ImportError for a mere folder of that name
+            # raises ImportError for a mere folder of that name
+            importlib.metadata.distribution(module)
             found = importlib.util.find_spec(module) is not None
         except (ImportError, ValueError):
             found = False

@@ -232,9 +232,8 @@ def _interrupt_user_code(
         if over.wait(patience):
             return
         interrupting.set()
-        if hasattr(
-            signal, "pthread_kill"
-        ):  # a signal to the main thread also ends a blocking system call
+        # a signal to the main thread also ends a blocking system call
+        if hasattr(signal, "pthread_kill"):
             signal.pthread_kill(threading.main_thread().ident or 0, number)
         patience = RETRY_SECONDS
     if not over.wait(patience) and number != signal.SIGINT:

@@ -89,9 +89,8 @@ def _part(space: spaces.Dict, observation: Any, key: str) -> Any:
 
 def unflatten(space: spaces.Space[Any], leaves: Iterable[Any]) -> Any:
     """Invert `flatten`: return an array, or dicts and tuples of arrays."""
-    remaining = iter(
-        leaves
-    )  # the recursive calls advance the same iterator, because iter(iterator) returns it
+    # the recursive calls advance the same iterator, because iter(iterator) returns it
+    remaining = iter(leaves)
     match space:
         case spaces.Dict():
             return {key: unflatten(part, remaining) for key, part in space.spaces.items()}
@@ -246,9 +245,8 @@ def _batched(observation: Any, shape: tuple[int, ...], device: torch.device | st
         tensor = observation
     else:
         tensor = torch.as_tensor(np.asarray(observation))
-    if (
-        tensor.ndim == len(shape) and tuple(tensor.shape) == shape
-    ):  # torch.export must not compare sizes of batches
+    # torch.export must not compare sizes of batches
+    if tensor.ndim == len(shape) and tuple(tensor.shape) == shape:
         tensor = tensor[None]
     if tuple(tensor.shape[1:]) != shape or tensor.ndim != len(shape) + 1:
         raise ValueError(

@@ -52,9 +52,8 @@ class TestHyperparameters:
     def test_arguments_and_attributes_of_agents_have_the_types_of_the_fields(self, declared):
         hints = get_type_hints(declared)
         fields = get_type_hints(Hyperparameters)
-        auto = (
-            {"lr": float | Literal["auto"]} if declared is HyperparameterOptions else {}
-        )  # calibrated
+        # calibrated
+        auto = {"lr": float | Literal["auto"]} if declared is HyperparameterOptions else {}
         assert hints == fields | auto
         assert list(hints) == list(fields)
 

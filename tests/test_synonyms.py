@@ -225,9 +225,8 @@ def test_keys_of_other_libraries_have_an_answer_in_configurations(library):
             )
             for path in paths:
                 with pytest.raises(ValueError, match=path):
-                    parse_config(
-                        override(QUESTIONS, [f"{path}={{x: <nothing>}}"])
-                    )  # a wrong value of a known key
+                    # a wrong value of a known key
+                    parse_config(override(QUESTIONS, [f"{path}={{x: <nothing>}}"]))
             if "Valid names" in str(error):
                 unanswered.append(name)
     assert unanswered == []

@@ -95,9 +95,8 @@ def join_turns(
     rows: SamplingBatch, turns: Sequence[tuple[Rollout, Sequence[Sequence[int]]]]
 ) -> Batch:
     """Join turns (rollout, replies) into a batch in which only sampled tokens count."""
-    table: list[list[tuple[int, bool, float]]] = [
-        [] for _ in range(len(rows))
-    ]  # token, counts, log-probability
+    # token, counts, log-probability
+    table: list[list[tuple[int, bool, float]]] = [[] for _ in range(len(rows))]
     for rollout, replies in turns:
         for row, cells in enumerate(table):
             kept = rollout.present[row]

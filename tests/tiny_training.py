@@ -46,9 +46,8 @@ SPACE = HyperparameterConfig(
     group_size=RLParameter(choices=[2, 4, 8]),
 )
 DAMPED = Optimizer(eps=1e-5)  # Adam divides rounding errors of vanishing gradients by eps
-REWARDS = torch.tensor(
-    [[0.1, 0.4, 0.2, 0.9], [0.1, 0.1, 0.1, 0.1], [1.0, 0.2, 0.7, 0.3]]
-)  # no signal in the second
+# no signal in the second
+REWARDS = torch.tensor([[0.1, 0.4, 0.2, 0.9], [0.1, 0.1, 0.1, 0.1], [1.0, 0.2, 0.7, 0.3]])
 HOLES = torch.tensor([[0.1, 0.4, 0.2, 0.9], [0.1, 0.1, 0.1, 0.1], [1.0, torch.nan, 0.7, 0.3]])
 
 

@@ -10,9 +10,8 @@ import time
 
 import workload
 
-arguments = workload.parse_arguments(
-    __doc__
-)  # before torch is imported, which reads the number of threads
+# before torch is imported, which reads the number of threads
+arguments = workload.parse_arguments(__doc__)
 work = arguments.work
 
 import torch  # noqa: E402

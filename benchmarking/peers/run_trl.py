@@ -8,9 +8,8 @@ from typing import Any
 
 import workload
 
-arguments = workload.parse_arguments(
-    __doc__
-)  # before torch is imported, which reads the number of threads
+# before torch is imported, which reads the number of threads
+arguments = workload.parse_arguments(__doc__)
 work = arguments.work
 
 import torch  # noqa: E402

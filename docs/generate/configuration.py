@@ -207,9 +207,8 @@ def _kind(node: Mapping[str, Any]) -> str:
         "array": "list",
         "object": "mapping",
     }
-    return words.get(
-        str(name), "text or mapping"
-    )  # such as a mutation: a function by name, or settings
+    # such as a mutation: a function by name, or settings
+    return words.get(str(name), "text or mapping")
 
 
 def _bounds(node: Mapping[str, Any], integer: bool) -> str:
@@ -241,9 +240,8 @@ def _bounds(node: Mapping[str, Any], integer: bool) -> str:
 def page() -> str:
     """Return the Markdown of all keys."""
     parts: list[str] = []
-    named: set[str] = (
-        set()
-    )  # keys of several records, such as those of all tasks, are found at the first
+    # keys of several records, such as those of all tasks, are found at the first
+    named: set[str] = set()
     for section in sections():
         location = f" (`{section.path}`)" if section.path else ""
         parts += [f"## {section.title}{location}", section.lead]

@@ -48,9 +48,8 @@ def as_markup(lines: Sequence[str]) -> list[str]:
     Docstrings are plain text: a star, a bar or an underscore at the end of a word has no special meaning.
     """
     parts = re.split(r"(`+[^`]*`+)", "\n".join(lines))
-    parts[2::2] = [
-        rf"\ {part}" if part[:1].isalnum() else part for part in parts[2::2]
-    ]  # code that an s follows
+    # code that an s follows
+    parts[2::2] = [rf"\ {part}" if part[:1].isalnum() else part for part in parts[2::2]]
     return "".join(_code(part) if part.startswith("`") else _plain(part) for part in parts).split(
         "\n"
     )

@@ -44,7 +44,6 @@ def setup(app: Sphinx) -> dict[str, Any]:
     """Register the directive with Sphinx."""
     app.add_directive("generated", Generated)
     app.add_lexer("python", IPython3Lexer)  # cells of notebooks may hold commands, such as !evogrpo
-    app.connect(
-        "autodoc-process-docstring", _docstring, priority=400
-    )  # before napoleon reads its sections
+    # before napoleon reads its sections
+    app.connect("autodoc-process-docstring", _docstring, priority=400)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -237,9 +237,8 @@ def evaluate_states(
     """
     rewards = []
     tokens = 0
-    untrained = members.new_member().banks.state(
-        0
-    )  # its observation statistics are those of the base, too
+    # its observation statistics are those of the base, too
+    untrained = members.new_member().banks.state(0)
     before = members.banks.state(0)
     try:
         for state in states:

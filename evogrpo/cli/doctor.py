@@ -33,11 +33,12 @@ from evogrpo.training.console import make_console
 # bytes: peak memory of the demo; its converted base model and its run directory
 DEMO_MEMORY = 3.5e9
 DEMO_DISK = 2e9
+# `check_model` reports the missing ones
 _LANGUAGE_PACKAGES = (
     "transformers",
     "peft",
     "accelerate",
-)  # `check_model` reports the missing ones
+)
 _MARKS = {"ok": ("ok  ", "green"), "note": ("note", "yellow"), "problem": ("FAIL", "bold red")}
 
 

@@ -39,10 +39,11 @@ _OVERRIDES = f"settings, e.g. {_EXAMPLE}"
 _WRONG_CHOICE = re.compile(
     r"argument COMMAND: invalid choice: '?(.*?)'? \(choose from (.*)\)$", re.DOTALL
 )
+# commands that accept any setting
 _CONFIGURABLE = (
     "evogrpo.cli.train:train",
     "evogrpo.cli.train:demo",
-)  # commands that accept any setting
+)
 _NAME = re.compile(r"[\w-]+")
 _OPTION = re.compile(r"(?<!\w)--[\w-]+")
 
@@ -81,9 +82,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, value in _LIBRARY_VARIABLES.items():
         os.environ.setdefault(name, value)
     if args.runs_user_code:
-        sys.path.append(
-            str(Path.cwd())
-        )  # last, so that modules of the user do not shadow installed ones
+        # last, so that modules of the user do not shadow installed ones
+        sys.path.append(str(Path.cwd()))
     # 3. Run the command; errors become a message and an exit code.
     module, name = args.command.split(":")
     with ignore_output_errors():

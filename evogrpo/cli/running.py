@@ -152,9 +152,8 @@ def resume_run(args: argparse.Namespace, given: Config | None = None) -> int:
     console = make_console()
     run_dir: Path = args.run_dir.absolute()
     overrides = list(args.overrides)
-    if (
-        given is not None and (run_dir / CONFIG_FILE).is_file()
-    ):  # adopt limits that its file has changed
+    # adopt limits that its file has changed
+    if given is not None and (run_dir / CONFIG_FILE).is_file():
         stored = load_config(run_dir / CONFIG_FILE).schedule
         changed = [
             name for name in LIMITS if getattr(given.schedule, name) != getattr(stored, name)
@@ -247,9 +246,8 @@ def _vllm_commands(prepared: PreparedRun) -> list[str]:
     return [
         vllm_command(
             loadable_name(prepared.outline.model) or prepared.model,
-            members=max(
-                1, len(range(number, size, len(urls)))
-            ),  # VLLMSampler assigns members round robin
+            # VLLMSampler assigns members round robin
+            members=max(1, len(range(number, size, len(urls)))),
             rank=prepared.trained.rank,
             dtype="bfloat16" if precision in PACKAGES else precision,
             url=url,
@@ -265,9 +263,8 @@ def _train(console: Console, trainer: Trainer, run_dir: Path, args: argparse.Nam
     )
     display = RunDisplay(console, trainer)
     trainer.callbacks.append(display)
-    if (
-        signal.getsignal(signal.SIGINT) == signal.SIG_IGN
-    ):  # set by a shell that starts the run in the background
+    # set by a shell that starts the run in the background
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def announce_stop() -> None:

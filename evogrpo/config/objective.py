@@ -631,9 +631,8 @@ def default_space(
     if sum(low <= size <= high for size in sizes) < 2:
         names.remove("group_size")
     space = HyperparameterConfig(**{name: ranges[name] for name in names if name not in fixed})
-    samples = (
-        samples_per_step or 2
-    )  # unknown: the smallest number, so that one optimizer step takes all
+    # unknown: the smallest number, so that one optimizer step takes all
+    samples = samples_per_step or 2
     unused = without_effect(
         objective, [first], space, samples_per_step=samples, rows_are_samples=rows_are_samples
     )

@@ -323,9 +323,8 @@ def _describe_enclosed(
         if name in bindings(each) or name in arguments(each):
             owner = each
             break
-    if (
-        owner is None
-    ):  # without source, only the function itself shows whether the variable is bound again
+    # without source, only the function itself shows whether the variable is bound again
+    if owner is None:
         if name not in _stored(function.__code__, "STORE_DEREF"):
             yield from _describe_argument(name, value, seen)
         return

@@ -150,9 +150,8 @@ class Plan:
         indices = [None if parent is None else parent.index for parent in parents]
         # 1. Collect fixed hyperparameters in `values`, those to draw in `draws`, and occupied
         #    points in `taken`.
-        taken: set[tuple[int | None, Hyperparameters]] = (
-            set()
-        )  # index of the parent, hyperparameters
+        # index of the parent, hyperparameters
+        taken: set[tuple[int | None, Hyperparameters]] = set()
         values: dict[int, Hyperparameters] = {}
         draws: dict[int, Proposal] = {}
         for slot, (choice, parent) in enumerate(zip(choices, parents, strict=True)):
@@ -211,9 +210,10 @@ class Plan:
             )
         return cls(
             generation=last.number,
+            # numpy's too
             parents=tuple(
                 None if choice.parent is None else int(choice.parent) for choice in choices
-            ),  # numpy's too
+            ),
             children=tuple(children),
             reasons=tuple(reasons),
             samples_per_step=samples_per_step,

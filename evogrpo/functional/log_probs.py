@@ -320,9 +320,8 @@ def _first_exceeding(weights: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor
     below = torch.nextafter(cumulative[:, -1], torch.zeros_like(threshold))
     threshold = torch.minimum(threshold, below)
     chosen = torch.searchsorted(cumulative, threshold[:, None], right=True)
-    chosen = chosen.clamp(
-        max=weights.shape[1] - 1
-    )  # only rows with NaN get here; callers report them
+    # only rows with NaN get here; callers report them
+    chosen = chosen.clamp(max=weights.shape[1] - 1)
     before = cumulative.gather(1, chosen) - weights.gather(1, chosen)
     return chosen[:, 0], (threshold - before[:, 0]).clamp(min=0.0)
 

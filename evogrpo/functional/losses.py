@@ -76,9 +76,8 @@ def policy_loss(
     """
     loss = LOSS_TYPES[loss_type]
     log_ratios = torch.where(mask, log_probs - old_log_probs, 0.0)
-    advantages = torch.where(
-        mask, advantages, 0.0
-    )  # NaN in the padding times 0 would be a gradient of NaN
+    # NaN in the padding times 0 would be a gradient of NaN
+    advantages = torch.where(mask, advantages, 0.0)
     if loss.bounded:
         ratio = _ratios(loss, log_ratios, mask)
         if delta is None:

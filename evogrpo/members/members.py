@@ -68,9 +68,8 @@ class Banks(dict[str, PolicyBank]):
         None = fresh initialisation.
         """
         for bank in self.values():
-            bank.inherit(
-                parents
-            )  # banks have equal sizes, so invalid parents raise at the first, before any change
+            # banks have equal sizes, so invalid parents raise at the first, before any change
+            bank.inherit(parents)
         self.changed.update(slot for slot, parent in enumerate(parents) if parent != slot)
 
     @property

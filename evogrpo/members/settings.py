@@ -135,9 +135,8 @@ class NetworkSettings:
             raise ValueError("overlong_buffer is for language models. Leave it out.")
         check_action_objective(self.objective)
         if self.evolve_network is not None:
-            mutate_architecture(
-                self.network, self.evolve_network, np.random.default_rng(0)
-            )  # raises for empty limits
+            # raises for empty limits
+            mutate_architecture(self.network, self.evolve_network, np.random.default_rng(0))
 
 
 Credit = Literal["team", "agent"]

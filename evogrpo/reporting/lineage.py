@@ -156,10 +156,11 @@ def best_schedule(summary: RunSummary) -> BestSchedule:
             " folder `best`, load that with evogrpo.GRPO.load."
         )
     # 2. Build one stage per sequence of generations with equal settings.
+    # learning steps after each generation
     ends = [
         0,
         *(generation.step for generation in generations),
-    ]  # learning steps after each generation
+    ]
     line = lineage_of(generations, member)
     calibrated = calibrated_rates(summary, line)
     stages: list[ScheduleStage] = []
@@ -321,9 +322,8 @@ def tree_lines(
     # 1. List the children of each member, and count its descendants and itself.
     indices = {birth.index for birth in births}
     children: dict[int | None, list[MemberRecord]] = {}
-    for (
-        birth
-    ) in births:  # a parent that is missing from the journal makes its children roots of the tree
+    # a parent that is missing from the journal makes its children roots of the tree
+    for birth in births:
         if birth.parent is not None and birth.parent >= birth.index:
             raise ValueError(
                 f"A parent must be older than its child, got #{birth.parent} of #{birth.index}."

@@ -215,9 +215,8 @@ def summarise(events: Sequence[Mapping[str, Any]]) -> RunSummary:
     resumed = [event for event in events if event["event"] == "resumed"]
     schedules = [event["schedule"] for event in (started, *resumed) if "schedule" in event]
     # 5. Collect the births. Members occur several times; the first record of each counts.
-    births = list(
-        run.lineage
-    )  # the founders; children are in the plans, and all members in generations
+    # the founders; children are in the plans, and all members in generations
+    births = list(run.lineage)
     for generation in generations:
         births += [member.record() for member in generation.members]
         births += () if generation.plan is None else generation.plan.children

@@ -60,9 +60,8 @@ def write_synced(path: Path, content: bytes) -> None:
 
 def replace_file(path: Path, content: bytes) -> None:
     """Replace the content of a file atomically: readers see the old or the new bytes, also after a kill."""
-    temporary = path.with_name(
-        f".{path.name}.{os.getpid()}.temporary"
-    )  # removed by `remove_temporary_files`
+    # removed by `remove_temporary_files`
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.temporary")
     temporary.unlink(missing_ok=True)  # left by a killed process with the same process id
     try:
         write_synced(temporary, content)

@@ -316,17 +316,15 @@ def _check_overwrite(folder: Path, *, kind: Kind, replace: bool, written: Set[st
         raise CheckpointError(f"{folder} is not a folder. Choose another path.")
     found = {entry.name for entry in folder.iterdir()}
     own = {MANIFEST_NAME, f"{kind}.json", *tensor_names(kind, found)}
-    with suppress(
-        CheckpointError
-    ):  # a damaged checkpoint may be replaced if all of its files are known by name
+    # a damaged checkpoint may be replaced if all of its files are known by name
+    with suppress(CheckpointError):
         own |= read_manifest(folder).files.keys()
     if found & own and not replace:
         raise CheckpointError(
             f"{folder} already holds a checkpoint. Pass replace=True, or choose another folder."
         )
-    if (
-        found & own
-    ):  # the system may have added hidden files, such as .DS_Store, which are replaced as well
+    # the system may have added hidden files, such as .DS_Store, which are replaced as well
+    if found & own:
         own |= {name for name in found if name.startswith(".") and (folder / name).is_file()}
     if foreign := sorted(found - own - (written if replace else set())):
         raise CheckpointError(
@@ -347,9 +345,8 @@ def _move_into_place(temporary: Path, folder: Path) -> None:
     previous = folder.with_name(f".{folder.name}.previous")
     replacing = os.path.lexists(folder)
     if replacing:
-        if os.path.lexists(
-            previous
-        ):  # a leftover that could not be removed; the next write tries again
+        # a leftover that could not be removed; the next write tries again
+        if os.path.lexists(previous):
             previous.rename(folder.with_name(f".{folder.name}.temporary-{uuid.uuid4().hex}"))
         folder.rename(previous)
     try:
@@ -555,7 +552,6 @@ def prune(run_dir: Path | str, written: int, keep: int = 2) -> None:
     for generation in older[keep:]:
         folder = checkpoint_path(generation_folder(run_dir, generation))
         temporary = folder.with_name(f".{folder.name}.temporary-{uuid.uuid4().hex}")
-        folder.rename(
-            temporary
-        )  # so that a kill while files are removed leaves no incomplete checkpoint
+        # so that a kill while files are removed leaves no incomplete checkpoint
+        folder.rename(temporary)
         shutil.rmtree(temporary, ignore_errors=True)

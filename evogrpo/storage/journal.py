@@ -71,9 +71,8 @@ class Journal:
                 os.fsync(self._file)
             if created:
                 sync_folder(self.path.parent)
-            if (
-                os.fstat(self._file).st_nlink > 1
-            ):  # appending would change the other file, such as a backup
+            # appending would change the other file, such as a backup
+            if os.fstat(self._file).st_nlink > 1:
                 self._write_again()
             self._state = _state(os.fstat(self._file))
         except BaseException:
@@ -262,9 +261,8 @@ def parse_journal(content: bytes, path: Path | str) -> list[dict[str, Any]]:
                 " resume the run with `evogrpo resume`: if the line is after the newest"
                 " checkpoint, it is not needed."
             )
-            lines.append(
-                (offset, JournalError(message))
-            )  # raised below, unless a later `resumed` event removes it
+            # raised below, unless a later `resumed` event removes it
+            lines.append((offset, JournalError(message)))
         offset += len(line) + 1
     # 2. Leave out what was undone, from the last line on: a `resumed` event that was undone itself
     #    undoes nothing.

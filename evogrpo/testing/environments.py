@@ -340,9 +340,8 @@ class PseudoRandomActor:
         space: Any = self.space
         expanded = mixed.reshape(m, *[1] * len(space.shape))
         actions: NDArray[Any]
-        if (
-            mask is not None
-        ):  # of a Discrete or MultiDiscrete space: the flags of its components side by side
+        # of a Discrete or MultiDiscrete space: the flags of its components side by side
+        if mask is not None:
             ends = np.cumsum(mask_sizes(self.space))[:-1]
             actions = np.empty((m, len(ends) + 1))
             for column, legal in enumerate(np.split(mask, ends, axis=1)):

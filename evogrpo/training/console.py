@@ -175,9 +175,8 @@ class _ErrorIgnoringStream:
 
     def _give_up(self, error: Exception) -> None:
         self.failure = str(getattr(error, "strerror", None) or error)
-        with suppress(
-            OSError, ValueError
-        ):  # at exit Python flushes its buffer, which would fail again
+        # at exit Python flushes its buffer, which would fail again
+        with suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
         if self._stream is sys.__stdout__ or getattr(sys.stdout, "failure", None):
             print_warning(f"Output stopped, because it cannot be written: {self.failure}")

@@ -60,9 +60,8 @@ class RunDisplay(Callback):
         self._entered = False
         self._baseline_shown = trainer.run_state.baseline is not None
         self._live: Live | None = None
-        self._is_log = not (
-            console.is_terminal or console.is_jupyter
-        )  # a notebook shows generations only
+        # a notebook shows generations only
+        self._is_log = not (console.is_terminal or console.is_jupyter)
 
     def __enter__(self) -> Self:
         if self._console.is_terminal:
@@ -209,9 +208,8 @@ class RunDisplay(Callback):
         table = completions_table(report.examples, report.best.index, width)
         if table is not None:
             shown += ["", table]
-        self._console.print(
-            Group(*shown, "")
-        )  # in one call, because a notebook shows each print as a separate output
+        # in one call, because a notebook shows each print as a separate output
+        self._console.print(Group(*shown, ""))
 
     def on_run_end(self, result: Result) -> None:
         """Print the result."""
@@ -325,9 +323,8 @@ class RunDisplay(Callback):
                 f"testing on {schedule.questions('test', trainer.env)} {self.terms.questions}"
             )
         if state.step_in_generation >= state.steps_per_generation:
-            number = state.generation + (
-                0 if state.unplanned else 1
-            )  # `generation` counts evaluated ones
+            # `generation` counts evaluated ones
+            number = state.generation + (0 if state.unplanned else 1)
             return Text(f"generation {number}{total} · validating")
         where = f"generation {state.generation + 1}{total}"
         return Text(f"{where} · step {state.step_in_generation + 1}/{state.steps_per_generation}")
@@ -629,9 +626,8 @@ def plan_lines(report: GenerationReport) -> list[Text]:
 
 def _short_count(count: int) -> str:
     """Return a short count: 940, 12.3k, 456k, 7.8M."""
-    rounded = float(
-        f"{count:.3g}"
-    )  # rounded before the unit is chosen: 999,600 becomes 1M, not 1000k
+    # rounded before the unit is chosen: 999,600 becomes 1M, not 1000k
+    rounded = float(f"{count:.3g}")
     for unit, size in (("M", 1_000_000), ("k", 1_000)):
         if rounded >= size:
             if rounded < 1000 * size:

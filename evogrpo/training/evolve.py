@@ -156,9 +156,8 @@ class Run(NamesMissing, Iterator[GenerationReport]):
         )
         spent = trainer.run_state.spent(evaluations=trainer.schedule.count_evaluations)
         limits["max_timesteps"] = spent["timesteps"] + total_timesteps
-        with (
-            trainer.population.processes.section()
-        ):  # on rank 0, the run directory may raise an error
+        # on rank 0, the run directory may raise an error
+        with trainer.population.processes.section():
             if trainer.shared_run_dir is None:
                 run_dir = None
             else:
@@ -170,9 +169,8 @@ class Run(NamesMissing, Iterator[GenerationReport]):
             strategy=trainer.strategy,
             fitness=trainer.fitness,
             run_dir=run_dir,
-            run_state=(
-                trainer.run_state if trainer.run_state.threads else None
-            ),  # 0 threads: the run has not begun
+            # 0 threads: the run has not begun
+            run_state=(trainer.run_state if trainer.run_state.threads else None),
             callbacks=[each for each in trainer.callbacks if each is not self._display],
         )
         self._start(continued)
@@ -204,9 +202,8 @@ class Run(NamesMissing, Iterator[GenerationReport]):
             if received:
                 next(self._generations, None)
         # 2. After a signal, raise KeyboardInterrupt or SystemExit.
-        number = (
-            received[0] if received else self.trainer.stop_request.signal
-        )  # perhaps of another rank
+        # perhaps of another rank
+        number = received[0] if received else self.trainer.stop_request.signal
         if number is not None:
             run_dir = self.trainer.shared_run_dir
             step = self.trainer.run_state.step

@@ -49,9 +49,8 @@ def new_run_dir(name: str, requested: Path | None = None) -> Iterator[Path]:
     for number in itertools.count(1):
         # Absolute, because user code may change the working directory.
         folder = (requested or Path("runs", name if number == 1 else f"{name}-{number}")).absolute()
-        missing = [
-            path for path in (folder, *folder.parents) if not path.exists()
-        ]  # innermost first
+        # innermost first
+        missing = [path for path in (folder, *folder.parents) if not path.exists()]
         try:
             folder.mkdir(parents=True, exist_ok=requested is not None)
             break
@@ -139,9 +138,8 @@ def start(prepared: PreparedRun, run_dir: Path, *, dry_run: bool = False) -> Tra
 def write_config(config: Config, run_dir: Path) -> None:
     """Write a resolved configuration to a run directory, atomically."""
     head = f"{CONFIG_HEAD} {evogrpo.__version__} for `evogrpo resume`.\n"
-    values = load_json(
-        dump_json(config.to_json())
-    )  # YAML cannot hold subclasses of text and numbers
+    # YAML cannot hold subclasses of text and numbers
+    values = load_json(dump_json(config.to_json()))
     replace_file(run_dir / CONFIG_FILE, (head + dump_yaml(values)).encode("utf-8"))
 
 

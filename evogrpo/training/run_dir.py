@@ -242,9 +242,8 @@ class RunDir:
         saved: int = 0,
         steps: int = 0,
     ) -> None:
-        self.path = expand_user(
-            path, "run_dir"
-        ).absolute()  # the program may change its working directory
+        # the program may change its working directory
+        self.path = expand_user(path, "run_dir").absolute()
         self.run_id = run_id or uuid.uuid4().hex
         self._lock = lock
         self._config = config
@@ -258,9 +257,8 @@ class RunDir:
         self._exported: Best | None = None
         self._export_time = 0.0  # time of change of its manifest
         self._writer: Any = None
-        self._tensorboard_failed = (
-            install_hint("TensorBoard", "tensorboard") is not None
-        )  # also set after an error
+        # also set after an error
+        self._tensorboard_failed = install_hint("TensorBoard", "tensorboard") is not None
 
     def reopened(self) -> Self:
         """Return this directory for the continuation of a closed run.
@@ -295,9 +293,8 @@ class RunDir:
         journal = self.path / JOURNAL
         first_event = b'{"event": "run", '
         leftovers = list[str]()
-        with suppress(
-            OSError
-        ):  # left by a run that was killed between its first event and its first checkpoint
+        # left by a run that was killed between its first event and its first checkpoint
+        with suppress(OSError):
             content = read_regular(journal)
             if (
                 content.count(b"\n") <= 1
@@ -312,9 +309,8 @@ class RunDir:
         if (self.path / CHECKPOINTS).is_dir() and not any((self.path / CHECKPOINTS).glob("[!.]*")):
             leftovers.append(CHECKPOINTS)
         with suppress(OSError):
-            if read_regular(self.path / CONFIG_FILE).startswith(
-                CONFIG_HEAD.encode()
-            ):  # of a run, not of the user
+            # of a run, not of the user
+            if read_regular(self.path / CONFIG_FILE).startswith(CONFIG_HEAD.encode()):
                 leftovers.append(CONFIG_FILE)
         check_new_folder(self.path, allowed=leftovers)
 

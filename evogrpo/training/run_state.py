@@ -262,9 +262,8 @@ class RunState:
                 if step >= since
             }
             if len(counted) > 1:
-                keys = [
-                    step * MAX_SAMPLES + position for step, position in counted
-                ]  # the same for all members
+                # the same for all members
+                keys = [step * MAX_SAMPLES + position for step, position in counted]
                 return Fitness.from_scores(list(counted.values()), keys=keys)
         return None
 

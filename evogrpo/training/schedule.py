@@ -26,9 +26,11 @@ if TYPE_CHECKING:
     from evogrpo.algorithms.population import Population
     from evogrpo.envs.protocol import GroupEnvironment, Split
     from evogrpo.evolution.fitness import FitnessConfig
+
+    # a configuration is checked before torch and numpy are imported
     from evogrpo.evolution.strategies import (
         Strategy,
-    )  # a configuration is checked before torch and numpy are imported
+    )
 
 LIMITS = (
     "generations",

@@ -177,9 +177,8 @@ class Trainer:
         self.clock = Clock(schedule.max_seconds, self.run_state, processes.now)
         self.limits = Limits(self)
         if run_state is None and isinstance(env, SupportsDate) and env.date is not None:
-            env.set_date(
-                processes.broadcast(env.date)
-            )  # ranks may have made their environments on different days
+            # ranks may have made their environments on different days
+            env.set_date(processes.broadcast(env.date))
         self.data = fingerprint_of(env)
         self.changed_data = tuple(changed_data)
         self._description = description or {}
@@ -277,9 +276,8 @@ class Trainer:
                     ) as error:  # go back to the state after the last step, which can be resumed
                         for slot, train_state in snapshot.items():
                             banks.load_state(slot, train_state)
-                        if isinstance(
-                            error, Exception | SystemExit
-                        ):  # most often of a reward function
+                        # most often of a reward function
+                        if isinstance(error, Exception | SystemExit):
                             self._save(f"{class_name(error)} in learning step {state.step}")
                         raise
                     snapshot.clear()  # before the next one is made: members may be large
@@ -362,9 +360,8 @@ class Trainer:
         else:
             self._record_start()
             self._save()
-        if (
-            state.begun or not self.fitness.uses_validation
-        ):  # without validation, the first step gives the baseline
+        # without validation, the first step gives the baseline
+        if state.begun or not self.fitness.uses_validation:
             return
         self._set_progress()
         with self.stop_request.interruptible():
@@ -379,9 +376,8 @@ class Trainer:
         population = self.population
         schedule = self.schedule
         settings = self.population.members.settings
-        micro_batch_tokens = getattr(
-            settings, "micro_batch_tokens", None
-        )  # small networks have none
+        # small networks have none
+        micro_batch_tokens = getattr(settings, "micro_batch_tokens", None)
         self._event(
             "run",
             **(
@@ -508,9 +504,8 @@ class Trainer:
         try:
             plan = self.population.plan(self.strategy, self.run_state.history)
             if self.shared_run_dir is not None:
-                dump_json(
-                    self.strategy.state(), what="the state of the strategy"
-                )  # raises if it cannot be stored
+                # raises if it cannot be stored
+                dump_json(self.strategy.state(), what="the state of the strategy")
         except (Exception, SystemExit) as error:
             self.strategy.load_state(strategy_state)
             name = type(self.strategy).__name__
@@ -613,9 +608,8 @@ class Trainer:
             # 0 = unknown
             state = self.run_state
             total = 0
-            if (
-                self.schedule.generations is not None
-            ):  # the generations left are as long as the current one
+            # the generations left are as long as the current one
+            if self.schedule.generations is not None:
                 left = max(0, self.schedule.generations - state.generation)
                 total = state.step - state.step_in_generation + left * state.steps_per_generation
             self.env.set_progress(state.step, total)

@@ -66,9 +66,8 @@ def test_members_answer_prefixes_of_one_block_at_equal_cost(population):
         groups = rows.group_ids.view(-1, size)
         assert bool((groups == groups[:, :1]).all())
         assert rows.inputs.temperature.tolist() == pytest.approx([agent.temperature] * 16)
-        prompts = sum(
-            len(prompt) for prompt in batch.inputs.prompts[: 16 // size]
-        )  # counted once per group
+        # counted once per group
+        prompts = sum(len(prompt) for prompt in batch.inputs.prompts[: 16 // size])
         assert collected.tokens[agent.slot] == int(rows.present.sum()) + prompts
     assert len(batch.group_ids.unique()) == 8 + 2 + 4
     with pytest.raises(ValueError, match=r"divide samples_per_step=12.*got 8 \(member 1\)"):
@@ -223,6 +222,7 @@ def test_signal_depends_on_the_advantage_estimator():
     nan = torch.nan
     ids = torch.arange(3).repeat_interleave(2)
     ones = torch.ones(6, 2, dtype=torch.bool)
+    # totals are all 1
     steps = [
         [1.0, 0.0],
         [0.0, 1.0],
@@ -230,7 +230,7 @@ def test_signal_depends_on_the_advantage_estimator():
         [nan, 1.0],
         [0.5, 0.5],
         [0.5, 0.5],
-    ]  # totals are all 1
+    ]
     components = [[1.0, 0.0], [1.0, 0.0], [0.0, 1.0], [1.0, 0.0], [1.0, 1.0], [nan, 1.0]]
     batch = Batch(
         inputs=TokenInputs(prompts=((5,),) * 3, prompt_ids=ids, temperature=torch.ones(6)),

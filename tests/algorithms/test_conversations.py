@@ -121,9 +121,8 @@ def test_the_room_for_turns_depends_on_the_own_prompt_only():
         max_turns=6,
         reward_funcs=turns,
     )
-    members = tiny_population(
-        1, max_output_tokens=3, eos_token_ids=range(VOCABULARY)
-    ).members  # every token ends a turn
+    # every token ends a turn
+    members = tiny_population(1, max_output_tokens=3, eos_token_ids=range(VOCABULARY)).members
     alone, beside = (evaluate(members, [0], env, "validation", questions=count) for count in (1, 2))
     assert (alone[0].tolist(), beside[0].tolist()) == ([6.0], [6.0, 2.0])
 

@@ -82,9 +82,8 @@ def test_rivals_learn_from_own_rewards_in_a_manual_loop():
         env.observation_spaces, env.action_spaces, **SMALL, policies="independent", credit="agent"
     )
     reports = [agent.learn(agent.collect(env, SAMPLES).experience) for _ in range(25)]
-    assert (
-        0 < sum(report.tokens for report in reports) <= 25 * 2 * 3 * SAMPLES
-    )  # two passes, three agents' actions
+    # two passes, three agents' actions
+    assert 0 < sum(report.tokens for report in reports) <= 25 * 2 * 3 * SAMPLES
     hits = []
     for seed in range(60):
         seen, _ = probe.reset(seed=seed)
@@ -120,9 +119,8 @@ def test_advantages_compare_an_agent_with_itself_from_the_same_start(credit):
         assert np.allclose(reports[slot].advantages, values, atol=1e-5)
         assert max(values) > 0.1
     red = collected.experience["red"].step_rewards
-    assert torch.equal(red[::2], red[1::2]) == (
-        credit == "team"
-    )  # all agents of a team earn the same
+    # all agents of a team earn the same
+    assert torch.equal(red[::2], red[1::2]) == (credit == "team")
 
 
 def test_a_policy_without_agents_takes_no_step():

@@ -29,11 +29,12 @@ from tests.tiny_training import (
     tiny_env,
 )
 
+# ratios differ from 1 after the first of 4 steps
 TWICE = {
     "update_epochs": 2,
     "lr": 5e-3,
     "batch_size": 8,
-}  # ratios differ from 1 after the first of 4 steps
+}
 EVERYTHING = {
     "beta": 0.2,
     "entropy_coef": 0.1,
@@ -220,9 +221,8 @@ def test_the_policy_loss_uses_the_most_uncertain_actions():
         ]
     all_entropies = sorted(torch.cat(entropies).tolist())
     kept = len(all_entropies) - math.ceil((1 - quantile) * (len(all_entropies) - 1))
-    threshold = (
-        all_entropies[-kept] - ROUNDING
-    )  # completions of one prompt begin with equal entropies
+    # completions of one prompt begin with equal entropies
+    threshold = all_entropies[-kept] - ROUNDING
     expected = weighted_gradient(
         agent, batch, [(entropy > threshold).float() for entropy in entropies]
     )
@@ -242,9 +242,8 @@ def test_the_entropy_bonus_follows_entropy_reduction(reduction):
     agent = random_agent(
         objective=Objective(top_entropy_quantile=0.4, entropy_reduction=reduction), **options
     )
-    batch = sampled(
-        agent, torch.full_like(REWARDS, 0.5)
-    )  # without signal, so that the bonus is the whole loss
+    # without signal, so that the bonus is the whole loss
+    batch = sampled(agent, torch.full_like(REWARDS, 0.5))
     member = peft_twin(agent)
     rows = rows_of(batch)
     entropies = [
@@ -289,9 +288,8 @@ def test_importance_weights_correct_for_a_different_sampler(kind):
     expected = weighted_gradient(agent, batch, weights)
     metrics = learn_from(agent, changed).metrics
     assert equal_and_nonzero(agent.state()["exp_avg"] / (1 - DECAY), expected)
-    taught = [
-        row for row in range(len(batch)) if batch.group_ids[row] != 1
-    ]  # other rows are not evaluated
+    # other rows are not evaluated
+    taught = [row for row in range(len(batch)) if batch.group_ids[row] != 1]
     all_weights = torch.cat([weights[row] for row in taught])
     all_differences = torch.cat([differences[row] for row in taught]).abs()
     ratio = "sampling/importance_sampling_ratio"

@@ -51,9 +51,8 @@ def test_a_snapshot_is_the_policy_at_that_step():
     expected = flat(by_hand.member.parameters)
     moved = (expected - start["adapter"]).norm()
     assert float((agent.state()["adapter"] - expected).norm()) < 2e-3 * float(moved)
-    assert torch.equal(
-        agent.state()["reference"], start["reference"]
-    )  # only a new snapshot changes it
+    # only a new snapshot changes it
+    assert torch.equal(agent.state()["reference"], start["reference"])
 
 
 @pytest.mark.parametrize(("interval", "synced"), [(1, (1, 2, 3)), (2, (2,))])
@@ -64,11 +63,12 @@ def test_a_moving_reference_equals_manual_mixing(interval, synced):
     batch = sampled(agent, REWARDS)
     expected = agent.state()["reference"]
     weights = {}
+    # the policy after so many optimizer steps; the reference is read before the first
     for epochs in (
         1,
         2,
         3,
-    ):  # the policy after so many optimizer steps; the reference is read before the first
+    ):
         clone = agent.clone()
         clone.update_epochs = epochs
         learn_from(clone, batch)
@@ -142,9 +142,8 @@ def test_the_kl_factor_moves_towards_the_target(placement, target, turn):
     following = learn_from(agent.clone(), batch)
     assert report.kl == pytest.approx(measured)
     assert float(agent.state()["running_stats"][0]) == pytest.approx(1 + turn * 12 / 100)
-    assert report.metrics["kl_coef"] == pytest.approx(
-        0.1
-    )  # this step's factor; the next step uses the new one
+    # this step's factor; the next step uses the new one
+    assert report.metrics["kl_coef"] == pytest.approx(0.1)
     assert following.metrics["kl_coef"] == pytest.approx(0.1 * (1 + turn * 12 / 100))
 
 

@@ -26,9 +26,8 @@ def test_spaces_alone_make_an_agent_with_default_networks():
     env = cart_pole()
     agent = GRPO(env.observation_space, env.action_space)
     assert {name: getattr(agent, name) for name in NETWORK_DEFAULTS} == dict(NETWORK_DEFAULTS)
-    (member,) = GRPO.population(
-        1, env.observation_space, env.action_space, group_size=None
-    )  # None = not given
+    # None = not given
+    (member,) = GRPO.population(1, env.observation_space, env.action_space, group_size=None)
     assert member.group_size == agent.group_size
     assert GRPO.inspect_attributes(agent)["objective"] == STEPWISE
 
@@ -270,9 +269,8 @@ def test_a_manual_loop_equals_collect():
     clone.steps = agent.steps
     seen = experiences[0].reshape(-1, 4)
     policy = agent.members.policies["default"]
-    shown = policy.normalise(
-        seen, np.zeros(96, np.int64)
-    )  # with the statistics before these observations
+    # with the statistics before these observations
+    shown = policy.normalise(seen, np.zeros(96, np.int64))
     experience, observed = agent.members.experience(agent.learner(), experiences)
     agent.members.update_statistics(observed)
     batch = experience["default"]
@@ -363,9 +361,8 @@ def test_frozen_parameters_of_a_module_stay_frozen():
     assert len(agent.state()["weights"]) == 8 * 2 + 2
     agent.learn(played(agent))
     hidden = torch.cat([torch.tanh(module.first(seen)), torch.ones(5, 1)], 1).detach()
-    fitted = torch.linalg.lstsq(
-        hidden.double(), agent.get_policy()(seen).double()
-    )  # still linear in these features
+    # still linear in these features
+    fitted = torch.linalg.lstsq(hidden.double(), agent.get_policy()(seen).double())
     assert torch.allclose(
         hidden.double() @ fitted.solution, agent.get_policy()(seen).double(), atol=1e-5
     )

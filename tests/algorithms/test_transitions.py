@@ -80,9 +80,8 @@ def test_batch_size_counts_transitions(size):
 
 def test_a_member_whose_episodes_are_all_masked_takes_no_step():
     shared = together(2)
-    learn(
-        shared, [learner(0), learner(1)], {"default": experience(shared)}
-    )  # so that there is momentum
+    # so that there is momentum
+    learn(shared, [learner(0), learner(1)], {"default": experience(shared)})
     before = shared.bank.state(1)
     batch = experience(shared)
     batch = replace(batch, action_mask=batch.action_mask & (batch.member_ids == 0)[:, None])

@@ -34,9 +34,8 @@ def test_the_table_lists_all_scripts():
     commands = {
         str(path.relative_to(FOLDER)) for path in scripts if "def main(" in path.read_text("utf-8")
     }
-    assert listed == {
-        name for name in commands if "run_" not in name
-    }  # those are started by the other scripts
+    # those are started by the other scripts
+    assert listed == {name for name in commands if "run_" not in name}
 
 
 @pytest.mark.slow

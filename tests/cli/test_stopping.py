@@ -89,9 +89,8 @@ def test_a_run_of_smollm2_ends_ten_seconds_after_sigterm_and_resumes(
     project, workdir, monkeypatch, capsys, blocks
 ):
     """While it samples, and in a reward function that does not return."""
-    monkeypatch.delenv(
-        "EVOGRPO_CACHE", raising=False
-    )  # converting the model takes a while: use the user's cache
+    # converting the model takes a while: use the user's cache
+    monkeypatch.delenv("EVOGRPO_CACHE", raising=False)
     wait = "os.path.exists('hang') and not open('hanging', 'w').close() and time.sleep(10_000)"
     text = (project / "rewards.py").read_text().replace("return", f"{wait}; return")
     Path("waiting.py").write_text(f"import os, time\n{text}")
@@ -133,9 +132,8 @@ def test_a_second_signal_aborts_at_once_and_the_run_resumes(
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 130, errors
     assert "Aborted" in errors
-    assert (
-        read_journal(workdir / "run" / "journal.jsonl")[-1]["event"] == "step"
-    )  # without a `stopped` event
+    # without a `stopped` event
+    assert read_journal(workdir / "run" / "journal.jsonl")[-1]["event"] == "step"
 
     Path("slow.py").write_text((project / "rewards.py").read_text())
     assert main(["resume", "run", "--allow-changed-data"]) == 0

@@ -126,9 +126,8 @@ def test_a_run_of_all_weights_exports_a_model(project, workdir, capsys):
     prepared = prepare(load_config(project / "tiny.yaml", train[2:4]))
     size = sum(parameter.numel() for parameter in base.parameters())
     assert prepared.trained.size == size
-    assert (
-        prepared.forecast().memory.size > 7 * 4 * 4 * size
-    )  # 4 members, their moments, copies and gradients
+    # 4 members, their moments, copies and gradients
+    assert prepared.forecast().memory.size > 7 * 4 * 4 * size
     assert main(train) == 0
     assert main(["export", "run", "model"]) == 0
     output = capsys.readouterr().out
@@ -197,9 +196,8 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(workdir, capsys):
         Path(folder).mkdir()
         Path(folder, "config.yaml").write_text(head + Path("first/config.yaml").read_text())
     assert main([*words, "--run-dir", "killed"]) == 0
-    assert (
-        Path("killed/config.yaml").read_text() != Path("first/config.yaml").read_text()
-    )  # its own folder and id
+    # its own folder and id
+    assert Path("killed/config.yaml").read_text() != Path("first/config.yaml").read_text()
     capsys.readouterr()
     assert main([*words, "--run-dir", "own"]) == 2
     assert "holds config.yaml" in capsys.readouterr().err
@@ -220,10 +218,11 @@ def test_the_token_forecast_is_a_tight_upper_bound(finished, project):
 def test_the_fixed_demo_differs_from_the_demo_in_evolution_only(workdir, project, capsys):
     short = [f"model={project / 'model'}", "task.name=number_sequences", "task.validation_size=8"]
     short += ["agent.max_output_tokens=4"]
+    # it is reached before training
     short += [
         "schedule.target_fitness=0",
         "schedule.test_questions=0",
-    ]  # it is reached before training
+    ]
     for arguments in (["demo", "--seed", "3"], ["demo", "--fixed", "--seed", "3"]):
         assert main([*arguments, *short]) == 0
     evolved, fixed = (
@@ -242,12 +241,13 @@ def test_the_fixed_demo_differs_from_the_demo_in_evolution_only(workdir, project
 
 def test_simultaneous_runs_get_different_default_folders(workdir):
     """Both find runs/CartPole-v1 free."""
+    # it is reached before training
     words = (
         "train",
         "--env",
         "CartPole-v1",
         "schedule.target_fitness=0",
-    )  # it is reached before training
+    )
     starts = [command(*words, f"seed={seed}", cwd=workdir) for seed in range(2)]
     for process in starts:
         assert process.wait(100) == 0

@@ -41,6 +41,5 @@ class _Suite(PlayedEnvironmentTestCase):
         raise NotImplementedError
 
 
-groups = (
-    _Suite().groups
-)  # plays groups of pseudo-random episodes; equal results are equal bit for bit
+# plays groups of pseudo-random episodes; equal results are equal bit for bit
+groups = _Suite().groups

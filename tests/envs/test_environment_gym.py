@@ -207,9 +207,8 @@ def test_results_follow_the_end_of_the_turn(name, marker):
         return [1.0] * len(completions)
 
     closing = "\n{% endif %}{% endfor %}"
-    template = CHAT.replace(
-        f"<eos>{closing}", f"{marker}{closing}"
-    )  # the end of the assistant's turns
+    # the end of the assistant's turns
+    template = CHAT.replace(f"<eos>{closing}", f"{marker}{closing}")
     batch = gym(template, reward_funcs=reward).open("train", [0])
     conversation = converse(batch, call(name) + marker, f"done{marker}")
     (reply,) = conversation.replies

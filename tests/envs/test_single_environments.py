@@ -23,9 +23,8 @@ from tests.envs.actors import STILL, Rule, play_each
 from tests.envs.probes import ConstantReward, EpisodeLengths, Odd, Plus, Times, endless
 
 ROWS = 12
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::UserWarning:gymnasium"
-)  # stderr of worker processes that die
+# stderr of worker processes that die
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:gymnasium")
 EVERYWHERE = pytest.mark.parametrize("vectorization", ["serial", "processes"])
 BEST = {
     probes.MatchDiscrete: lambda seen: seen.argmax(1),
@@ -339,9 +338,8 @@ def test_a_declared_limit_is_respected(name, declared, monkeypatch):
     monkeypatch.setattr("evogrpo.envs.control.gymnasium_groups.DEFAULT_MAX_EPISODE_STEPS", 60)
     env = GymnasiumGroups(endless, env_kwargs={name: declared})
     assert (env.max_episode_steps, env.uses_default_limit) == (declared, False)
-    assert play_each(env, rows=1).lengths.tolist() == [
-        max(60, declared)
-    ]  # its declared limit is not kept
+    # its declared limit is not kept
+    assert play_each(env, rows=1).lengths.tolist() == [max(60, declared)]
 
 
 def test_an_environments_own_limit_holds():

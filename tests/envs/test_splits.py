@@ -109,9 +109,8 @@ def test_the_draw_depends_only_on_questions_and_seed():
     assert drawn[0] == drawn[1] != drawn[2]
     assert len(drawn[0]) == 7
     table = read(tables["train"])
-    longer = replace(
-        table, prompts=[array("i", [7, *ids]) for ids in table.prompts]
-    )  # another template
+    # another template
+    longer = replace(table, prompts=[array("i", [7, *ids]) for ids in table.prompts])
     parts, _ = make_splits({"train": longer}, max_prompt_length=None, sizes=NONE, seed=0)
     assert {name: questions(part) for name, part in parts.items()} == split(tables)[0]
 

@@ -155,9 +155,8 @@ def test_printed_text_is_not_a_reply(call, capfd):
     errors = ""
     deadline = time.monotonic() + 20
     while errors.count("more") < 2 and time.monotonic() < deadline:  # replies have another pipe
-        time.sleep(
-            0.25
-        )  # seldom, because readouterr loses what is written while it truncates its file
+        # seldom, because readouterr loses what is written while it truncates its file
+        time.sleep(0.25)
         captured = capfd.readouterr()
         assert captured.out == ""
         errors += captured.err

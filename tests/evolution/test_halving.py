@@ -47,9 +47,8 @@ def test_rungs_follow_from_the_number_of_members_at_constant_cost(size, strategy
 
 def test_one_member_stays_in_a_run_of_any_length():
     strategy = SuccessiveHalving(eta=100_000)
-    list(
-        TestSuccessiveHalving().follow(strategy, population := SimulatedPopulation(2), 70)
-    )  # 2 / eta^70 is 0
+    # 2 / eta^70 is 0
+    list(TestSuccessiveHalving().follow(strategy, population := SimulatedPopulation(2), 70))
     assert [len(each.members) for each in population.generations] == [2] + [1] * 69
 
 

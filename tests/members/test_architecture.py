@@ -163,13 +163,14 @@ def test_mutations_cover_all_kinds_within_limits():
         )
         assert moved == 1
         config = changed
+    # 0: the activation
     assert kinds == {
         ("layer", 1),
         ("layer", -1),
         ("units", 1),
         ("units", -1),
         ("units", 0),
-    }  # 0: the activation
+    }
 
 
 def test_limits_without_possible_changes_are_rejected():

@@ -203,10 +203,11 @@ def gguf_file(tmp_path):
     for layer in range(config.num_hidden_layers):
         for ours, gguf_name in names.items():
             values = weights[f"model.layers.{layer}.{ours}.weight"]
+            # the format interleaves the halves that rotate together
             if gguf_name in (
                 "attn_q",
                 "attn_k",
-            ):  # the format interleaves the halves that rotate together
+            ):
                 values = (
                     values.reshape(-1, 2, head // 2, values.shape[1])
                     .swapaxes(1, 2)

@@ -61,9 +61,8 @@ def test_mixed_precision_agrees_with_full_precision(prompts, accelerators):
     rows = make_rows([0] * size, prompts=prompts)  # each slot as member 0: equally many rows
     for work in (rows, make_rows(range(size), prompts=prompts)):
         batch = as_batch(work, mixed.sample(work))
-        assert (
-            float((mixed.log_probs(batch) - exact.log_probs(batch)).abs().max()) < 0.2
-        )  # of logits of about 10
+        # of logits of about 10
+        assert float((mixed.log_probs(batch) - exact.log_probs(batch)).abs().max()) < 0.2
         assert float((batch.sampler_log_probs - exact.log_probs(batch)).abs().max()) < 0.2
 
         def loss(rows, log_probs, entropies, wanted=batch.rewards - 3.0):

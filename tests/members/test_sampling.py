@@ -180,11 +180,12 @@ def test_results_do_not_depend_on_order_or_waves(architecture, shared, device, m
     expected = bank.sample(rows).to(torch.device("cpu"))
     all_rows = torch.arange(len(rows))
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))
+    # one wave, or several
     parts = (
         (sampling.CACHED_TOKENS, all_rows[::3]),
         (1, order[:6]),
         (11 * 10, order),
-    )  # one wave, or several
+    )
     for cached_tokens, selected in parts:
         monkeypatch.setattr(sampling, "CACHED_TOKENS", cached_tokens)
         got = bank.sample(rows.select(selected)).to(torch.device("cpu"))

@@ -141,9 +141,8 @@ def test_gradients_match_finite_differences(name):
     bank.update(batch, loss_fn, {0: still, 1: still}, entropy_gradient=True)
     for slot in range(2):
         state = bank.state(slot)
-        gradient = (
-            state["exp_avg"].double() / 0.1
-        )  # the first moment after the first step, as betas[0] is 0.9
+        # the first moment after the first step, as betas[0] is 0.9
+        gradient = state["exp_avg"].double() / 0.1
         along = torch.cos(torch.arange(len(gradient)) * 1.7).double() / len(gradient) ** 0.5
         ends = []
         for sign in (1, -1):

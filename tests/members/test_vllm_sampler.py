@@ -135,9 +135,8 @@ def test_every_version_of_an_adapter_has_a_path_a_name_and_a_salt_of_its_own(
         == len({body["lora_name"] for body in loads})
         == len(loads)
     )
-    assert not any(
-        body.get("load_inplace") for body in loads
-    )  # vLLM would read the files again for every batch
+    # vLLM would read the files again for every batch
+    assert not any(body.get("load_inplace") for body in loads)
     salts = {body["model"]: set() for body in server.posts("/v1/completions")}
     for body in server.posts("/v1/completions"):
         salts[body["model"]].add(body["cache_salt"])

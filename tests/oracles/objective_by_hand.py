@@ -179,9 +179,8 @@ class ByHand:
         )
         actions = sum(len(values) for values in new)
         for number, row, values in zip(chosen, rows, new, strict=True):
-            extra = (
-                0.0 * values
-            )  # so that a step in which every action is clipped has a gradient of zeros
+            # so that a step in which every action is clipped has a gradient of zeros
+            extra = 0.0 * values
             if h.beta and objective.kl_placement == "loss":
                 extra = h.beta * divergence(
                     objective.kl_estimator, values, self.reference[number].double()

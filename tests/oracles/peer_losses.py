@@ -48,9 +48,8 @@ def liger(
         ref_per_token_logps=ref_log_probs,
         old_per_token_logps=old_log_probs,
         epsilon_low=clip_low,
-        epsilon_high=(
-            1 + clip_high if loss_type == "cispo" else clip_high
-        ),  # it caps at the number itself
+        # it caps at the number itself
+        epsilon_high=(1 + clip_high if loss_type == "cispo" else clip_high),
         loss_type=name,
         importance_sampling_level=level,
         **options,

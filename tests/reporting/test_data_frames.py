@@ -117,10 +117,11 @@ def test_generations_repeated_after_a_resume_count_once(tmp_path):
     run = read_run(written(tmp_path / "run", *events))
     assert run.members["generation"].tolist() == [1]
     assert run.steps["step"].tolist() == [0]
+    # the plan of the generation before the resume stays valid
     assert run.births["member"].tolist() == [
         0,
         1,
-    ]  # the plan of the generation before the resume stays valid
+    ]
     assert run.resumes == 1
 
 
@@ -139,10 +140,11 @@ def test_path_to_the_winner_and_initial_hyperparameters(tmp_path):
     members = read_run(written(tmp_path / "run", RUN, baseline(0.1), *family)).members.set_index(
         ["generation", "member"]
     )
+    # not what the winner learned afterwards
     assert members.index[members["in_best_lineage"]].tolist() == [
         (1, 0),
         (2, 2),
-    ]  # not what the winner learned afterwards
+    ]
     before = (
         members["fitness_before"]
         .astype(object)

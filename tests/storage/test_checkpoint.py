@@ -50,9 +50,8 @@ def test_views_and_tied_tensors_are_stored_as_whole_tensors(tmp_path):
         read_checkpoint(tmp_path / "c")[0],
         {name: value.detach() for name, value in tensors.items()},
     )
-    assert (
-        tmp_path / "c" / "population.safetensors"
-    ).stat().st_size < 2000  # not the stack behind the views
+    # not the stack behind the views
+    assert (tmp_path / "c" / "population.safetensors").stat().st_size < 2000
 
 
 def tensor_files(folder):
@@ -216,9 +215,8 @@ def test_a_checkpoint_of_another_version_is_not_lost_by_accident(folder, version
 
 
 def test_leftovers_that_cannot_be_removed_yet_do_not_hinder_a_write(folder, monkeypatch):
-    monkeypatch.setattr(
-        shutil, "rmtree", lambda *args, **options: None
-    )  # as while NFS has their files open
+    # as while NFS has their files open
+    monkeypatch.setattr(shutil, "rmtree", lambda *args, **options: None)
     for number in range(3):
         write_checkpoint(folder, {}, {"number": number}, replace=True)
         assert read_checkpoint(folder)[1] == {"number": number}

@@ -143,9 +143,8 @@ def test_populations_search_missing_hyperparameters():
     assert set(members.space) == set(DEFAULT_SEARCHED) - {"target_kl"}
     assert {agent.hyperparameters.lr for agent in members} == {1e-3}
     assert len({agent.hyperparameters.update_epochs for agent in members}) > 1
-    assert (
-        "group_size" not in GRPO.population(2, *SPACES, hp_config="auto").space
-    )  # unknown samples per step
+    # unknown samples per step
+    assert "group_size" not in GRPO.population(2, *SPACES, hp_config="auto").space
     language = {
         "actor_network": tiny_model(),
         "pad_token_id": 0,

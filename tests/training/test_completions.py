@@ -83,9 +83,8 @@ def test_every_step_writes_completions_rewards_and_advantages(tmp_path):
 
 def test_a_resumed_run_writes_the_same_tables(stored_language_run, tmp_path):
     stop_after(tiny_run(tmp_path), 3)
-    (tmp_path / "completions" / "step-000003.jsonl").write_text(
-        "torn"
-    )  # as if killed during a step that is repeated
+    # as if killed during a step that is repeated
+    (tmp_path / "completions" / "step-000003.jsonl").write_text("torn")
     stop_after(resumed_run(tmp_path), 4)
     for step in range(4):
         assert rows_of(tmp_path, step) == rows_of(stored_language_run.folder, step)

@@ -32,9 +32,8 @@ def test_constant_rewards_warn_once():
     (message,), caught = run(tiny_env(reward_fn=lambda completion, answer, question: -2.5))
     assert "the first 3 learning steps: all rewards within each group were equal" in message
     assert "partial credit" in message
-    assert {each.filename for each in caught if str(each.message) == message} == {
-        __file__
-    }  # the user's line
+    # the user's line
+    assert {each.filename for each in caught if str(each.message) == message} == {__file__}
 
 
 def test_rewards_that_depend_on_the_question_only_warn():

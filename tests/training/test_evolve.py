@@ -77,9 +77,8 @@ def test_the_journal_holds_the_events_in_order(stored_language_run):
     ] * 3
     (baseline,) = run.events("baseline")
     assert baseline["questions"] == 8
-    assert all(
-        "kl" not in member for event in run.events("step") for member in event["members"]
-    )  # beta is 0
+    # beta is 0
+    assert all("kl" not in member for event in run.events("step") for member in event["members"])
     assert run.events("test")[0]["questions"] == 36
     assert run.events()[-1]["reason"] == "3 generations"
 

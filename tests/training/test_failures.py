@@ -239,12 +239,10 @@ def test_a_run_records_the_number_of_rewarded_questions(tmp_path):
     assert run.result.test.questions < env.size("test")
     before = run.result.test.before
     after = run.result.test.after
-    assert run.result.test.gain.mean == pytest.approx(
-        after.mean - before.mean
-    )  # the same questions for both
-    assert (
-        finish(resumed_run(tmp_path / "run", env=env)) == []
-    )  # a finished run is not tested again
+    # the same questions for both
+    assert run.result.test.gain.mean == pytest.approx(after.mean - before.mean)
+    # a finished run is not tested again
+    assert finish(resumed_run(tmp_path / "run", env=env)) == []
 
 
 def test_failed_calls_are_retried_on_held_out_questions_only():

@@ -302,9 +302,8 @@ def test_costs_of_evaluations_add_up(tmp_path):
         each = [member.evaluation.tokens for member in report.members]
         assert min(each) > 0
         total = report.evaluation.tokens
-        assert (
-            sum(each) == total - spent or spent == 0
-        )  # the first total includes the untrained network's
+        # the first total includes the untrained network's
+        assert sum(each) == total - spent or spent == 0
         spent = total
     curves = generation_curves(generations[-1].members, [])
     for member in generations[-1].members:

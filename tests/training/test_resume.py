@@ -217,9 +217,8 @@ def test_a_run_killed_at_random_moments_ends_as_if_never_killed(uninterrupted, t
 
     Every restart continues from the last complete generation.
     """
-    context = multiprocessing.get_context(
-        "fork"
-    )  # children start at once, with everything imported
+    # children start at once, with everything imported
+    context = multiprocessing.get_context("fork")
     delays = random.Random(0)
     kills = 0
     finished = 0

@@ -252,9 +252,8 @@ class _LearningStep:
             advantages=row_advantages,
             kl_in_loss=len(with_kl) > 0 and objective.kl_placement == "loss",
         )
-        without_advantage = (
-            per_row.entropy_coef > 0
-        )  # entropy and KL have a gradient where the advantage is 0, too
+        # entropy and KL have a gradient where the advantage is 0, too
+        without_advantage = per_row.entropy_coef > 0
         if self._losses.kl_in_loss:
             without_advantage = without_advantage | (per_row.beta > 0)
         self._has_gradient = (
@@ -328,9 +327,8 @@ class _LearningStep:
         # The entropy bonus is reduced like the loss, or averaged over the actions with a policy
         # loss.
         entropy_weights = weights
-        if (
-            objective.entropy_reduction == "mean"
-        ):  # the loss type has no effect, as the aggregation is given
+        # the loss type has no effect, as the aggregation is given
+        if objective.entropy_reduction == "mean":
             entropy_weights = loss_weights("dapo", "token-mean", in_policy_loss, member_ids, 1)
         entropy_weights = select_rows(self._losses.per_row.entropy_coef, rows) * entropy_weights
 

@@ -145,9 +145,8 @@ class StepControl:
         ratio = limit / kl if kl > 0 else math.inf
         if kl > 2.0 * limit:
             self.factor *= max(0.8 * math.sqrt(ratio), 0.1)
-            searched = (
-                0 if self.calibrated else MAX_SEARCH_PASSES
-            )  # passes of the search are not repeats
+            # passes of the search are not repeats
+            searched = 0 if self.calibrated else MAX_SEARCH_PASSES
             self.undone = self.passes - searched > MAX_REPEATS
             return not self.undone
         if kl > limit:

@@ -29,13 +29,14 @@ Values = dict[str, Any]
 
 _SEEDS = range(1, 9)  # several, since randomness may not show in a single short episode
 _STEPS = 64  # of all episodes of a replay together, since environments may be slow
+# state carried over may depend on the previous start, and settle after a few resets
 _SHORT_SEEDS = (
     1,
     9,
     1,
     9,
     1,
-)  # state carried over may depend on the previous start, and settle after a few resets
+)
 _SHORT_STEPS = 4
 _USABLE_BOUND = 1e6  # bounds beyond this are treated as no bounds
 

@@ -20,9 +20,8 @@ from evogrpo.warnings import warn
 
 Made = TypeVar("Made", bound=Any)
 
-SEEDS_PER_SPLIT = (
-    1 << 29
-)  # the seeds of all splits fit into 31 bits, which every environment accepts
+# the seeds of all splits fit into 31 bits, which every environment accepts
+SEEDS_PER_SPLIT = 1 << 29
 MAX_STARTS = 10_000_000  # a pass over the training starts is shuffled in memory
 DEFAULT_MAX_EPISODE_STEPS = 1000
 """Steps after which an episode is truncated if neither the environment nor the caller sets a limit.

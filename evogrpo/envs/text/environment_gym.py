@@ -162,9 +162,8 @@ class EnvironmentPool:
         with escaped_prints():
             outcomes = run_calls(calls, workers=self.workers, timeout=self.timeout, stop=stop)
         if any(isinstance(outcome, CallFailedError) for outcome in outcomes):
-            self._seeding = (
-                threading.Lock()
-            )  # an abandoned reset may never release the previous one
+            # an abandoned reset may never release the previous one
+            self._seeding = threading.Lock()
         return outcomes
 
     def close(self) -> None:
@@ -486,9 +485,8 @@ class EnvironmentBatch(SingleTurnBatch):
     def _reward_inputs(self, conversations: Sequence[Conversation]) -> RewardInputs:
         inputs = super()._reward_inputs(conversations)
         rows = list(inputs.rows)
-        if (
-            self.pool.factories and self.runner.in_process
-        ):  # environments are not sent to worker processes
+        # environments are not sent to worker processes
+        if self.pool.factories and self.runner.in_process:
             environments = [
                 self._episodes[conversation.row].environment for conversation in conversations
             ]
@@ -543,9 +541,8 @@ def _named_tools(tools: Any) -> dict[str, Tool]:
     named: dict[str, Tool] = {}
     for tool in tools:
         name = getattr(tool, "__name__", None)
-        if (
-            not callable(tool) or name is None
-        ):  # a partial function has no name and no docstring of its own
+        # a partial function has no name and no docstring of its own
+        if not callable(tool) or name is None:
             raise ValueError(
                 f"tools must be functions that were defined with def, got {shown(tool, 200)}."
             )
@@ -714,9 +711,8 @@ class EnvironmentGym(PromptEnvironment):
         rewards: tuple[Reward, ...] = ()
         if reward_funcs is not None or not self._own_rewards:
             rewards = make_rewards(None, reward_funcs, reward_weights)
-        own_names = dict.fromkeys(
-            self._own_rewards.values()
-        )  # environments of equal class names share one reward
+        # environments of equal class names share one reward
+        own_names = dict.fromkeys(self._own_rewards.values())
         repeated = own_names.keys() & {reward.name for reward in rewards}
         if repeated:
             raise ValueError(

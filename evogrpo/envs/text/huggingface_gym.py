@@ -145,9 +145,8 @@ class PromptEnvironment:
     """
 
     whole_rows: ClassVar[bool] = False  # rows with equal prompts may be different questions
-    extra_arguments: ClassVar[
-        tuple[str, ...]
-    ] = ()  # arguments of reward functions in addition to the columns
+    # arguments of reward functions in addition to the columns
+    extra_arguments: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self,
@@ -196,9 +195,8 @@ class PromptEnvironment:
         self._chat_template: Any = self._given_options.get("chat_template", own_template)
         self._runner = make_reward_runner(rewards, reward_timeout, reward_workers)
         self._progress = (0, 0)
-        self._code = {
-            reward.name: code_hash(reward.function) for reward in rewards
-        }  # before the first call
+        # before the first call
+        self._code = {reward.name: code_hash(reward.function) for reward in rewards}
         # 2. Columns of each dataset.
         tables = tables_by_split(train_dataset, validation_dataset, test_dataset)
         datasets = {
@@ -344,9 +342,8 @@ class PromptEnvironment:
         batch = self.open("train", [0])
         ids = self.tokenizer(list(SAMPLE_COMPLETIONS), add_special_tokens=False)["input_ids"]
         members = [0, 0]
-        if any(
-            reward.batched for reward in self._rewards
-        ):  # another member's completion is a group of its own
+        # another member's completion is a group of its own
+        if any(reward.batched for reward in self._rewards):
             ids.append(ids[0])
             members.append(1)
         samples = single_turn_conversations([0] * len(ids), ids, members)

@@ -270,9 +270,8 @@ class SingleTurnBatch:
         for row, conversation in enumerate(conversations):
             ids = inputs.token_ids[row]
             sampled = conversation.sampled
-            if (
-                np.isnan(result.rewards[row]) or not ids
-            ):  # a user's own loop may give a completion without tokens
+            # a user's own loop may give a completion without tokens
+            if np.isnan(result.rewards[row]) or not ids:
                 continue
             # Rewards at tokens of a reply belong to the last sampled token before it.
             last_sampled = np.maximum.accumulate(np.where(sampled, np.arange(len(sampled)), 0))

@@ -569,9 +569,8 @@ class Reward:
         if not self.batched:
             self.sources(columns, where)
             return
-        others = (
-            TRAINER_ARGUMENTS if in_process else TRAINER_ARGUMENTS[:1]
-        )  # worker processes cannot log
+        # worker processes cannot log
+        others = TRAINER_ARGUMENTS if in_process else TRAINER_ARGUMENTS[:1]
         passed = [column for column in columns if column not in REPLACED_COLUMNS]
         if wrong := [column for column in passed if not isinstance(column, str)]:
             raise ValueError(

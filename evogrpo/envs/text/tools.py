@@ -153,9 +153,8 @@ def parse_completion(
     # 2. Check the form of the calls, whose names and arguments are sampled text.
     content = parsed.get("content") or ""
     last = list(completion[-1:])
-    if not tokenizer.decode(
-        last, skip_special_tokens=True
-    ):  # a special token that ended the completion
+    # a special token that ended the completion
+    if not tokenizer.decode(last, skip_special_tokens=True):
         content = content.removesuffix(str(tokenizer.decode(last)))
     message = {**parsed, "content": content}
     calls = []

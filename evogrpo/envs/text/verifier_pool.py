@@ -326,9 +326,8 @@ def _end(
     for worker in workers:
         if final:
             tasks.put(None)
-        if (
-            worker.process is not None and worker.owner == os.getpid()
-        ):  # not in a fork of this process
+        # not in a fork of this process
+        if worker.process is not None and worker.owner == os.getpid():
             _kill(worker.process)
 
 

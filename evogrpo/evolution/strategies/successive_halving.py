@@ -47,9 +47,8 @@ class SuccessiveHalving(Stateless):
         first = history.generations[0]
         last = history.last
         rungs, remainder = divmod(last.number - first.number + 1, self.every)
-        survivor_count = max(
-            1, math.ceil(len(first.members) / self.eta**rungs)
-        )  # in a long run it underflows
+        # in a long run it underflows
+        survivor_count = max(1, math.ceil(len(first.members) / self.eta**rungs))
         survivors = last.ranked[:survivor_count]
         choices = []
         for slot, record in enumerate(last.slots):

@@ -108,9 +108,8 @@ def _in_blocks(q: Tensor, k: Tensor, v: Tensor, t: int, bias: Tensor | None, kee
     outputs = list[Tensor]()
     for at in range(0, t - BLOCK + 1, BLOCK):
         end = at + BLOCK if at + 2 * BLOCK <= t else t  # the last block takes the rest
-        visible = (
-            k.shape[2] - t + end
-        )  # keys up to the last query of the block: later ones are masked anyway
+        # keys up to the last query of the block: later ones are masked anyway
+        visible = k.shape[2] - t + end
         part = by_token[:, :, :, at:end].reshape(kv, n, -1, d)
         added = None if bias is None else bias[:, at:end, :visible]
         out: Tensor = _Attention.apply(

@@ -155,9 +155,8 @@ class FastDecoding:
         self._prompt_of_row = torch.repeat_interleave(
             torch.arange(len(counts), device=rows.device), counts
         )
-        self._shared = list[
-            list[KeyValues]
-        ]()  # by layer, for each run of prompts with equally many rows
+        # by layer, for each run of prompts with equally many rows
+        self._shared = list[list[KeyValues]]()
         for keys, values in self._prompts:
             past, d = keys.shape[2:]
             self._shared.append(
@@ -172,9 +171,8 @@ class FastDecoding:
             )
         # 2. Adapters and positions depend on the rows. Padding does not count as a position.
         self._hook = self._make_hook(self._slots)
-        self._adapters = dict[
-            tuple[str, ...], list[StackedAdapters]
-        ]()  # by names of layers with the same input
+        # by names of layers with the same input
+        self._adapters = dict[tuple[str, ...], list[StackedAdapters]]()
         self._positions = self._mask.sum(1)
         self._set_bias()
 
@@ -392,9 +390,8 @@ class _SharedDecoding:
             self._prefix_of = pair_of
             self._size = len(parents)
         else:
-            next_tokens = tokens.new_zeros(self._size).index_copy(
-                0, parents, next_tokens
-            )  # unused rows get token 0
+            # unused rows get token 0
+            next_tokens = tokens.new_zeros(self._size).index_copy(0, parents, next_tokens)
         return self._by_row(self._decoding.advance(next_tokens))
 
     def keep(self, rows: Tensor) -> None:

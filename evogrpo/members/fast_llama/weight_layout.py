@@ -99,9 +99,8 @@ def find_weight_layout(model: PreTrainedModel, decoder: nn.Module) -> WeightLayo
         return None
     config: Any = decoder.config
     kinds = set()
-    for (
-        weights
-    ) in decoder.parameters():  # sharded weights count as plain, because layers are gathered
+    # sharded weights count as plain, because layers are gathered
+    for weights in decoder.parameters():
         if isinstance(weights, DTensor):
             types = (nn.Parameter, Tensor)
         else:

@@ -407,14 +407,12 @@ class AdapterStates:
         """
         settings = self._optimizer
         lr = hyperparameters.lr * settings.factor(self._steps[slot])
-        if (
-            hyperparameters.target_kl is not None
-        ):  # lr was measured in AdamW's first step, the largest one
+        # lr was measured in AdamW's first step, the largest one
+        if hyperparameters.target_kl is not None:
             lr *= settings.momentum_warmup(self._steps[slot])
         norm = float(torch.linalg.vector_norm(gradient))
-        gradient.mul_(
-            min(1.0, hyperparameters.max_grad_norm / (norm + 1e-6))
-        )  # as `clip_grad_norm_`
+        # as `clip_grad_norm_`
+        gradient.mul_(min(1.0, hyperparameters.max_grad_norm / (norm + 1e-6)))
         if not norm < float("inf"):
             return UpdateReport(grad_norm=float("nan"), lr=lr, loss=loss, step=self._steps[slot])
         # `adamw_step_` corrects the bias of the moments by the number of this step, from 1.

@@ -424,9 +424,8 @@ class AdapterBank(AdapterSampler):
                     if len(part.run) > 1 or self.base.lockstep:
                         raise
                     row_losses = [0.0] * len(part.rows)
-                    gradients[int(member_ids[part.run])].fill_(
-                        float("nan")
-                    )  # only this member fails
+                    # only this member fails
+                    gradients[int(member_ids[part.run])].fill_(float("nan"))
                 for slot, value in zip(member_ids[part.rows].tolist(), row_losses, strict=True):
                     losses[slot] += value
                 for slot in present:
@@ -506,9 +505,8 @@ class AdapterBank(AdapterSampler):
         batch = whole.select(part.run)
         inputs: TokenInputs = batch.inputs
         used = int(_lengths(batch.action_mask).max())
-        if (
-            self.base.lockstep
-        ):  # with a token after the first action, each micro-batch takes as many passes
+        # with a token after the first action, each micro-batch takes as many passes
+        if self.base.lockstep:
             used = min(max(used, 2), batch.action_mask.shape[1])
         mask = batch.action_mask[:, :used]
         early = torch.zeros_like(mask)  # True where an end of sequence was forbidden

@@ -97,10 +97,11 @@ def context_of(model: PreTrainedModel) -> int | None:
     name = "original_max_position_embeddings"
     limits = [getattr(text, "max_position_embeddings", None)]
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    # of all layers, or by type
     for settings in (
         rope,
         *(part for part in rope.values() if isinstance(part, dict)),
-    ):  # of all layers, or by type
+    ):
         if settings.get("rope_type", settings.get("type")) == "longrope":
             limits += [settings.get(name), getattr(text, name, None)]
     # Some configs have -1 for no limit.
@@ -241,12 +242,13 @@ def check_differentiable(model: PreTrainedModel, decoder: nn.Module, names: Iter
 Head = Callable[[Tensor], Tensor]
 SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier", "logits_mup_width_multiplier")
 CAPS = ("final_logit_softcapping", "logits_soft_cap")  # Gemma 2, RecurrentGemma
+# magnitudes of the compared logits: a soft cap only shows in large ones
 PROBED = (
     1.0,
     10.0,
     30.0,
     100.0,
-)  # magnitudes of the compared logits: a soft cap only shows in large ones
+)
 
 
 def find_head(model: PreTrainedModel, decoder: nn.Module) -> Head:
@@ -290,9 +292,8 @@ def find_head(model: PreTrainedModel, decoder: nn.Module) -> Head:
         ratio = (hidden.float() * natural).sum() / natural.square().sum().clamp(min=1e-30)
         if close((ratio * natural).to(entered[0].dtype), hidden):
             probe = (ratio * enlarged).to(hidden.dtype)[0]
-            head_dtype: torch.dtype = next(
-                bare.parameters()
-            ).dtype  # in Mamba not that of the hidden states
+            # in Mamba not that of the hidden states
+            head_dtype: torch.dtype = next(bare.parameters()).dtype
             cast: Head = (
                 bare if head_dtype == hidden.dtype else lambda hidden: bare(hidden.to(head_dtype))
             )

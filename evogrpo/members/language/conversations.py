@@ -258,9 +258,8 @@ def rewarded_batch(
     if settings.objective.overlong_buffer is not None:
         sampled = rollout.action_mask
         lengths = 1 + positions_in_turn(rollout.action_mask)
-        ends = (
-            sampled & ~pad(sampled, (0, 1))[:, 1:]
-        )  # last tokens of turns: a reply has at least one token
+        # last tokens of turns: a reply has at least one token
+        ends = sampled & ~pad(sampled, (0, 1))[:, 1:]
         by_turn = overlong_penalty(
             lengths, settings.max_output_tokens, settings.objective.overlong_buffer
         ).double()
@@ -415,9 +414,8 @@ def sample_conversations(
         rows.stop.check()
         if not histories:
             break
-        previous_row = {
-            row: number for number, row in enumerate(active)
-        }  # numbers of rows in the previous rollout
+        # numbers of rows in the previous rollout
+        previous_row = {row: number for number, row in enumerate(active)}
         active = list(histories)
         chosen = torch.tensor(active)
         part = replace(

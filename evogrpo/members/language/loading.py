@@ -301,9 +301,8 @@ def load_base(
     # 2. Load the model and its tokenizer.
     with _loading(name):
         plain_fingerprint = None
-        if (
-            kind is not None
-        ):  # in the dtype of its files, the plain model is memory-mapped and takes hardly any memory
+        # in the dtype of its files, the plain model is memory-mapped and takes hardly any memory
+        if kind is not None:
             plain = AutoModelForCausalLM.from_pretrained(
                 place, dtype="auto", trust_remote_code=False
             )

@@ -258,9 +258,8 @@ def choose_targets(
     # 1. Find modules that cannot be adapted, or whose adapter PEFT would not load.
     targets = find_targets(model, config)
     unfit = {} if outline else _not_linear(model, targets)
-    if not adapts_all(
-        config
-    ):  # a stored adapter may name layers for images, which text does not call
+    # a stored adapter may name layers for images, which text does not call
+    if not adapts_all(config):
         unfit = {name: reason for name, reason in unfit.items() if reason != UNUSED}
     fitting = _loadable_by_peft(
         model, [target for target in targets if target.name not in unfit], config
@@ -416,9 +415,8 @@ def _peft_record(targets: Sequence[Target], config: LoraConfig) -> dict[str, Any
     }
 
 
-_LOADABLE: dict[
-    Any, list[Target]
-] = {}  # results of `_loadable_by_peft`, by model structure and configuration
+# results of `_loadable_by_peft`, by model structure and configuration
+_LOADABLE: dict[Any, list[Target]] = {}
 
 
 def _loadable_by_peft(
@@ -524,9 +522,8 @@ def _not_loaded_by_peft(
 def _outline(model: nn.Module) -> nn.Module:
     """Copy a model without weights: each is one zero, expanded to the shape."""
     if isinstance(model, PreTrainedModel) and (sharded_over(model) > 1 or is_quantised(model)):
-        model = plain_outline(
-            model
-        )  # a sharded or quantised model cannot be copied; exports are for the plain one
+        # a sharded or quantised model cannot be copied; exports are for the plain one
+        model = plain_outline(model)
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         memo[id(parameter)] = nn.Parameter(

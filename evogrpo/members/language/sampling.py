@@ -413,9 +413,8 @@ class _Sampler:
         options = self._rows.options
         uniforms = self._uniforms[numbers, step]
         context = None
-        if (
-            self._prompts is not None
-        ):  # tokens so far, for the repetition penalty, padded with tokens of the prompt
+        # tokens so far, for the repetition penalty, padded with tokens of the prompt
+        if self._prompts is not None:
             prompts = self._prompts[numbers]
             completions = self._actions[numbers]
             past = torch.arange(completions.shape[1], device=hidden.device) < step

@@ -168,9 +168,8 @@ def size_for_memory(bank: AdapterBank, model: PreTrainedModel) -> int:
     size, (available, _) = MAX_TOKENS, device_memory(str(bank.base.device))
     if available is not None:
         state = sum(bank.state_tensor(0, name).nbytes for name in bank.state_keys)
-        left = (
-            available - base_bytes(model) - (bank.size + 1) * state
-        )  # all members and one gradient
+        # all members and one gradient
+        left = available - base_bytes(model) - (bank.size + 1) * state
         precision = next(model.parameters()).element_size()
         while size > MIN_TOKENS and MEMORY_SHARE * left < learning_bytes(
             model, size, min(size, bank.logits_rows), precision

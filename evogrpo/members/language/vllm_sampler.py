@@ -144,9 +144,8 @@ class VLLMSampler:
         self._id = uuid.uuid4().hex[:12]
         self._adapters_dir = expand_user(adapters_dir, "adapters_dir").absolute()
         self._bank: AdapterBank | None = None
-        self._versions: dict[
-            int, int
-        ] = {}  # by slot, the bank's change counter of the newest adapter on the server
+        # by slot, the bank's change counter of the newest adapter on the server
+        self._versions: dict[int, int] = {}
         weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
 
     @property

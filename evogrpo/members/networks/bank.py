@@ -103,9 +103,8 @@ class StackedBank(StackedTrainStates):
                     features = np.asarray(observations, dtype=np.float32).reshape(
                         len(member_ids), -1
                     )
-                    all_in_order = layout.in_order and layout.index.size == len(
-                        member_ids
-                    )  # needs no gathering
+                    # needs no gathering
+                    all_in_order = layout.in_order and layout.index.size == len(member_ids)
                     if all_in_order:
                         features = features.reshape(*layout.index.shape, -1)
                     else:

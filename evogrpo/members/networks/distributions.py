@@ -151,9 +151,8 @@ class Categorical(Distribution):
                 chosen = (cumulative[:-1] <= uniforms[:, number] * total).sum(0)
                 if greedy is not None:
                     chosen = np.where(greedy, scaled.argmax(0), chosen)
-            if (
-                legal is not None
-            ):  # a member that has diverged takes a legal action, so that the others can continue
+            # a member that has diverged takes a legal action, so that the others can continue
+            if legal is not None:
                 chosen = np.where(np.isfinite(total), chosen, legal.T[part].argmax(0))
             log_probs += scaled[chosen, rows] - np.log(total)
             actions[:, number] = chosen

@@ -313,9 +313,8 @@ class NetworkMembers:
             return self._choose_for_team(learner, observations, rng, action_mask)
         actions, batched = self._choose(learner, observations, rng, action_mask)
         if isinstance(self.action_space, spaces.Discrete | spaces.MultiDiscrete):
-            actions = (
-                actions + self.action_space.start
-            )  # a policy counts values from 0, the space from `start`
+            # a policy counts values from 0, the space from `start`
+            actions = actions + self.action_space.start
         return actions if batched else actions[0]
 
     def predict(
@@ -341,9 +340,8 @@ class NetworkMembers:
         actions, batched = self._choose(learner, observation, rng, action_masks, base=base)
         assert self.action_space is not None
         actions = to_environment(self.action_space, actions)
-        return (
-            actions if batched else actions[0]
-        )  # a scalar for Discrete: some environments use it as a key
+        # a scalar for Discrete: some environments use it as a key
+        return actions if batched else actions[0]
 
     def _choose(
         self,

@@ -170,11 +170,12 @@ Shapes = dict[str, tuple[int, ...]]
 AddGradients = Callable[[Tensor, Parameters], None]
 """(gradient `[q, w, o]` of the outputs, gradients `[q, ...]` of the parameters to add to)."""
 
+# Human-level control (Nature 518, 2015)
 NATURE: tuple[Convolution, ...] = (
     (32, 8, 4),
     (64, 4, 2),
     (64, 3, 1),
-)  # Human-level control (Nature 518, 2015)
+)
 SMALL: tuple[Convolution, ...] = ((16, 3, 1), (32, 3, 1))
 MIN_NATURE_SIDE = 36  # minimum side of an image for NATURE
 
@@ -444,9 +445,8 @@ class ModuleNetwork:
             function.
     """
 
-    values_per_observation = (
-        1 << 14
-    )  # unknown; this guess allows a few thousand observations per pass
+    # unknown; this guess allows a few thousand observations per pass
+    values_per_observation = 1 << 14
 
     def __init__(
         self,

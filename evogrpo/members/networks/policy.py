@@ -399,9 +399,8 @@ def _converted(leaf: spaces.Space[Any], array: NDArray[Any], rows: Any = ...) ->
 def _array(value: Any) -> NDArray[Any]:
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu()
-        return np.asarray(
-            value.float() if value.dtype == torch.bfloat16 else value
-        )  # numpy has no bfloat16
+        # numpy has no bfloat16
+        return np.asarray(value.float() if value.dtype == torch.bfloat16 else value)
     return np.asarray(value)
 
 

@@ -375,9 +375,8 @@ class StackedTrainStates:
         self.size = size
         self._stats = stats.repeat(size, 1)
         self._steps = [0] * size
-        self.running_stats, self.extra_stats = self._stats.tensor_split(
-            [len(RUNNING_STATS)], dim=1
-        )  # views
+        # views
+        self.running_stats, self.extra_stats = self._stats.tensor_split([len(RUNNING_STATS)], dim=1)
         self._rebuild_stacks([self._initial] * size)
 
     # ---- stacks

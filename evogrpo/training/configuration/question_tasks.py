@@ -602,9 +602,8 @@ def read_rows(path: Path) -> Sequence[Any]:
     if suffix == ".parquet":
         return _read_parquet(path)
     try:
-        with path.open(
-            encoding="utf-8-sig", newline=""
-        ) as file:  # with or without a byte order mark
+        # with or without a byte order mark
+        with path.open(encoding="utf-8-sig", newline="") as file:
             heading = file.readline()
             file.seek(0)
             if suffix in (".csv", ".tsv"):

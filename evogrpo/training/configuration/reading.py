@@ -93,9 +93,8 @@ def parse_config(values: Mapping[str, Any], strategy: "Strategy | None" = None) 
     if strategy is not None:
         parsed["strategy"] = strategy
     elif parsed.get("strategy") is None:
-        evolve_network = getattr(
-            parsed["agent"], "evolve_network", None
-        )  # language models have no such setting
+        # language models have no such setting
+        evolve_network = getattr(parsed["agent"], "evolve_network", None)
         parsed["strategy"] = default_strategy(
             parsed["population"].size,
             networks=kind.word != "language",

@@ -59,9 +59,8 @@ def _sampler(value: Any) -> Any:
     if not isinstance(values, Mapping) or not isinstance(values.get("name"), str):
         raise ValueError(f"must be a name, or a mapping of name and settings, got {shown(value)}.")
     factory = named_sampler(values["name"])
-    if (
-        values["name"] == VLLM
-    ):  # checked here, because the sampler is made after the weights are loaded
+    # checked here, because the sampler is made after the weights are loaded
+    if values["name"] == VLLM:
         keys = {"name", "url", "adapters_dir", "timeout"}
         wrong = sorted(map(str, values.keys() - keys)) or sorted(keys - {"timeout"} - values.keys())
         if wrong:
@@ -195,9 +194,8 @@ class Config:
     def __post_init__(self) -> None:
         from evogrpo.evolution.strategies import Replay
 
-        if isinstance(
-            self.strategy, Replay
-        ):  # the run must begin as the first stage of the replayed schedule
+        # the run must begin as the first stage of the replayed schedule
+        if isinstance(self.strategy, Replay):
             first = self.strategy.stages[0]
             expected = (first.hyperparameters, first.samples_per_step, first.generations[0])
             actual = (
@@ -212,9 +210,8 @@ class Config:
                     " `evogrpo replay` sets them."
                 )
         samples = self.schedule.samples_per_step
-        self.search_space.for_samples_per_step(
-            samples
-        )  # raises ValueError if no group size divides it
+        # raises ValueError if no group size divides it
+        self.search_space.for_samples_per_step(samples)
         try:
             check_group_size(self.hyperparameters.group_size, samples)
         except ValueError as error:

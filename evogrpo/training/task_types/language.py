@@ -345,9 +345,8 @@ def max_row_tokens(
     """
     if turns == 1:
         return agent.max_output_tokens
-    tokens = (
-        agent.max_episode_tokens or (2 * turns - 1) * agent.max_output_tokens
-    )  # a reply between two completions
+    # a reply between two completions
+    tokens = agent.max_episode_tokens or (2 * turns - 1) * agent.max_output_tokens
     if context is None:
         return tokens
     return max(agent.max_output_tokens, min(tokens, context - prompt))
@@ -416,9 +415,8 @@ def peak_memory(
     cached = width * min(rows, rows_at_once(width, device.partition(":")[0]))
     if turns > 1:  # the caches kept from the last turn, and those kept for the next one
         cached += 2 * min(width * rows, CACHED_TOKENS)
-    vectors = members * (
-        3 + (agent.objective.reference == "snapshot")
-    )  # weights, two moments and a reference
+    # weights, two moments and a reference
+    vectors = members * (3 + (agent.objective.reference == "snapshot"))
     return Memory(
         base=base,
         members=(vectors + VECTORS_BESIDE_MEMBERS + max(vectors, VECTORS_OF_EXPORT))
