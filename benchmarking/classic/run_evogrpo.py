@@ -18,7 +18,7 @@ from evogrpo import (
     RLParameter,
     evolve,
 )
-from evogrpo.envs.control.rollout import Episodes
+from evogrpo.envs.control.episodes import Episodes
 
 SIZES = {"grpo": 1, "grpo-8": 8}
 NETWORK = NetworkConfig(hidden=(64,))

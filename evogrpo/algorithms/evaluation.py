@@ -10,8 +10,9 @@ from gymnasium.wrappers import TimeLimit
 from numpy.typing import NDArray
 from torch import Tensor
 
+from evogrpo.envs.control.episodes import Episodes
 from evogrpo.envs.control.policy_mapping import PolicyMapping
-from evogrpo.envs.control.rollout import EpisodeRequest, Episodes, StartBatch, play_episodes
+from evogrpo.envs.control.rollout import EpisodeRequest, StartBatch, play_episodes
 from evogrpo.envs.control.seeded_groups import DEFAULT_MAX_EPISODE_STEPS, declared_limit
 from evogrpo.envs.control.single_env import time_limit
 from evogrpo.envs.control.vector_env import GymnasiumVectorEnv

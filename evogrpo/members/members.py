@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from evogrpo.config.hyperparameters import Hyperparameters
-from evogrpo.envs.control.conversion import ObservationStatistics
+from evogrpo.envs.control.normalisation import ObservationStatistics
 from evogrpo.envs.protocol import Scores, Split
 from evogrpo.extras import require
 from evogrpo.interruption import NEVER, Stop

@@ -15,7 +15,8 @@ import pytest
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from evogrpo.envs.control.conversion import ActionNoise, mask_sizes
+from evogrpo.envs.control.action_noise import ActionNoise
+from evogrpo.envs.control.conversion import mask_sizes
 from evogrpo.envs.control.policy_mapping import PolicyMapping, map_policies, single_agent
 from evogrpo.envs.protocol import (
     SPLITS,

@@ -17,7 +17,8 @@ from gymnasium.wrappers import RecordVideo
 
 from evogrpo.algorithms.grpo import GRPO
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
-from evogrpo.envs.control.pettingzoo_groups import AGENT_REWARDS, PettingZooGroups
+from evogrpo.envs.control.joint_env import AGENT_REWARDS
+from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
 from evogrpo.envs.control.seeded_groups import SeededGroups
 from evogrpo.envs.control.single_env import EnvFactory, mask_of
 from evogrpo.extras import extra_command, require

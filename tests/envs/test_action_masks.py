@@ -7,7 +7,7 @@ from gymnasium import spaces
 from gymnasium.wrappers import TimeLimit
 
 from evogrpo import GRPO, GymnasiumGroups, evolve
-from evogrpo.envs.control.conversion import ActionNoise
+from evogrpo.envs.control.action_noise import ActionNoise
 from evogrpo.records import DEFAULT_POLICY
 from evogrpo.testing.environments import PseudoRandomActor
 from tests.envs import probes

@@ -4,7 +4,7 @@ import gymnasium
 import numpy as np
 import pytest
 
-from evogrpo.envs.control.conversion import ActionNoise
+from evogrpo.envs.control.action_noise import ActionNoise
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
 from evogrpo.envs.protocol import SPLITS
 from evogrpo.randomness import generator

@@ -5,7 +5,7 @@ import pytest
 from gymnasium import spaces
 from gymnasium.wrappers.utils import RunningMeanStd
 
-from evogrpo.envs.control.conversion import ObservationStatistics, normalised_leaves
+from evogrpo.envs.control.normalisation import ObservationStatistics, normalised_leaves
 from tests.envs import probes
 
 BOX = spaces.Box(-9.0, 9.0, (3,), np.float64)

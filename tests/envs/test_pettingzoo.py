@@ -8,7 +8,7 @@ import pytest
 from gymnasium.spaces import Box, Discrete
 from pettingzoo.test import parallel_api_test
 
-from evogrpo.envs.control.conversion import ActionNoise
+from evogrpo.envs.control.action_noise import ActionNoise
 from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
 from evogrpo.envs.control.policy_mapping import map_policies
 from evogrpo.testing.environments import PseudoRandomActor

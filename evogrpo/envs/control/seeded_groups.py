@@ -7,8 +7,9 @@ from typing import Any, Self, TypeVar
 
 import numpy as np
 
+from evogrpo.envs.control.episodes import Episodes
 from evogrpo.envs.control.policy_mapping import PolicyMapping
-from evogrpo.envs.control.rollout import EpisodeRequest, Episodes, StartBatch, play_episodes
+from evogrpo.envs.control.rollout import EpisodeRequest, StartBatch, play_episodes
 from evogrpo.envs.control.single_env import EndForkedChildren
 from evogrpo.envs.control.vector_env import VectorEnv
 from evogrpo.envs.protocol import SPLITS, Split, deal_starts

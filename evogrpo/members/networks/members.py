@@ -13,15 +13,11 @@ from torch import Tensor, nn
 
 from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.distributed import Processes
-from evogrpo.envs.control.conversion import (
-    ActionNoise,
-    ObservationStatistics,
-    can_act,
-    legal_actions,
-    to_environment,
-)
+from evogrpo.envs.control.action_noise import ActionNoise
+from evogrpo.envs.control.conversion import can_act, legal_actions, to_environment
+from evogrpo.envs.control.episodes import Episodes
+from evogrpo.envs.control.normalisation import ObservationStatistics
 from evogrpo.envs.control.policy_mapping import AGENT, PolicyMapping, map_policies, single_agent
-from evogrpo.envs.control.rollout import Episodes
 from evogrpo.envs.protocol import Scores
 from evogrpo.evolution.history import ArchitectureChange
 from evogrpo.members.bank import Sampler

@@ -12,16 +12,19 @@ from numpy.typing import NDArray
 from torch import nn
 
 from evogrpo.envs.control.conversion import (
-    ObservationStatistics,
     check_categories,
     check_representable,
-    episode_statistics,
     legal_actions,
     mask_sizes,
-    normalised_leaves,
     to_environment,
 )
-from evogrpo.envs.control.rollout import PolicyEpisodes, fits_float32
+from evogrpo.envs.control.episodes import PolicyEpisodes
+from evogrpo.envs.control.normalisation import (
+    ObservationStatistics,
+    episode_statistics,
+    normalised_leaves,
+)
+from evogrpo.envs.control.rollout import fits_float32
 from evogrpo.evolution.history import ArchitectureChange
 from evogrpo.members.members import Learner
 from evogrpo.members.networks.architecture import NothingToChangeError, mutate_architecture

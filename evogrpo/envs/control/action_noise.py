@@ -1,0 +1,87 @@
+"""Random numbers to sample actions with."""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evogrpo.randomness import generator
+
+Uniforms = Callable[[Sequence[str], NDArray[np.int64], NDArray[np.int64]], NDArray[np.float32]]
+"""(agents `[m]`, or () for a single agent, rows `[m]`, their steps t `[m]`) -> `[m, d]` numbers in
+[0, 1); the same for the same entry at every call.
+"""
+
+_FIRST_CHUNK = 64  # steps; each further chunk is twice as long
+
+
+class ActionNoise:
+    """Uniform random numbers in [0, 1) for every agent, row and step, for episodes of unknown length.
+
+    Row r of stream s has entry [r, t] of a table at its step t. Chunk c of the table comes from the
+    generator (seed, purpose, *streams[s], c) and has twice as many steps as chunk c - 1. The
+    numbers depend on neither the order nor the number of the calls. Agent a has tables of its own,
+    of the purpose "purpose for a", so its numbers do not depend on other agents; a single agent
+    uses the purpose itself.
+
+    Args:
+        seed: Root seed of the run.
+        purpose: Purpose of the random streams.
+        streams: Numbers that name the stream of each member, e.g. (learning step, index).
+        rows: Number of rows of each stream. Rows are numbered stream after stream.
+        width_of: Returns the numbers per action of an agent; its name is "" if it is a single
+            agent.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        purpose: str,
+        *,
+        streams: Sequence[tuple[int, ...]],
+        rows: Sequence[int],
+        width_of: Callable[[str], int],
+    ) -> None:
+        self._seed = seed
+        self._purpose = purpose
+        self._width_of = width_of
+        self._streams = tuple(zip(streams, rows, strict=True))
+        self._tables: dict[str, NDArray[np.float32]] = {}  # `[rows, steps, width]` of each agent
+        self._chunks: dict[str, int] = defaultdict(int)
+
+    def __call__(
+        self, agents: Sequence[str], rows: NDArray[np.int64], t: NDArray[np.int64]
+    ) -> NDArray[np.float32]:
+        """Return the numbers `[m, width]` of agents `[m]` of one policy in episodes `[m]` at their steps `t` `[m]`."""
+        names = sorted(set(agents)) or [""]
+        for agent in names:
+            # 1. Draw the numbers of further steps.
+            table = self._tables.get(agent)
+            last = t.max(initial=0)
+            while table is None or table.shape[1] <= last:
+                part = self._chunks[agent]
+                width = self._width_of(agent)
+                if agent:
+                    purpose = f"{self._purpose} for {agent}"
+                else:
+                    purpose = self._purpose
+                length = _FIRST_CHUNK << part
+                chunk = np.concatenate(
+                    [
+                        generator(self._seed, purpose, *name, part).random(
+                            (count, length, width), dtype=np.float32
+                        )
+                        for name, count in self._streams
+                    ]
+                )
+                table = self._tables[agent] = (
+                    chunk if table is None else np.concatenate([table, chunk], axis=1)
+                )
+                self._chunks[agent] += 1
+        # 2. Look them up.
+        result: NDArray[np.float32] = self._tables[names[0]][rows, t]
+        for agent in names[1:]:
+            selected = np.array(agents) == agent
+            result[selected] = self._tables[agent][rows[selected], t[selected]]
+        return result

@@ -1,0 +1,335 @@
+"""Episodes of all policies, and their recording step by step."""
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evogrpo.envs.control.policy_mapping import AGENT, PolicyMapping
+from evogrpo.envs.control.vector_env import PolicyInput, VectorStep
+from evogrpo.spaces import unflatten
+from evogrpo.text import short_repr
+
+_STEPS_AT_ONCE = 64
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PolicyEpisodes:
+    """Episodes of the agents of one policy, one row per episode and agent, padded with zeros to the longest.
+
+    An agent that acts in one episode of a group has a row in each episode of the group, so that its
+    rewards can be compared; nothing is present where it never acted. Steps are those of the
+    episode: an action is not present before its agent's birth, after its end, and while its action
+    mask allows no action. Rewards of such steps are credited to the agent's previous action;
+    rewards before its first action are dropped. A single agent acts at every step.
+
+    Attributes:
+        rows: `[n]` number of the episode.
+        agents: Agent of each row.
+        group_ids: `[n]` rows with the same member, start and agent have the same number.
+        observations: `[n, t, ...]` observation of each action, as the environment gave it; dicts
+            and tuples of such arrays for composite spaces.
+        actions: `[n, t, ...]` in the policy's form: boxes not clipped, discrete values counted from
+            0.
+        action_masks: `[n, t, k]` legal actions, True in the padding; None if the environment has no
+            masks.
+        log_probs: `[n, t]` of the behaviour policy, in nats.
+        present: `[n, t]` True where an action was taken.
+        own_rewards: `[n, t]` reward of the agent, float64.
+        team_rewards: `[n, t]` sum of the rewards of all agents, float64.
+        terminated: `[n]` True if the agent reached a terminal state.
+        truncated: `[n]` True if it was truncated without reaching a terminal state.
+    """
+
+    rows: NDArray[np.int64]
+    agents: tuple[str, ...]
+    group_ids: NDArray[np.int64]
+    observations: Any
+    actions: NDArray[Any]
+    action_masks: NDArray[np.bool_] | None
+    log_probs: NDArray[np.float32]
+    present: NDArray[np.bool_]
+    own_rewards: NDArray[np.float64]
+    team_rewards: NDArray[np.float64]
+    terminated: NDArray[np.bool_]
+    truncated: NDArray[np.bool_]
+
+    __repr__ = short_repr
+
+    @property
+    def rewards(self) -> NDArray[np.float64]:
+        """Undiscounted returns `[n]` of the agents' own rewards."""
+        return _total(self.own_rewards)
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Numbers of actions `[n]`."""
+        steps: NDArray[np.int64] = self.present.sum(axis=1)
+        return steps
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Episodes:
+    """Whole episodes of all policies.
+
+    Attributes:
+        episodes: Episodes of each policy; policies whose agents never acted are omitted.
+        returns: Return of each agent, for each of the n episodes, in the order of their first
+            rewards.
+        rewards: `[n]` fitness of each episode: by default the sum of all agents' returns.
+        lengths: `[n]` steps.
+    """
+
+    episodes: Mapping[str, PolicyEpisodes]
+    returns: tuple[Mapping[str, float], ...]
+    rewards: NDArray[np.float64]
+    lengths: NDArray[np.int64]
+
+    __repr__ = short_repr
+
+    @property
+    def truncated(self) -> NDArray[np.bool_]:
+        """`[n]` True if an agent was truncated."""
+        result = np.zeros(len(self.lengths), dtype=np.bool_)
+        for part in self.episodes.values():
+            result[part.rows[part.truncated]] = True
+        return result
+
+    @property
+    def actions(self) -> NDArray[np.int64]:
+        """`[n]` number of actions of all agents."""
+        result = np.zeros(len(self.lengths), dtype=np.int64)
+        for part in self.episodes.values():
+            np.add.at(result, part.rows, part.lengths)
+        return result
+
+
+def _total(rewards: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Sum `[n, t]` step by step: a pairwise sum would depend on the padding, and so on the longest episode."""
+    total: NDArray[np.float64] = rewards.cumsum(axis=1)[:, -1]
+    return total
+
+
+class EpisodeRecorder:
+    """Records n episodes step by step.
+
+    Entry `a * n + r` is agent number a in episode r.
+
+    Args:
+        mapping: Maps agents to policies.
+        groups: `[n]` number of each episode's group.
+    """
+
+    def __init__(self, mapping: PolicyMapping, groups: NDArray[np.int64]) -> None:
+        self._mapping = mapping
+        self._groups = groups
+        self._agents: dict[str, int] = {}
+        self._columns: dict[str, dict[str, list[Any]]] = {}
+        self._earned: list[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]] = []
+        self._totals: list[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]] = []
+        self._terminated: list[NDArray[np.int64]] = []
+        self._truncated: list[NDArray[np.int64]] = []
+        self._returns: list[dict[str, float]] = [{} for _ in groups]
+        self._lengths = np.zeros(len(groups), dtype=np.int64)
+
+    def _entries(self, rows: NDArray[np.int64], agents: Sequence[str]) -> NDArray[np.int64]:
+        """Return the entries of agents in episodes `rows`; new agents get the next number.
+
+        No agents = a single one.
+        """
+        if not agents:
+            return rows
+        numbers = [self._agents.setdefault(agent, len(self._agents)) for agent in agents]
+        return np.array(numbers, dtype=np.int64) * len(self._groups) + rows
+
+    def record_actions(
+        self,
+        policy: str,
+        rows: NDArray[np.int64],
+        t: NDArray[np.int64],
+        inputs: PolicyInput,
+        actions: NDArray[Any],
+        log_probs: NDArray[np.float32],
+    ) -> None:
+        """Record the actions of one policy, in episodes `rows` `[m]` at their steps `t` `[m]`."""
+        columns = self._columns.setdefault(policy, defaultdict(list))
+        columns["entries"].append(self._entries(rows, inputs.agents))
+        columns["t"].append(t)
+        columns["actions"].append(actions)
+        columns["log_probs"].append(log_probs)
+        columns["masks"].append(inputs.action_masks)
+        for number, leaf in enumerate(inputs.observations):
+            columns[f"leaf {number}"].append(leaf)
+
+    def record_step(self, rows: NDArray[np.int64], t: NDArray[np.int64], step: VectorStep) -> None:
+        """Record the rewards and ends of the episodes `rows` `[m]` at their steps `t` `[m]`."""
+        self._lengths[rows] = t + 1
+        if step.positions is not None and step.totals is not None:
+            self._totals.append((rows, t, step.totals))
+            rows = rows[step.positions]
+            t = t[step.positions]
+            for row, agent, reward in zip(
+                rows.tolist(), step.agents, step.rewards.tolist(), strict=True
+            ):
+                returns = self._returns[row]
+                returns[agent] = returns.get(agent, 0.0) + reward
+        entries = self._entries(rows, step.agents)
+        self._earned.append((entries, t, step.rewards))
+        self._terminated.append(entries[step.terminated])
+        self._truncated.append(entries[step.truncated & ~step.terminated])
+
+    def finish(self) -> Episodes:
+        """Return the episodes once all have ended; empties the recorder."""
+        agents = list(self._agents) or [AGENT]
+        n = len(self._groups)
+        steps = max(1, int(self._lengths.max()))
+        earned = _table(self._earned, (len(agents) * n, steps))
+        if self._agents:
+            totals = _table(self._totals, (n, steps))
+        else:
+            totals = earned
+        rewards = _total(totals)
+        if self._agents:
+            returns = self._returns
+        else:
+            returns = [{AGENT: reward} for reward in rewards.tolist()]
+        policies = [policy for policy in self._mapping.specs if policy in self._columns]
+        return Episodes(
+            episodes={
+                policy: self._episodes(policy, agents, earned, totals) for policy in policies
+            },
+            returns=tuple(returns),
+            rewards=rewards,
+            lengths=self._lengths,
+        )
+
+    def _episodes(
+        self,
+        policy: str,
+        agents: Sequence[str],
+        earned: NDArray[np.float64],
+        totals: NDArray[np.float64],
+    ) -> PolicyEpisodes:
+        """Return the episodes of one policy.
+
+        Args:
+            policy: The policy.
+            agents: Names of all agents, by number.
+            earned: `[agents * n, steps]` rewards of each entry, which is agent number * n +
+                episode.
+            totals: `[n, steps]` rewards of all agents together; `earned` itself if there is a
+                single agent.
+        """
+        # 1. Complete the masks.
+        columns = self._columns.pop(policy)
+        n = len(self._groups)
+        masks = columns["masks"]
+        width = next((mask.shape[1] for mask in masks if mask is not None), None)
+        if width is not None:  # in steps without a mask, all actions are legal
+            all_legal = [np.ones((len(step), width), dtype=np.bool_) for step in columns["entries"]]
+            masks[:] = [
+                full if mask is None else mask for mask, full in zip(masks, all_legal, strict=True)
+            ]
+        entries = np.concatenate(columns["entries"])
+        t = np.concatenate(columns["t"])
+        # 2. Choose one row per episode and agent that acts in the episode's group: by episode, then
+        # in the order of agents. So the episodes of a group have the same agents, which are
+        # compared with each other.
+        acted = np.zeros(len(agents) * n, dtype=np.bool_)
+        acted[entries] = True
+        acting = acted.reshape(len(agents), n)
+        numbers = np.flatnonzero(acting.any(1)).tolist()
+        # Agents known in advance come in their order, then all others by name.
+        order = {agent: place for place, agent in enumerate(self._mapping.specs[policy].agents)}
+        ordered = np.array(
+            sorted(
+                numbers, key=lambda number: (order.get(agents[number], len(order)), agents[number])
+            )
+        )
+        # `[groups, agents]` True if the agent acts in an episode of the group.
+        appears = np.zeros((1 + self._groups.max(), len(ordered)), dtype=np.bool_)
+        np.logical_or.at(appears, self._groups, acting[ordered].T)
+        rows, places = np.nonzero(appears[self._groups])
+        chosen = ordered[places] * n + rows
+        # 3. Scatter the recorded values to arrays `[rows, t]`, by their flat position
+        #    `row * t + step`.
+        shape = len(rows), 1 + int(t.max())
+        row_of_entry = np.empty(len(acted), dtype=np.int64)
+        row_of_entry[chosen] = np.arange(len(rows))
+        cells = row_of_entry[entries] * shape[1] + t
+        present = np.zeros(shape, dtype=np.bool_)
+        present.reshape(-1)[cells] = True
+        own_rewards = _credited(earned[chosen], present)
+        leaves = [
+            _scatter(columns[name], shape, cells) for name in columns if name.startswith("leaf ")
+        ]
+        ends = [
+            np.isin(chosen, np.concatenate(each)) for each in (self._terminated, self._truncated)
+        ]
+        return PolicyEpisodes(
+            rows=rows,
+            agents=tuple(agents[number] for number in ordered[places].tolist()),
+            group_ids=self._groups[rows] * len(ordered) + places,
+            observations=unflatten(self._mapping.specs[policy].observation_space, leaves),
+            actions=_scatter(columns["actions"], shape, cells),
+            action_masks=None if width is None else _scatter(masks, shape, cells, fill=1),
+            log_probs=_scatter(columns["log_probs"], shape, cells),
+            present=present,
+            own_rewards=own_rewards,
+            team_rewards=own_rewards if totals is earned else _credited(totals[rows], present),
+            terminated=ends[0],
+            truncated=ends[1],
+        )
+
+
+def _scatter(
+    parts: list[Any], shape: tuple[int, int], cells: NDArray[np.int64], fill: int = 0
+) -> NDArray[Any]:
+    """Return the values `[m, ...]` of all steps as an array `[n, t, ...]`.
+
+    Empties the list on the way.
+
+    Args:
+        parts: Values of each step.
+        shape: (n, t).
+        cells: Flat position `row * t + step` of every value.
+        fill: Value where there is none.
+    """
+    array = np.full((math.prod(shape), *parts[0].shape[1:]), fill, dtype=parts[0].dtype)
+    first = 0
+    # A few dozen steps per assignment: one step is slow, and all steps would need twice the memory.
+    while parts:
+        values = np.concatenate(parts[:_STEPS_AT_ONCE])
+        del parts[:_STEPS_AT_ONCE]
+        array[cells[first : first + len(values)]] = values
+        first += len(values)
+    return array.reshape(*shape, *array.shape[1:])
+
+
+def _table(
+    parts: Sequence[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]],
+    shape: tuple[int, int],
+) -> NDArray[np.float64]:
+    """Return rewards `[n, t]` from (row, t, reward) of each step; 0 where there is none."""
+    result = np.zeros(shape)
+    if parts:
+        rows, t, rewards = (np.concatenate(column) for column in zip(*parts, strict=True))
+        result[rows, t] = rewards
+    return result
+
+
+def _credited(earned: NDArray[np.float64], present: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """Add the rewards `[n, steps]` of steps without an action to the action before, and return them as `[n, t]`."""
+    t = present.shape[1]
+    if not np.where(present, 0.0, earned[:, :t]).any() and not earned[:, t:].any():
+        return earned[:, :t]
+    latest = np.maximum.accumulate(np.where(present, np.arange(t), -1), axis=1)
+    latest = np.pad(latest, ((0, 0), (0, earned.shape[1] - t)), mode="edge")
+    result = np.zeros(present.shape)
+    row, step = np.nonzero(latest >= 0)
+    np.add.at(result, (row, latest[row, step]), earned[row, step])
+    return result

@@ -1,0 +1,324 @@
+"""Joint environments: episodes of several agents in a parallel PettingZoo environment."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import gymnasium
+import numpy as np
+from numpy.typing import NDArray
+
+from evogrpo.envs.control.conversion import (
+    can_act,
+    legal_actions,
+    own_copy,
+    scalars,
+    to_environment,
+)
+from evogrpo.envs.control.policy_mapping import AgentSpaces, PolicyMapping
+from evogrpo.envs.control.single_env import (
+    ACTION_MASK,
+    RESET_RESULTS,
+    STEP_RESULTS,
+    EndForkedChildren,
+    check_mask_name,
+    check_same_actions,
+    checked_results,
+)
+from evogrpo.envs.control.vector_env import PolicyInput, SerialVectorEnv, VectorStep
+
+if TYPE_CHECKING:
+    from pettingzoo import ParallelEnv
+
+AgentValues = Mapping[Any, Any]
+"""One value per agent."""
+
+AGENT_REWARDS = "rewards of agents"
+"""Key of the rewards of all agents in the infos of `JointGymEnv`."""
+
+AgentDict = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class JointStep:
+    """Result of a reset or a step of one joint environment.
+
+    Attributes:
+        observations: Observations of the agents that are active next.
+        masks: Action masks of the same agents, from their observation or info; None = no mask.
+        rewards: Rewards of all agents that the environment named in this step.
+        terminated: Agents that reached a terminal state in this step.
+        truncated: Agents that were truncated in this step.
+    """
+
+    observations: Mapping[str, Any]
+    masks: Mapping[str, Any]
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    terminated: frozenset[str] = frozenset()
+    truncated: frozenset[str] = frozenset()
+
+
+class JointEnv:
+    """A parallel environment with checks and a step limit, whose agents are named by text.
+
+    Args:
+        env: The environment.
+        max_episode_steps: Steps after which all active agents are truncated.
+        action_spaces: Action spaces of the agents known in advance, which a reset must not change.
+
+    Attributes:
+        env: As given.
+    """
+
+    def __init__(
+        self, env: "ParallelEnv[Any, Any, Any]", max_episode_steps: int, action_spaces: AgentSpaces
+    ) -> None:
+        self.env = env
+        self._limit = max_episode_steps
+        self._action_spaces = action_spaces
+        self._ids: dict[str, Any] = {}
+        self._ended: set[str] = set()
+        self._steps = 0
+
+    def reset(self, seed: int) -> JointStep:
+        """Start an episode."""
+        with EndForkedChildren():
+            observations, infos = checked_results(self.env.reset(seed=seed), RESET_RESULTS)
+        self._ids = {str(agent): agent for agent in self.env.agents}
+        self._ended = set()
+        self._steps = 0
+        for name, agent in self._ids.items():
+            if name in self._action_spaces:
+                check_same_actions(self._action_spaces[name], self.env.action_space(agent), "reset")
+        return self._latest(observations, infos)
+
+    def step(self, actions: Mapping[str, Any]) -> JointStep:
+        """Step with actions by agent, in the environment's form.
+
+        Other active agents get an action of zeros.
+
+        Most environments expect an action of agents that cannot act, and ignore it.
+
+        Raises:
+            ValueError: If an agent returns after its end or has no reward.
+        """
+        # 1. Give each active agent an action.
+        acting = set(self._ids)
+        all_actions = {}
+        for name, agent in self._ids.items():
+            if name in actions:
+                all_actions[agent] = actions[name]
+            else:
+                space = self.env.action_space(agent)
+                blank = np.zeros((1, *(space.shape or ())), dtype=space.dtype)
+                all_actions[agent] = plain_action(to_environment(space, blank)[0])
+        # 2. Step the environment.
+        with EndForkedChildren():
+            outcome = checked_results(self.env.step(dict(all_actions)), STEP_RESULTS)
+        observations, rewards, terminations, truncations, infos = outcome
+        without_reward = [str(agent) for agent in all_actions if agent not in rewards]
+        if without_reward:
+            raise ValueError(
+                f"{self.env.unwrapped} must give a reward to all agents that acted:"
+                f" {without_reward}"
+            )
+        self._steps += 1
+        # 3. Find the agents that ended: by a flag, without a flag, or at the step limit.
+        active = {str(agent): agent for agent in self.env.agents}
+        terminated = acting & {str(agent) for agent, flag in terminations.items() if flag}
+        truncated = (
+            acting & {str(agent) for agent, flag in truncations.items() if flag}
+        ) - terminated
+        terminated |= acting - set(active) - truncated  # agents that left without a flag
+        # Some environments still list agents that have ended.
+        for name in terminated | truncated:
+            active.pop(name, None)
+        if self._steps == self._limit:
+            truncated |= set(active) & acting
+            active = {}
+        returned = self._ended & set(active)
+        if returned:
+            raise ValueError(
+                f"Agents {sorted(returned)} returned after their end. A new agent needs a new name."
+            )
+        self._ended |= terminated | truncated
+        self._ids = active
+        return self._latest(
+            observations,
+            infos,
+            rewards={
+                str(agent): float(scalars([reward], np.float64, f"reward of {agent}")[0])
+                for agent, reward in rewards.items()
+            },
+            terminated=frozenset(terminated),
+            truncated=frozenset(truncated),
+        )
+
+    def close(self) -> None:
+        """Close the environment."""
+        self.env.close()
+
+    def _latest(self, observations: AgentValues, infos: AgentValues, **results: Any) -> JointStep:
+        # Copies, as an environment may write the results of its next call, or of another
+        # environment, into the same arrays.
+        copies = {name: own_copy(observations[agent]) for name, agent in self._ids.items()}
+        masks: dict[str, Any] = {}
+        for name, agent in self._ids.items():
+            observation = copies[name]
+            if isinstance(observation, Mapping) and ACTION_MASK in observation:
+                masks[name] = observation[ACTION_MASK]
+                continue
+            info = infos.get(agent) or {}
+            check_mask_name(info)
+            masks[name] = own_copy(info.get(ACTION_MASK))
+        return JointStep(observations=copies, masks=masks, **results)
+
+
+def plain_action(action: Any) -> Any:
+    """Return a Python number, which every environment accepts, or a copy that an environment may write into."""
+    if np.ndim(action) == 0:
+        return action.item()
+    return action.copy()
+
+
+class JointVectorEnv(SerialVectorEnv):
+    """Vector environment of several agents in this process.
+
+    Its environments get no noise of their own.
+    """
+
+    _running: list[tuple[JointEnv, JointStep]]
+    _acting: Mapping[str, list[tuple[int, str]]]  # position and agent of each input
+
+    def _reset(
+        self, envs: Sequence[JointEnv], seeds: Sequence[int], replicas: Sequence[int]
+    ) -> list[JointStep]:
+        steps = []
+        for env, seed in zip(envs, seeds, strict=True):
+            self.stop.check()
+            steps.append(env.reset(seed))
+        return steps
+
+    def finished(self) -> NDArray[np.bool_]:
+        """See `VectorEnv`; an episode has ended when no agent is active."""
+        return np.array([not latest.observations for _, latest in self._running], dtype=np.bool_)
+
+    def inputs(self, mapping: PolicyMapping) -> Mapping[str, PolicyInput]:
+        """See `VectorEnv`."""
+        self._acting = {}
+        for position, (_, latest) in enumerate(self._running):
+            for agent in latest.observations:
+                if can_act(latest.masks[agent]):
+                    self._acting.setdefault(mapping.policy_of(agent), []).append((position, agent))
+        result = {}
+        for policy, acting in self._acting.items():
+            spec = mapping.specs[policy]
+            agents = tuple(agent for _, agent in acting)
+            pairs = [(self._running[position][1], agent) for position, agent in acting]
+            observations = [
+                spec.split_mask(latest.observations[agent])[0] for latest, agent in pairs
+            ]
+            result[policy] = PolicyInput(
+                observations=spec.stack(observations, agents),
+                action_masks=legal_actions(
+                    spec.action_space, [latest.masks[agent] for latest, agent in pairs]
+                ),
+                positions=np.array([position for position, _ in acting], dtype=np.int64),
+                agents=agents,
+            )
+        return result
+
+    def step(self, actions: Mapping[str, NDArray[Any]]) -> VectorStep:
+        """See `VectorEnv`."""
+        chosen: list[dict[str, Any]] = [{} for _ in self._running]
+        for policy, policy_actions in actions.items():
+            for (position, agent), action in zip(self._acting[policy], policy_actions, strict=True):
+                chosen[position][agent] = plain_action(action)
+        stepped = []
+        for (env, _), joint in zip(self._running, chosen, strict=True):
+            self.stop.check()
+            stepped.append((env, env.step(joint)))
+        self._running = stepped
+        steps = [step for _, step in stepped]
+        entries = [
+            (position, agent) for position, step in enumerate(steps) for agent in step.rewards
+        ]
+        return VectorStep(
+            rewards=np.array(
+                [reward for step in steps for reward in step.rewards.values()], dtype=np.float64
+            ),
+            terminated=np.array(
+                [agent in steps[position].terminated for position, agent in entries], dtype=np.bool_
+            ),
+            truncated=np.array(
+                [agent in steps[position].truncated for position, agent in entries], dtype=np.bool_
+            ),
+            positions=np.array([position for position, _ in entries], dtype=np.int64),
+            agents=[agent for _, agent in entries],
+            totals=np.array([sum(step.rewards.values()) for step in steps], dtype=np.float64),
+        )
+
+
+class JointGymEnv(gymnasium.Env[AgentDict, AgentDict]):
+    """A joint environment as a Gymnasium environment of a single player that acts for all agents.
+
+    Observations contain the agents that can act; the others take no action. The reward is the sum
+    of all rewards. The infos contain the action masks by agent, and every agent's reward under
+    `AGENT_REWARDS`.
+
+    Args:
+        env: The joint environment.
+        max_episode_steps: Steps after which all active agents are truncated.
+        observation_space: Observation spaces by agent.
+        action_space: Action spaces by agent.
+    """
+
+    def __init__(
+        self,
+        env: "ParallelEnv[Any, Any, Any]",
+        max_episode_steps: int,
+        observation_space: gymnasium.spaces.Dict,
+        action_space: gymnasium.spaces.Dict,
+    ) -> None:
+        self._env = JointEnv(env, max_episode_steps, action_space.spaces)
+        self.observation_space = observation_space
+        self.action_space = action_space
+        self.metadata = dict(getattr(env, "metadata", {}))
+        self.render_mode = getattr(env, "render_mode", None)
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[AgentDict, AgentDict]:
+        """Start an episode; a seed is required."""
+        assert seed is not None
+        return self._inputs(self._env.reset(seed))
+
+    def step(self, action: Mapping[str, Any]) -> tuple[AgentDict, float, bool, bool, AgentDict]:
+        """Step with the actions of all agents; the episode ends when no agent is active."""
+        result = self._env.step(action)
+        over = not result.observations
+        cut = bool(result.truncated)
+        observations, infos = self._inputs(result)
+        return (
+            observations,
+            float(sum(result.rewards.values())),
+            over and not cut,
+            over and cut,
+            infos,
+        )
+
+    def render(self) -> Any:
+        """Render the joint environment."""
+        return self._env.env.render()
+
+    def close(self) -> None:
+        """Close the joint environment."""
+        self._env.env.close()
+
+    def _inputs(self, latest: JointStep) -> tuple[AgentDict, AgentDict]:
+        acting = {
+            agent: mask for agent in latest.observations if can_act(mask := latest.masks[agent])
+        }
+        masks = {agent: mask for agent, mask in acting.items() if mask is not None}
+        infos = {ACTION_MASK: masks, AGENT_REWARDS: latest.rewards}
+        return {agent: latest.observations[agent] for agent in acting}, infos

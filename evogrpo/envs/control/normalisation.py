@@ -1,0 +1,142 @@
+"""Running statistics of observations, and their normalisation."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+from numpy.typing import NDArray
+
+from evogrpo.envs.control.conversion import Array, Leaves
+from evogrpo.spaces import leaf_spaces
+
+_CLIP = 10.0
+_SMALLEST_VARIANCE = 1e-8
+
+
+def normalised_leaves(space: spaces.Space[Any]) -> tuple[int, ...]:
+    """Return the positions of the leaves that are normalised: floating-point boxes, not images or categories."""
+    return tuple(
+        number
+        for number, leaf in enumerate(leaf_spaces(space))
+        if isinstance(leaf, spaces.Box) and np.issubdtype(leaf.dtype, np.floating)
+    )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ObservationStatistics:
+    """Running mean and variance of the observations of `p` members; part of their train states.
+
+    Attributes:
+        count: `[p]` number of observations.
+        mean: `[p, d]` means; d = entries of all floating-point leaves of the observation space,
+            concatenated.
+        m2: `[p, d]` sums of squared deviations from the mean.
+
+    Source: Chan, Golub, LeVeque, Updating formulae and a pairwise algorithm for computing sample
+    variances (1979).
+    """
+
+    count: NDArray[np.float64]
+    mean: NDArray[np.float64]
+    m2: NDArray[np.float64]
+
+    @classmethod
+    def empty(cls, members: int, space: spaces.Space[Any]) -> "ObservationStatistics":
+        """Return the statistics of members that have seen nothing; they normalise nothing.
+
+        Raises:
+            ValueError: If the space has no floating-point leaf.
+        """
+        parts = leaf_spaces(space)
+        numbers = normalised_leaves(space)
+        if not numbers:
+            raise ValueError(
+                "normalise_observations needs a floating-point Box in the observation space, got"
+                f" {space}."
+            )
+        width = sum(int(np.prod(parts[number].shape or ())) for number in numbers)
+        return cls(
+            count=np.zeros(members), mean=np.zeros((members, width)), m2=np.zeros((members, width))
+        )
+
+    def merged(self, later: "ObservationStatistics") -> "ObservationStatistics":
+        """Return the statistics of the union of both sets of observations, member by member."""
+        count = self.count + later.count
+        share = np.divide(later.count, count, out=np.zeros_like(count), where=count > 0)[:, None]
+        delta = later.mean - self.mean
+        return ObservationStatistics(
+            count=count,
+            mean=self.mean + delta * share,
+            m2=self.m2 + later.m2 + delta**2 * self.count[:, None] * share,
+        )
+
+    def transformation(self) -> tuple[Array, Array, Array]:
+        """Return a shift and then a scale `[p, d]`, and the limit `[p, 1]` of the result's size."""
+        known = (self.count >= 2)[:, None]
+        variance = self.m2 / np.where(known, self.count[:, None], 1.0)
+        scale = np.where(known, 1 / np.sqrt(variance + _SMALLEST_VARIANCE), 1.0)
+        return np.where(known, self.mean, 0.0), scale, np.where(known, _CLIP, np.inf)
+
+    def normalise(
+        self, leaves: Leaves, numbers: Sequence[int], member_ids: NDArray[np.int64]
+    ) -> Leaves:
+        """Normalise observations `[m, ...]` of members `[m]` and clip them to [-10, 10].
+
+        Return other leaves unchanged.
+
+        Observations of a member with fewer than two observations in the statistics are returned
+        unchanged.
+
+        Args:
+            leaves: Flattened observations.
+            numbers: Positions of the leaves to normalise, from `normalised_leaves`.
+            member_ids: `[m]` rows of these statistics.
+        """
+        shift, scale, limit = (values[member_ids] for values in self.transformation())
+        changed = list(leaves)
+        column = 0
+        for number in numbers:
+            flat = leaves[number].reshape(len(member_ids), -1)
+            columns = slice(column, column + flat.shape[1])
+            column = columns.stop
+            value = np.clip((flat - shift[:, columns]) * scale[:, columns], -limit, limit)
+            changed[number] = value.astype(flat.dtype).reshape(leaves[number].shape)
+        return changed
+
+
+def episode_statistics(
+    members: int,
+    leaves: Leaves,
+    numbers: Sequence[int],
+    present: NDArray[np.bool_],
+    member_ids: NDArray[np.int64],
+) -> ObservationStatistics:
+    """Return the statistics of the raw observations of these episodes.
+
+    Args:
+        members: Number of members p.
+        leaves: `[n, t, ...]` raw observations.
+        numbers: Positions of the leaves that are normalised.
+        present: `[n, t]` True where there is an observation.
+        member_ids: `[n]` member of each row.
+    """
+    count = np.bincount(member_ids, weights=present.sum(1), minlength=members).astype(np.float64)
+    chosen = [leaves[number] for number in numbers]
+    means = []
+    deviations = []
+    for member in range(members):
+        rows = member_ids == member
+        values = np.concatenate(
+            [leaf.reshape(*present.shape, -1)[rows][present[rows]] for leaf in chosen],
+            axis=1,
+            dtype=np.float64,
+        )
+        if len(values):
+            mean = values.mean(0)
+        else:
+            mean = np.zeros(values.shape[1])
+        means.append(mean)
+        deviations.append(((values - mean) ** 2).sum(0))
+    return ObservationStatistics(count=count, mean=np.stack(means), m2=np.stack(deviations))
