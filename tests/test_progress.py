@@ -27,7 +27,7 @@ def take_a_step(population, env, stop=NEVER):
     collected = population.collect(env, step=0, samples_per_step=8, block=2, stop=stop)
     population.learn(collected.experience, step=0, stop=stop)
     population.evaluate(env)
-    return [population.members.banks.state(agent.slot) for agent in population.agents]
+    return [population.members.state(agent.slot) for agent in population.agents]
 
 
 @pytest.mark.parametrize("make", [language, networks, teams])

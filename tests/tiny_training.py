@@ -25,7 +25,7 @@ from evogrpo.members.language import bank as language_bank
 from evogrpo.members.language.causal_model import CausalModel
 from evogrpo.members.language.conversations import as_batch
 from evogrpo.members.language.full_finetuning import choose_trained
-from evogrpo.members.members import RolloutBatch
+from evogrpo.members.requests import RolloutBatch
 from evogrpo.randomness import generator
 from evogrpo.records import Batch, LearnReport
 from evogrpo.reporting.records import StepReport

@@ -1,7 +1,7 @@
 """Agent: a slot in a population, an identity, and its hyperparameters."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -13,14 +13,11 @@ from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.history import NETWORK, Changes, MemberRecord, changes_between
 from evogrpo.evolution.mutation import Mutation
-from evogrpo.members.members import Learner
-from evogrpo.members.settings import check_hyperparameters
+from evogrpo.members.members import Members
+from evogrpo.members.requests import Learner
 from evogrpo.records import Experience, LearnReport
 from evogrpo.synonyms import NamesMissing
 from evogrpo.text import shown
-
-if TYPE_CHECKING:
-    from evogrpo.members import PolicySet
 
 
 class Agent(NamesMissing, HyperparameterAttributes):
@@ -33,7 +30,7 @@ class Agent(NamesMissing, HyperparameterAttributes):
         index: Identity in the lineage; never reused within a run.
         parent: Index of the member it was cloned from; None for founders.
         born: Generation in which it was created.
-        members: Policies of all members of its population.
+        members: The members of its population, of which it is one.
         hyperparameters: Its frozen record; `agent.lr = x` replaces it, validated, and takes effect
             at the next use.
         fitness: Its last evaluation; None before the first one or after a failure.
@@ -62,7 +59,7 @@ class Agent(NamesMissing, HyperparameterAttributes):
     )
 
     kinds: ClassVar[tuple[str, ...]] = ()
-    """Kinds of policy sets that agents of this class use."""
+    """Kinds of members that agents of this class use."""
 
     unused_options: ClassVar[tuple[str, ...]] = ("objective", "target_kl")
     """Constructor arguments and hyperparameters that the algorithm does not use; passing them is an
@@ -70,7 +67,7 @@ class Agent(NamesMissing, HyperparameterAttributes):
     """
 
     def __init__(
-        self, members: "PolicySet", slot: int, index: int, hyperparameters: Hyperparameters
+        self, members: Members, slot: int, index: int, hyperparameters: Hyperparameters
     ) -> None:
         self.members = members
         self._hooks: list[Callable[[], object]] = []
@@ -115,10 +112,7 @@ class Agent(NamesMissing, HyperparameterAttributes):
             raise ValueError(
                 f"hyperparameters must be a Hyperparameters record, got {shown(record)}."
             )
-        members = self.members
-        check_hyperparameters(
-            members.settings, record, members.hp_config, per_action=members.kind != "language"
-        )
+        self.members.check_hyperparameters(record)
         self._hyperparameters = record
 
     @property
@@ -234,7 +228,7 @@ class Agent(NamesMissing, HyperparameterAttributes):
 
     @classmethod
     def _member(
-        cls, members: "PolicySet", slot: int, index: int, hyperparameters: Hyperparameters
+        cls, members: Members, slot: int, index: int, hyperparameters: Hyperparameters
     ) -> Self:
         """Create an agent in a slot of an existing bank."""
         agent = cls.__new__(cls)
@@ -263,9 +257,9 @@ class Agent(NamesMissing, HyperparameterAttributes):
 
     @classmethod
     def learn_together(
-        cls, members: "PolicySet", learners: Sequence[Learner], experience: Experience
+        cls, members: Members, learners: Sequence[Learner], experience: Experience
     ) -> dict[int, LearnReport]:
-        """Take one learning step of agents that share a policy set.
+        """Take one learning step of agents that share a bank.
 
         Subclasses define their algorithm here.
 
@@ -273,7 +267,7 @@ class Agent(NamesMissing, HyperparameterAttributes):
         a non-finite update is reported as failed.
 
         Args:
-            members: Policies of the agents; may include other members.
+            members: The members of the population; some may not learn.
             learners: The members that learn.
             experience: Rows of these members, by policy ("default" for a single policy).
 
@@ -294,7 +288,7 @@ class Agent(NamesMissing, HyperparameterAttributes):
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return a copy of the train state by name: weights, moments, step count, running statistics."""
-        return self.members.banks.state(self.slot)
+        return self.members.state(self.slot)
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
         """Load a train state that `state` returned.
@@ -302,7 +296,7 @@ class Agent(NamesMissing, HyperparameterAttributes):
         Raises:
             ValueError: If names, shapes or types do not match; the agent is unchanged then.
         """
-        self.members.banks.load_state(self.slot, state)
+        self.members.load_state(self.slot, state)
 
     def keep_reference(self) -> None:
         """Make the current policy the member's reference for the KL term.
@@ -310,7 +304,8 @@ class Agent(NamesMissing, HyperparameterAttributes):
         Raises:
             ValueError: If the objective's reference is the base.
         """
-        self.members.banks.keep_reference(self.slot)
+        for bank in self.members.banks.values():
+            bank.mix_reference(self.slot, 1.0)
 
     def set_training_mode(self, training: bool) -> None:
         """Set whether `get_action` samples (True) or takes the most likely action (False)."""

@@ -19,6 +19,7 @@ from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.distributed import processes
 from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.history import MemberRecord
+from evogrpo.members.members import BankMembers, Members, SavedMembers
 from evogrpo.members.networks.members import NetworkMembers
 from evogrpo.storage.checkpoint import (
     CheckpointError,
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from evogrpo.algorithms.agent import Agent
-    from evogrpo.members import PolicySet
 
 AnyAgent = TypeVar("AnyAgent", bound="Agent")
 
@@ -63,7 +63,7 @@ class AgentRecord:
     """Record of an agent's checkpoint.
 
     Attributes:
-        shared: Fields of the policy set, in its own format.
+        shared: Fields of the members, in its own format.
         member: The agent.
         note: Further plain values.
     """
@@ -78,7 +78,7 @@ class PopulationRecord:
     """Record of a population's checkpoint, without the lineage.
 
     Attributes:
-        shared: Fields of the policy set, in its own format.
+        shared: Fields of the members, in its own format.
         members: One per slot.
         next_index: First unused index.
     """
@@ -198,11 +198,11 @@ def population_state(population: Population) -> tuple[Mapping[str, Tensor], Popu
         members=tuple(map(_stored, population.agents)),
         next_index=population.next_index,
     )
-    banks = population.members.banks
+    members = population.members
     states = {
-        f"{slot}.{key}": partial(banks.state_tensor, slot, key)
-        for slot in range(banks.size)
-        for key in banks.state_keys
+        f"{slot}.{key}": partial(members.state_tensor, slot, key)
+        for slot in range(members.size)
+        for key in members.state_keys
     }
     return _LazyTensors({**states, **_shared_by_name(population.members)}), record
 
@@ -232,7 +232,7 @@ def restore_population(
         CheckpointError: If the state is of another base model or inconsistent.
     """
     with checkpoint_errors(path):
-        # 1. Build the policy set.
+        # 1. Build the members.
         stored = record.members
         members = _open(
             record.shared,
@@ -274,7 +274,7 @@ def restore_population(
 
 
 def split_shared(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the tensors of a checkpoint that all members share, see `PolicySet.shared_tensors`, and all others."""
+    """Return the tensors of a checkpoint that all members share, see `Members.shared_tensors`, and all others."""
     shared = {}
     others = {}
     for name, tensor in tensors.items():
@@ -285,7 +285,7 @@ def split_shared(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict
     return shared, others
 
 
-def _shared_by_name(members: "PolicySet") -> dict[str, Tensor]:
+def _shared_by_name(members: Members) -> dict[str, Tensor]:
     return {f"{CONSTANT}{name}": tensor for name, tensor in members.shared_tensors().items()}
 
 
@@ -298,8 +298,8 @@ def _open(
     *,
     device: str | torch.device | None,
     accelerator: "Accelerator | None",
-) -> "PolicySet":
-    """Build the policy set of a checkpoint, without train states."""
+) -> Members:
+    """Build the members of a checkpoint, without train states."""
     # 1. Read the kind, the search space and the tensors that all members share.
     if record["kind"] not in AGENT_CLASSES:
         raise unknown_name_error(f"kind of agent in {folder}:", record["kind"], AGENT_CLASSES)
@@ -315,27 +315,27 @@ def _open(
             raise CheckpointError(
                 f"{folder} was saved with another module than the one passed: {error}"
             ) from error
-    # 3. Build the policy set. Only language models need transformers, so their class is imported on
+    # 3. Build the members. Only language models need transformers, so their class is imported on
     #    demand.
-    kind: type[PolicySet] = NetworkMembers
+    kind: type[BankMembers] = NetworkMembers
     if record["kind"] == "language":
         from evogrpo.members.language.members import LanguageMembers
 
         kind = LanguageMembers
-    return kind.from_record(
-        record,
-        size,
-        folder,
-        None if config is None else HyperparameterConfig.from_json(config),
-        constants=constants,
-        stored_bytes=sum(tensor.nbytes for tensor in tensors.values()),
-        actor_network=actor_network,
-        device=device,
-        accelerator=accelerator,
+    saved = SavedMembers(
+        record=record,
+        size=size,
+        hp_config=None if config is None else HyperparameterConfig.from_json(config),
+        shared_tensors=constants,
+        tensor_bytes=sum(tensor.nbytes for tensor in tensors.values()),
+        folder=folder,
+    )
+    return kind.from_checkpoint(
+        saved, actor_network=actor_network, device=device, accelerator=accelerator
     )
 
 
-def _members_record(members: "PolicySet") -> dict[str, Any]:
+def _members_record(members: Members) -> dict[str, Any]:
     return {
         "kind": members.kind,
         "settings": dump(members.settings),

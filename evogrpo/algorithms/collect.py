@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -12,16 +11,14 @@ from evogrpo.envs.protocol import GroupEnvironment
 from evogrpo.functional.loss_types import STEP_ADVANTAGES
 from evogrpo.functional.rewards import consecutive_ids, place_on_last_action, zero_variance_groups
 from evogrpo.interruption import NEVER, Stop
-from evogrpo.members.members import Learner, RolloutBatch, SamplingRequest
+from evogrpo.members.members import Members
+from evogrpo.members.requests import Learner, RolloutBatch, SamplingRequest
 from evogrpo.records import Batch
 from evogrpo.text import class_name
 
-if TYPE_CHECKING:
-    from evogrpo.members import PolicySet
-
 
 def sample_groups(
-    members: "PolicySet",
+    members: Members,
     env: GroupEnvironment,
     learners: Sequence[Learner],
     groups: Sequence[range],
@@ -105,7 +102,7 @@ def _moved(sampled: RolloutBatch, device: torch.device | str) -> RolloutBatch:
 
 
 def resample_groups(
-    members: "PolicySet",
+    members: Members,
     env: GroupEnvironment,
     learners: Sequence[Learner],
     sampled: RolloutBatch,

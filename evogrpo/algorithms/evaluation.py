@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -28,16 +28,14 @@ from evogrpo.evolution.fitness import (
     still_racing,
 )
 from evogrpo.interruption import NEVER, Stop
-from evogrpo.members.members import EvaluationRequest
+from evogrpo.members.members import Members
+from evogrpo.members.requests import EvaluationRequest
 from evogrpo.records import Actor
 from evogrpo.warnings import warn
 
-if TYPE_CHECKING:
-    from evogrpo.members import PolicySet
-
 
 def evaluate_questions(
-    members: "PolicySet", env: GroupEnvironment, request: EvaluationRequest
+    members: Members, env: GroupEnvironment, request: EvaluationRequest
 ) -> tuple[NDArray[np.float64], tuple[int, ...]]:
     """Evaluate members on held-out questions, on part of them on each rank.
 
@@ -90,7 +88,7 @@ def evaluate_questions(
 
 
 def evaluate(
-    members: "PolicySet",
+    members: Members,
     slots: Sequence[int],
     env: GroupEnvironment,
     split: Split,
@@ -133,7 +131,7 @@ def evaluate(
 
 
 def measure_fitness(
-    members: "PolicySet",
+    members: Members,
     slots: Sequence[int],
     env: GroupEnvironment,
     split: Split,
@@ -216,7 +214,7 @@ def measure_fitness(
 
 
 def evaluate_states(
-    members: "PolicySet",
+    members: Members,
     states: Sequence[Mapping[str, Tensor] | None],
     env: GroupEnvironment,
     *,
@@ -239,11 +237,11 @@ def evaluate_states(
     rewards = []
     tokens = 0
     # its observation statistics are those of the base, too
-    untrained = members.new_member().banks.state(0)
-    before = members.banks.state(0)
+    untrained = members.new_member().state(0)
+    before = members.state(0)
     try:
         for state in states:
-            members.banks.load_state(0, untrained if state is None else state)
+            members.load_state(0, untrained if state is None else state)
             request = EvaluationRequest(
                 split="test",
                 questions=tuple(range(env.size("test")) if questions is None else questions),
@@ -256,7 +254,7 @@ def evaluate_states(
             rewards.append(scores)
             tokens += sum(spent)
     finally:
-        members.banks.load_state(0, before)
+        members.load_state(0, before)
     return [
         Fitness.from_scores(row) for row in common_scores(np.concatenate(rewards), "test").tolist()
     ], tokens

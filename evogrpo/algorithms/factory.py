@@ -1,4 +1,4 @@
-"""Construction of policy sets from the arguments of agents and populations."""
+"""Construction of members from the arguments of agents and populations."""
 
 import sys
 from collections.abc import Collection, Mapping, Sequence
@@ -28,7 +28,8 @@ from evogrpo.envs.control.policy_mapping import (
     map_policies,
     single_agent,
 )
-from evogrpo.members.members import autocast_context, choose_device
+from evogrpo.members.devices import autocast_context, choose_device
+from evogrpo.members.members import Members
 from evogrpo.members.networks.architecture import ArchitectureLimits, NetworkConfig
 from evogrpo.members.networks.members import NetworkMembers
 from evogrpo.members.settings import (
@@ -47,8 +48,6 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from peft import LoraConfig
     from transformers import PreTrainedModel
-
-    from evogrpo.members import PolicySet
 
 
 class CommonOptions(HyperparameterOptions, total=False):
@@ -194,11 +193,11 @@ NETWORKS_ONLY = tuple(name for name in _NETWORKS if name not in _LANGUAGE)
 FIRST_ARGUMENTS = ("observation_space", "action_space", "actor_network", "pad_token_id")
 """Positional arguments of the constructors."""
 
-Built = tuple["PolicySet", Hyperparameters]
-"""Policies of all members, and the first member's hyperparameters."""
+Built = tuple[Members, Hyperparameters]
+"""The members, and the first member's hyperparameters."""
 
 
-def build_policy_set(
+def build_members(
     size: int,
     observation_space: spaces.Space[Any] | None,
     action_space: spaces.Space[Any] | None,
@@ -206,7 +205,7 @@ def build_policy_set(
     pad_token_id: int | None,
     options: Mapping[str, Any],
 ) -> Built:
-    """Validate constructor arguments and build the policy set: language models for a transformers model, else networks.
+    """Validate constructor arguments and build the members: language models for a transformers model, else networks.
 
     Raises:
         ValueError: If an argument is unknown, missing or out of range.
@@ -222,10 +221,10 @@ def build_policy_set(
                 " GRPO(env.observation_space, env.action_space), or evogrpo.train(env,"
                 " total_timesteps=...) to train in an environment."
             )
-    # 2. Choose the kind of policy set. Small networks need both spaces, and a module of torch or
+    # 2. Choose the kind of members. Small networks need both spaces, and a module of torch or
     #    none.
     if is_language_model(actor_network):
-        return _language_policy_set(size, both, actor_network, pad_token_id, options)
+        return _language_members(size, both, actor_network, pad_token_id, options)
     if actor_network is None and both.count(None) == 1:
         raise ValueError(
             "observation_space and action_space must both be given to train small networks."
@@ -254,20 +253,20 @@ def build_policy_set(
         raise ValueError(
             "network is for evogrpo's own networks. Leave it out if you pass actor_network."
         )
-    # 4. Build the policy set of a single agent.
+    # 4. Build the members of a single agent.
     chosen = {name: options[name] for name in _NETWORKS if name in options}
     mapping = single_agent(observation_space, action_space)  # type: ignore[arg-type]  # both are given
-    return _network_policy_set(size, mapping, NetworkSettings(**chosen), options, actor_network)
+    return _network_members(size, mapping, NetworkSettings(**chosen), options, actor_network)
 
 
-def _language_policy_set(
+def _language_members(
     size: int,
     both: tuple[spaces.Space[Any] | None, spaces.Space[Any] | None],
     model: "PreTrainedModel",
     pad_token_id: int | None,
     options: Mapping[str, Any],
 ) -> Built:
-    """Validate the arguments for a language model, and build the policy set.
+    """Validate the arguments for a language model, and build the members.
 
     `both` are the spaces, if given.
     """
@@ -297,7 +296,7 @@ def _language_policy_set(
     full = chosen is not None and flag("full_finetuning", chosen)
     if full and (lora is not None or start is not None):
         raise ValueError("full_finetuning trains all weights. Leave out lora_config and adapter.")
-    # 3. Build the settings, the first member's hyperparameters and the policy set.
+    # 3. Build the settings, the first member's hyperparameters and the members.
     chosen = {name: options[name] for name in _LANGUAGE if name in options}
     settings = LanguageSettings(**{**chosen, "pad_token_id": pad_token_id})
     first = _first_hyperparameters(options, settings, {})
@@ -317,7 +316,7 @@ def _language_policy_set(
     return members, first
 
 
-def build_joint_policy_set(
+def build_joint_members(
     size: int,
     observation_spaces: AgentSpaces | None,
     action_spaces: AgentSpaces | None,
@@ -325,7 +324,7 @@ def build_joint_policy_set(
     pad_token_id: None,
     options: Mapping[str, Any],
 ) -> Built:
-    """Validate constructor arguments of members that act for several agents, and build the policy set.
+    """Validate constructor arguments of members that act for several agents, and build the members.
 
     Raises:
         ValueError: If an argument is unknown or out of range.
@@ -349,10 +348,10 @@ def build_joint_policy_set(
     mapping = map_policies(
         observation_spaces, action_spaces, settings.policies, agent_ids=settings.agent_ids
     )
-    return _network_policy_set(size, mapping, settings, options, None)
+    return _network_members(size, mapping, settings, options, None)
 
 
-def _network_policy_set(
+def _network_members(
     size: int,
     mapping: PolicyMapping,
     settings: NetworkSettings,

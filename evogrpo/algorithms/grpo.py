@@ -22,8 +22,8 @@ from evogrpo.algorithms.factory import (
     MultiAgentPopulationOptions,
     Options,
     auto_space,
-    build_joint_policy_set,
-    build_policy_set,
+    build_joint_members,
+    build_members,
     is_language_model,
 )
 from evogrpo.algorithms.learning.learning_step import learn
@@ -41,7 +41,8 @@ from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
 from evogrpo.envs.control.policy_mapping import AgentSpaces
 from evogrpo.envs.protocol import SPLITS, GroupEnvironment, Split
 from evogrpo.evolution.founders import spread_founders, warm_start_founders
-from evogrpo.members.members import RolloutBatch
+from evogrpo.members.members import optional_method
+from evogrpo.members.requests import RolloutBatch
 from evogrpo.members.settings import JointSettings, LanguageSettings, NetworkSettings
 from evogrpo.randomness import generator
 from evogrpo.records import LearnReport, map_tensors
@@ -74,6 +75,7 @@ class NetworkGroup:
 
 
 _NETWORKS = ("actor", "base")
+_WEIGHTS = ("adapter", "weights", "architecture")  # names in train states
 
 
 class EvolvableAlgorithm(Agent):
@@ -82,7 +84,7 @@ class EvolvableAlgorithm(Agent):
     Subclasses define `learn_together`.
 
     The constructor creates one agent in a bank of its own. `population` creates several agents that
-    share one bank and learn in the same batches. The bank (`members.policies[name].bank`) computes
+    share one bank and learn in the same batches. The bank (`members.banks[policy]`) computes
     log-probabilities and takes optimizer steps for all members under any loss; see
     `evogrpo.members.bank.PolicyBank.update`.
 
@@ -102,7 +104,7 @@ class EvolvableAlgorithm(Agent):
     __slots__ = ()
 
     kinds: ClassVar[tuple[str, ...]] = ("language", "networks")
-    _build: ClassVar[Callable[..., Built]] = staticmethod(build_policy_set)
+    _build: ClassVar[Callable[..., Built]] = staticmethod(build_members)
 
     @lists_options(Options.__annotations__, Hyperparameters, LanguageSettings, NetworkSettings)
     def __init__(
@@ -257,9 +259,8 @@ class EvolvableAlgorithm(Agent):
             ValueError: If the states or the mask do not fit.
         """
         training = self.training if training is None else training
-        chosen = self.members.act(
-            self.learner(), states, training=training, action_mask=action_mask
-        )
+        act = optional_method(self.members, "act", "get_action")
+        chosen = act(self.learner(), states, training=training, action_mask=action_mask)
         self.steps += int(training)
         return chosen
 
@@ -293,7 +294,7 @@ class EvolvableAlgorithm(Agent):
         Raises:
             ValueError: If the agent is a language model, or the observation does not fit.
         """
-        actions = self.members.predict(
+        actions = optional_method(self.members, "predict")(
             self.learner(),
             observation,
             deterministic=deterministic,
@@ -335,7 +336,7 @@ class EvolvableAlgorithm(Agent):
             ValueError: If the agent is a small network, a prompt is invalid or too long, or the
                 tokenizer is unknown.
         """
-        texts = self.members.generate(
+        texts: list[str] = optional_method(self.members, "generate")(
             self.learner(),
             prompts,
             tokenizer=tokenizer,
@@ -376,8 +377,8 @@ class EvolvableAlgorithm(Agent):
                 " total_timesteps=...) or evogrpo.evolve(population, env)."
             )
         learner = self.learner()
-        experience, observed = self.members.experience(learner, experiences)
-        self.members.banks.changed.add(self.slot)  # before the change, which may raise half-way
+        to_experience = optional_method(self.members, "experience", "learn")
+        experience, observed = to_experience(learner, experiences)
         report = self.learn_together(self.members, [learner], experience)[self.slot]
         self.members.update_statistics(observed)
         self.steps += 1
@@ -436,7 +437,8 @@ class EvolvableAlgorithm(Agent):
         returns the distribution parameters `[m, o]` (see `StackedPolicy.module`). For several
         agents, a dictionary of such modules by policy.
         """
-        return self.members.policy(self.slot, base=self._evaluated_network == "base")
+        policy = optional_method(self.members, "policy", "get_policy")
+        return policy(self.slot, base=self._evaluated_network == "base")
 
     def recompile(self) -> None:
         """Reset torch.compile, so that the next call compiles the model again.
@@ -515,7 +517,8 @@ class EvolvableAlgorithm(Agent):
             networks_only: Return weights only.
         """
         state = self.state()
-        weights = {name: state.pop(name) for name in self.members.weights}
+        names = [name for name in state if name.rpartition("/")[2] in _WEIGHTS]
+        weights = {name: state.pop(name) for name in names}
         if networks_only:
             return {"actor": weights}
         kept: dict[str, dict[str, torch.Tensor]] = {}
@@ -644,7 +647,7 @@ class MultiAgentGRPO(GRPO):
     __slots__ = ()
 
     kinds = ("joint",)
-    _build = staticmethod(build_joint_policy_set)
+    _build = staticmethod(build_joint_members)
 
     @lists_options(MultiAgentOptions.__annotations__, Hyperparameters, JointSettings)
     def __init__(
@@ -733,7 +736,7 @@ def algorithm_class(kind: str, stored: str | None, given: type[Agent] | None) ->
     """Return the class of a stored population's agents; a name in a checkpoint is never imported.
 
     Args:
-        kind: Kind of their policy set.
+        kind: Kind of their members.
         stored: Name of the algorithm in the checkpoint; None = built-in.
         given: The user's class; None = the built-in class of this kind.
 

@@ -1,11 +1,9 @@
 """Population: agents that share one bank, learn in the same batches and evolve."""
 
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from evogrpo.algorithms.collect import check_groups, resample_groups, sample_groups
@@ -19,8 +17,8 @@ from evogrpo.evolution.plan import Plan
 from evogrpo.evolution.strategies import Strategy
 from evogrpo.interruption import NEVER, Stop
 from evogrpo.members.bank import Sampler
-from evogrpo.members.members import RolloutBatch
-from evogrpo.members.settings import check_hyperparameters
+from evogrpo.members.members import Members, optional_method
+from evogrpo.members.requests import RolloutBatch
 from evogrpo.randomness import generator
 from evogrpo.records import Experience, LearnReport
 from evogrpo.safe_parsing import dump_json, load_json
@@ -30,7 +28,6 @@ from evogrpo.validation import dump, validate, whole_between
 
 if TYPE_CHECKING:
     from evogrpo.algorithms.agent import Agent
-    from evogrpo.members import PolicySet
 
 
 class Population(NamesMissing, Sequence[Any]):
@@ -40,7 +37,7 @@ class Population(NamesMissing, Sequence[Any]):
 
     Attributes:
         agents: The agents in slot order, without wrappers.
-        members: Policies of all members.
+        members: Weights of the agents, and how they sample, act and learn.
         lineage: All members so far, in order of birth.
         next_index: First unused index.
     """
@@ -50,7 +47,7 @@ class Population(NamesMissing, Sequence[Any]):
     def __init__(
         self,
         agents: "Sequence[Agent]",
-        members: "PolicySet",
+        members: Members,
         *,
         wrapper_cls: type[Any] | None = None,
         wrapper_kwargs: Mapping[str, Any] | None = None,
@@ -100,11 +97,6 @@ class Population(NamesMissing, Sequence[Any]):
     def space(self) -> HyperparameterConfig:
         """Search space; empty if nothing evolves."""
         return self.members.hp_config or HyperparameterConfig()
-
-    @property
-    def plays(self) -> bool:
-        """True if members act step by step in an environment, False if they generate text."""
-        return self.members.kind != "language"
 
     @property
     def algorithm(self) -> "type[Agent]":
@@ -218,20 +210,13 @@ class Population(NamesMissing, Sequence[Any]):
         """
         learners = [agent.learner(step) for agent in self.healthy]
         healthy = [learner.slot for learner in learners]
-        self.members.banks.changed.update(healthy)  # before the change, which may raise half-way
         experience = {policy: replace(batch, stop=stop) for policy, batch in experience.items()}
         # A section tells the other ranks of an error; language models divide their passes inside of
         # it.
         with self.processes.section():
             learned = self.algorithm.learn_together(self.members, learners, experience)
             reports = {slot: _checked(report) for slot, report in learned.items()}
-        # Scatter-add is not deterministic on a GPU, so the ranks' updates of small networks differ
-        # in rounding.
-        if self.plays and self.processes.size > 1 and self.members.device.type == "cuda":
-            for slot, state in self.processes.broadcast(
-                self.members.banks.snapshot(healthy)
-            ).items():
-                self.members.banks.load_state(slot, state)
+        self.members.match_ranks(healthy)
         for slot, report in reports.items():
             self.agents[slot].failed = report.failed
         return reports
@@ -266,13 +251,7 @@ class Population(NamesMissing, Sequence[Any]):
         """
         if self.processes.size == 1:
             return
-        banks = self.members.banks
-        digest = 0
-        for slot in range(banks.size):
-            for name in banks.state_keys:
-                values = banks.state_tensor(slot, name).cpu().contiguous()
-                digest = zlib.crc32(values.flatten().view(torch.uint8).numpy().data, digest)
-        digests = self.processes.all_gather(digest)
+        digests = self.processes.all_gather(self.members.checksum())
         differing = [rank for rank, other in enumerate(digests) if other != digests[0]]
         if differing:
             raise ProcessError(
@@ -290,9 +269,9 @@ class Population(NamesMissing, Sequence[Any]):
         `importance_correction`.
 
         Raises:
-            ValueError: If the members are small networks.
+            ValueError: If the members do not generate completions.
         """
-        self.members.sample_with(sampler)
+        optional_method(self.members, "sample_with")(sampler)
 
     def check(self, env: Any) -> None:
         """Check that the members can act in an environment.
@@ -328,10 +307,8 @@ class Population(NamesMissing, Sequence[Any]):
         # types.
         plan = validate(Plan, load_json(dump_json(dump(plan), what="plan")))
         plan.check(history)
-        settings = self.members.settings
-        space = self.members.hp_config
         for child in plan.children:
-            check_hyperparameters(settings, child.hyperparameters, space, per_action=self.plays)
+            self.members.check_hyperparameters(child.hyperparameters)
         if not self.members.evolves or not strategy.mutates:
             return plan
         children = []
@@ -365,7 +342,7 @@ class Population(NamesMissing, Sequence[Any]):
         self.lineage += plan.children
         # Copy all train states before any architecture changes: a parent's slot may itself get a
         # child.
-        self.members.banks.inherit(plan.parents)
+        self.members.inherit(plan.parents)
         for slot in plan.vacant:
             agent = self.agents[slot]
             agent.fitness = None

@@ -56,7 +56,7 @@ class ArchitectureChange:
     """A change of a member's network.
 
     Attributes:
-        architecture: New architecture as plain JSON values, in the format of the policy set that
+        architecture: New architecture as plain JSON values, in the format of the members that
             proposed it.
         old: Old architecture as text.
         new: New architecture as text.

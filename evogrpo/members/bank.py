@@ -112,6 +112,10 @@ class PolicyBank(Protocol):
         """Number of slots."""
 
     @property
+    def seed(self) -> int:
+        """Root of the random streams of this policy."""
+
+    @property
     def rows_are_transitions(self) -> bool:
         """True if each action is scored independently, so that an episode can be split into rows of one action.
 

@@ -1,15 +1,17 @@
 """Devices: availability, memory and threads."""
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from evogrpo.extras import require
 from evogrpo.text import shown
 
 if TYPE_CHECKING:
     import torch
+    from accelerate import Accelerator
 
 BASE_ALLOWANCE, ALLOWANCE_FACTOR = 2**26, 100
 """A checkpoint's settings may need this many bytes, plus this multiple of the size of its tensors.
@@ -65,6 +67,41 @@ def available_device(device: str | None) -> str:
         return local_gpu() if torch.cuda.is_available() else "cpu"
     check_device(device)
     return local_gpu() if device == "cuda" else device
+
+
+def choose_device(
+    accelerator: "Accelerator | None", device: "str | torch.device | None"
+) -> "str | torch.device | None":
+    """Return the requested device, or that of the accelerator; None = not specified.
+
+    Raises:
+        ValueError: If both are given, or the device is not available.
+    """
+    if accelerator is None:
+        if device is not None:
+            check_device(device)
+        return device
+    require("accelerator", "accelerate")
+    from accelerate import Accelerator
+
+    if not isinstance(accelerator, Accelerator):
+        raise ValueError(
+            f"accelerator must be an accelerate.Accelerator, got {shown(accelerator)}."
+        )
+    if device is not None:
+        raise ValueError(f"The accelerator sets the device. Leave out device={str(device)!r}.")
+    chosen: torch.device = accelerator.device
+    return chosen
+
+
+def autocast_context(
+    accelerator: "Accelerator | None",
+) -> Callable[[], AbstractContextManager[None]]:
+    """Return a factory of the autocast context of forward passes."""
+    if accelerator is None or accelerator.mixed_precision == "no":
+        return nullcontext
+    autocast: Callable[[], AbstractContextManager[None]] = accelerator.autocast
+    return autocast
 
 
 @contextmanager

@@ -1,10 +1,11 @@
-"""Parts that both kinds of policy sets share: the banks of all policies, requests for samples, and their results."""
+"""Members: what a population needs of its members, and the part that kinds with banks share."""
 
-import math
+import zlib
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 import numpy as np
 import torch
@@ -13,14 +14,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from evogrpo.config.hyperparameters import Hyperparameters
-from evogrpo.envs.control.normalisation import ObservationStatistics
-from evogrpo.envs.protocol import Scores, Split
-from evogrpo.extras import require
-from evogrpo.interruption import NEVER, Stop
+from evogrpo.config.search_space import HyperparameterConfig
+from evogrpo.distributed import Processes
+from evogrpo.evolution.history import ArchitectureChange
 from evogrpo.members.bank import PolicyBank, TrainState
-from evogrpo.members.devices import check_device, check_stored_size
-from evogrpo.records import DEFAULT_POLICY, Experience
-from evogrpo.text import short_repr, shown
+from evogrpo.members.requests import (
+    EvaluationRequest,
+    ObservedStatistics,
+    RolloutBatch,
+    SamplingRequest,
+)
+from evogrpo.members.settings import check_hyperparameters
+from evogrpo.records import DEFAULT_POLICY
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -30,433 +35,341 @@ CheckpointFiles = dict[str, bytes | Callable[[], bytes]]
 """
 
 
-class Banks(dict[str, PolicyBank]):
-    """Banks of all policies of the same members, by policy.
-
-    Selection, cloning and checkpoints use all policies of a member; acting and learning use one
-    bank at a time.
-
-    Args:
-        banks: Bank of each policy, all with the same number of slots.
+@dataclass(frozen=True, kw_only=True)
+class SavedMembers:
+    """Members in a checkpoint, without their train states.
 
     Attributes:
-        changed: Slots whose train states have changed since the sampler last loaded them; initially
-            all.
-
-    Raises:
-        ValueError: If there is no bank, or they differ in size.
+        record: Result of `Members.checkpoint_record`, with `kind`, `settings` and `hp_config`.
+        size: Number of members.
+        hp_config: Search space; None = nothing evolves.
+        shared_tensors: Result of `Members.shared_tensors`.
+        tensor_bytes: Bytes of all tensors in the checkpoint; the record may name a huge size.
+        folder: Folder of the checkpoint, for messages.
     """
 
-    def __init__(self, banks: Mapping[str, PolicyBank]) -> None:
-        sizes = {bank.size for bank in banks.values()}
-        if len(sizes) != 1:
-            raise ValueError(
-                "banks must contain at least one bank, all of the same size, got sizes"
-                f" {sorted(sizes)}."
-            )
-        super().__init__(banks)
-        self.changed = set(range(self.size))
+    record: Mapping[str, Any]
+    size: int
+    hp_config: HyperparameterConfig | None
+    shared_tensors: Mapping[str, Tensor]
+    tensor_bytes: int
+    folder: Path
 
-    @property
-    def size(self) -> int:
-        """Number of slots."""
-        return next(iter(self.values())).size
 
-    def inherit(self, parents: Sequence[int | None]) -> None:
-        """Copy the train state of slot `parents[i]` to slot i, for every policy.
+class Members(Protocol):
+    """Members of a population: their train states, and how they sample, act and are evaluated.
 
-        None = fresh initialisation.
+    `Population`, the trainer and checkpoints use members through this class only. Language models
+    and small networks are built in (`BankMembers`). Subclass it for a kind of your own, and
+    `evogrpo.testing.members.MembersTestCase` to test it.
+
+    A slot is a place for one member. Members must not influence each other.
+
+    A kind may have further methods, which agents look up by name; see `optional_method`. They are
+    `act` and `experience` for a caller's own loop, `predict`, `generate`, `policy` (a member as a
+    torch module) and `sample_with` (an external sampler).
+
+    Attributes:
+        kind: Name of the kind in journals and checkpoints.
+        step_based: True if members act step by step in an environment, so that costs are
+            environment steps. False if they write text, so that costs are tokens.
+        identity: Keys of `checkpoint_record` that must be equal to load a saved member into an
+            existing one.
+        size: Number of slots.
+        settings: Settings that do not evolve: a dataclass with at least `seed` and `objective`.
+        hp_config: Search space; None = nothing evolves.
+        observation_space: Observation space; None if not given.
+        action_space: Action space; None if not given.
+        device: Device of the train states.
+        processes: Ranks that divide sampling and evaluation; each holds all members.
+        banks: Weights and optimizers by policy, for learning rules that use them; may be empty.
+    """
+
+    kind: str
+    step_based: ClassVar[bool]
+    identity: ClassVar[tuple[str, ...]] = ()
+    size: int
+    settings: Any
+    hp_config: HyperparameterConfig | None
+    observation_space: spaces.Space[Any] | None
+    action_space: spaces.Space[Any] | None
+    device: torch.device
+    processes: Processes
+    banks: Mapping[str, PolicyBank]
+
+    # ---- in environments
+
+    @abstractmethod
+    def check(self, env: Any) -> None:
+        """Raise ValueError if the members cannot act in the environment."""
+
+    @abstractmethod
+    def sample(self, env: Any, starts: Sequence[int], request: SamplingRequest) -> RolloutBatch:
+        """Sample and reward one completion or episode for each requested row.
+
+        Row r, action t of a member uses number `[r, t]` of the stream (seed, purpose, step, index,
+        number), so that its samples do not depend on other members.
+
+        Args:
+            env: Provides prompts or episodes, and rewards.
+            starts: Training starts; `request.start_ids` are positions in them.
+            request: The rows, and the members that act.
         """
-        for bank in self.values():
-            # banks have equal sizes, so invalid parents raise at the first, before any change
-            bank.inherit(parents)
-        self.changed.update(slot for slot, parent in enumerate(parents) if parent != slot)
+
+    @abstractmethod
+    def evaluate(
+        self, env: Any, request: EvaluationRequest
+    ) -> tuple[NDArray[np.float64], tuple[int, ...]]:
+        """Answer held-out questions; train states and training streams do not change.
+
+        Returns:
+            `[n]` raw task rewards in the order of `request.start_ids`; NaN = no reward. And the
+            tokens or environment steps processed, for each slot of the request.
+        """
+
+    def prepare_sampling(self) -> None:
+        """Prepare to sample with the current weights. Called on all ranks before they sample."""
+        return
+
+    def update_statistics(self, observed: Sequence[ObservedStatistics]) -> None:
+        """Add the observations of a learning step to running statistics, if the kind has any."""
+        return
+
+    # ---- train states
 
     @property
+    @abstractmethod
     def state_keys(self) -> tuple[str, ...]:
         """Keys of a train state, the same for all members."""
-        return tuple(
-            state_key(policy, name) for policy, bank in self.items() for name in bank.state_keys
-        )
 
+    @abstractmethod
     def state_tensor(self, slot: int, name: str) -> Tensor:
         """Return a copy of one tensor of a train state."""
-        policy, _, key = name.rpartition("/")
-        return self[policy or DEFAULT_POLICY].state_tensor(slot, key)
 
-    def state(self, slot: int) -> TrainState:
-        """Return a copy of the train state of a slot.
-
-        With several policies the keys are "policy/name".
-        """
-        return {
-            state_key(policy, name): value
-            for policy, bank in self.items()
-            for name, value in bank.state(slot).items()
-        }
-
+    @abstractmethod
     def load_state(self, slot: int, state: Mapping[str, Tensor]) -> None:
         """Load a train state into a slot.
 
         Raises:
-            ValueError: If it has other policies, or does not fit one of them; nothing is changed
-                then.
+            ValueError: If names, shapes or types do not match; nothing is changed then.
         """
-        parts: dict[str, dict[str, Tensor]] = {}
-        for key, value in state.items():
-            policy, _, name = key.rpartition("/")
-            parts.setdefault(policy or DEFAULT_POLICY, {})[name] = value
-        if set(parts) != set(self):
-            raise ValueError(
-                f"The train state must have policies {sorted(self)}, got {sorted(parts)}."
-            )
-        before = {policy: bank.state(slot) for policy, bank in self.items() if len(self) > 1}
-        for policy, bank in self.items():
-            try:
-                bank.load_state(slot, parts[policy])
-            except ValueError as error:
-                for loaded, previous in before.items():
-                    self[loaded].load_state(slot, previous)
-                raise ValueError(
-                    str(error) if policy == DEFAULT_POLICY else f"policy {policy!r}: {error}"
-                ) from error
-        self.changed.add(slot)
+
+    @abstractmethod
+    def inherit(self, parents: Sequence[int | None]) -> None:
+        """Copy the train state of slot `parents[i]` to slot i, all at once; None = a new member.
+
+        Raises:
+            ValueError: If `parents` is not one existing slot (or None) per slot.
+        """
+
+    def state(self, slot: int) -> TrainState:
+        """Return a copy of the train state of a slot."""
+        return {name: self.state_tensor(slot, name) for name in self.state_keys}
 
     def snapshot(self, slots: Collection[int]) -> dict[int, TrainState]:
         """Return copies of train states by slot, in CPU memory, for `load_state`."""
-        return {
-            slot: {name: value.cpu() for name, value in self.state(slot).items()} for slot in slots
-        }
+        copies = {}
+        for slot in slots:
+            copies[slot] = {name: value.cpu() for name, value in self.state(slot).items()}
+        return copies
 
-    def keep_reference(self, slot: int) -> None:
-        """Make a member's current policies its references; ValueError without own references."""
-        for bank in self.values():
-            bank.mix_reference(slot, 1.0)
+    def checksum(self) -> int:
+        """Return a checksum of all train states."""
+        digest = 0
+        for slot in range(self.size):
+            for name in self.state_keys:
+                values = self.state_tensor(slot, name).cpu().contiguous()
+                digest = zlib.crc32(values.flatten().view(torch.uint8).numpy().data, digest)
+        return digest
+
+    def match_ranks(self, slots: Collection[int]) -> None:
+        """Make train states bit-equal on all ranks after a learning step, if they may differ."""
+        return
+
+    # ---- evolution
+
+    def check_hyperparameters(self, hyperparameters: Hyperparameters) -> None:
+        """Raise ValueError for hyperparameters that do not fit the settings."""
+        return
+
+    @property
+    def evolves(self) -> bool:
+        """True if mutation changes architectures."""
+        return False
+
+    def propose_architecture(
+        self, slot: int, rng: np.random.Generator
+    ) -> ArchitectureChange | None:
+        """Draw a change of a member's architecture; None = no change."""
+        return None
+
+    def change_architecture(
+        self, slot: int, architecture: Mapping[str, Any], rng: np.random.Generator
+    ) -> None:
+        """Change a member's architecture and keep what it has learned.
+
+        Args:
+            slot: Slot of the member.
+            architecture: In the format of `propose_architecture`.
+            rng: Random generator of new weights.
+
+        Raises:
+            ValueError: If architectures of this kind do not change.
+        """
+        raise ValueError(f"The architecture of {self.kind} members is fixed, got {architecture}.")
+
+    # ---- copies and checkpoints
+
+    @abstractmethod
+    def new_member(self, *, wrap: bool = True) -> "Members":
+        """Return members of the same kind with one slot, which holds a new member.
+
+        Args:
+            wrap: Keep the accelerator's mixed precision.
+        """
+
+    @abstractmethod
+    def checkpoint_record(self) -> dict[str, Any]:
+        """Return plain values for checkpoints, from which `from_checkpoint` builds the members.
+
+        `kind`, `settings` and `hp_config` are stored beside them.
+        """
+
+    @classmethod
+    @abstractmethod
+    def from_checkpoint(
+        cls,
+        saved: SavedMembers,
+        *,
+        actor_network: Any,
+        device: torch.device | str | None,
+        accelerator: "Accelerator | None",
+    ) -> Self:
+        """Build members from a checkpoint; their train states are loaded afterwards.
+
+        Args:
+            saved: The checkpoint.
+            actor_network: Base model or module of the caller; None = not given.
+            device: Device of the members; None = not given.
+            accelerator: Chooses the device and the precision; None = not given.
+
+        Raises:
+            CheckpointError: If the base model is another one.
+            ValueError: If it cannot be built.
+        """
+
+    def shared_tensors(self) -> dict[str, Tensor]:
+        """Return tensors that all members share and checkpoints store."""
+        return {}
+
+    def files(self, slot: int) -> CheckpointFiles:
+        """Return additional files of a member's checkpoint."""
+        return {}
+
+    def journal_fields(self) -> dict[str, Any]:
+        """Return further fields of the journal's first event."""
+        return {}
+
+    def arguments(self) -> dict[str, Any]:
+        """Return constructor arguments that are not in the settings, for `inspect_attributes`."""
+        return {}
+
+    def unwrap(self) -> None:
+        """Stop using the accelerator's precision."""
+        return
+
+
+def optional_method(members: Members, name: str, caller: str | None = None) -> Callable[..., Any]:
+    """Return a method that only some kinds of members have.
+
+    Args:
+        members: The members.
+        name: Name of the method.
+        caller: Name of the public method that needs it, for the message; `name` by default.
+
+    Raises:
+        ValueError: If this kind has none.
+    """
+    method: Callable[..., Any] | None = getattr(members, name, None)
+    if method is None:
+        raise ValueError(f"{caller or name} is not available for {members.kind} members.")
+    return method
+
+
+class BankMembers(Members):
+    """Members whose train states are rows of banks, one bank per policy.
+
+    The names in a train state are those of the bank. With several policies, "policy/" comes first.
+
+    Args:
+        banks: Bank of each policy, all with the same number of slots.
+    """
+
+    def __init__(self, banks: Mapping[str, PolicyBank]) -> None:
+        sizes = {bank.size for bank in banks.values()}
+        assert len(sizes) == 1, f"banks must have one size, got {sizes}"
+        self.banks = banks
+        self.size = sizes.pop()
+
+    def check_hyperparameters(self, hyperparameters: Hyperparameters) -> None:
+        """Raise ValueError for hyperparameters that do not fit objective and optimizer."""
+        check_hyperparameters(
+            self.settings, hyperparameters, self.hp_config, per_action=self.step_based
+        )
+
+    @property
+    def state_keys(self) -> tuple[str, ...]:
+        """Keys of a train state, the same for all members."""
+        keys: list[str] = []
+        for policy, bank in self.banks.items():
+            keys += [state_key(policy, name) for name in bank.state_keys]
+        return tuple(keys)
+
+    def state_tensor(self, slot: int, name: str) -> Tensor:
+        """Return a copy of one tensor of a train state."""
+        policy, key = _split_key(name)
+        return self.banks[policy].state_tensor(slot, key)
+
+    def load_state(self, slot: int, state: Mapping[str, Tensor]) -> None:
+        """Load a train state into a slot; see `Members.load_state`."""
+        # 1. Sort the tensors by policy.
+        parts: dict[str, dict[str, Tensor]] = {}
+        for name, value in state.items():
+            policy, key = _split_key(name)
+            parts.setdefault(policy, {})[key] = value
+        if set(parts) != set(self.banks):
+            raise ValueError(
+                f"The train state must have policies {sorted(self.banks)}, got {sorted(parts)}."
+            )
+        # 2. Load them. If one does not fit, restore the policies before it.
+        previous: dict[str, TrainState] = {}
+        for policy, bank in self.banks.items():
+            if len(self.banks) > 1:
+                previous[policy] = bank.state(slot)
+            try:
+                bank.load_state(slot, parts[policy])
+            except ValueError as error:
+                for loaded, before in previous.items():
+                    self.banks[loaded].load_state(slot, before)
+                if policy == DEFAULT_POLICY:
+                    raise
+                raise ValueError(f"policy {policy!r}: {error}") from error
+
+    def inherit(self, parents: Sequence[int | None]) -> None:
+        """Copy train states between slots; see `Members.inherit`."""
+        # Banks have equal sizes, so invalid parents raise at the first one, before any change.
+        for bank in self.banks.values():
+            bank.inherit(parents)
 
 
 def state_key(policy: str, name: str) -> str:
-    """Return the key of a policy's tensor in the member's train state: without a prefix for the default policy."""
+    """Return the name of a policy's tensor in a member's train state."""
     if policy == DEFAULT_POLICY:
         return name
     return f"{policy}/{name}"
 
 
-# ---- requests for samples and evaluations, and their results
-
-
-@dataclass(frozen=True, kw_only=True)
-class Learner:
-    """One member that takes part in a learning step.
-
-    Attributes:
-        slot: Its slot in the bank.
-        index: Its identity; part of the name of its random streams.
-        step: Number of the learning step; part of the name as well.
-        hyperparameters: Its hyperparameters in this step.
-    """
-
-    slot: int
-    index: int
-    step: int
-    hyperparameters: Hyperparameters
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class SamplingRequest:
-    """Rows to sample; the rows of a member are next to each other.
-
-    Attributes:
-        learners: The members that act, all at the same learning step.
-        counts: Number of rows of each member, on all ranks.
-        row_ids: `[k]` numbers of the rows among those of all ranks; they select the random numbers.
-        member_ids: `[k]` slots.
-        start_ids: `[k]` position of each row's start among the opened ones.
-        group_ids: `[k]` one number per member and start.
-        temperature: `[k]` sampling temperatures.
-        purpose: Name of the random stream, with step and index.
-        number: Distinguishes streams of one purpose within a step.
-        stop: Checked between tokens or steps, and between reward calls.
-    """
-
-    learners: tuple[Learner, ...]
-    counts: tuple[int, ...]
-    row_ids: Tensor
-    member_ids: Tensor
-    start_ids: Tensor
-    group_ids: Tensor
-    temperature: Tensor
-    purpose: str
-    number: int = 0
-    stop: Stop = NEVER
-
-    __repr__ = short_repr
-
-    @property
-    def streams(self) -> list[tuple[int, ...]]:
-        """Numbers of each member's random stream."""
-        further = [self.number] if self.number else []
-        return [(learner.step, learner.index, *further) for learner in self.learners]
-
-    def select(self, rows: Tensor) -> "SamplingRequest":
-        """Return the request for some of its rows."""
-        names = ("row_ids", "member_ids", "start_ids", "group_ids", "temperature")
-        chosen: dict[str, Any] = {name: getattr(self, name)[rows] for name in names}
-        return replace(self, **chosen)
-
-
-ObservedStatistics = Mapping[str, ObservationStatistics]
-"""Observation statistics of a rollout, by policy."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RolloutBatch:
-    """Rewarded samples; the rows of a member, and within them of a group, are next to each other.
-
-    Attributes:
-        experience: The samples as batches to learn from, by policy.
-        scores: Rewards and texts of the environment, row by row, without penalties and step
-            rewards.
-        member_ids: `[n]` slots of the members that acted.
-        start_ids: `[n]` positions in `starts`.
-        truncated: `[n]` completions that ran out of length, or episodes in which an agent was
-            truncated.
-        tokens: Tokens (or environment steps) processed, by slot, discarded groups included.
-        starts: Training starts that were opened.
-        questions: Texts of the starts, for display; untrusted. Empty for environments without
-            texts.
-        observed: Observation statistics to add to the running ones; one entry per sampling.
-        earned: Mean raw reward of each group that has rewards, by slot and position of the start,
-            before dynamic sampling.
-        scoring_seconds: Time that reward functions took; 0 for environments that are played.
-    """
-
-    experience: Experience
-    scores: Scores
-    member_ids: Tensor
-    start_ids: Tensor
-    truncated: Tensor
-    tokens: dict[int, int]
-    starts: tuple[int, ...] = ()
-    questions: tuple[str, ...] = ()
-    observed: tuple[ObservedStatistics, ...] = field(default=())
-    earned: Mapping[int, Mapping[int, float]] = field(default_factory=dict)
-    scoring_seconds: float = 0.0
-
-    __repr__ = short_repr
-
-    def mean_group_rewards(self) -> dict[int, dict[int, float]]:
-        """Return the mean raw reward of each group, by slot and position of its start."""
-        groups: dict[int, dict[int, list[float]]] = {}
-        rows = zip(
-            self.member_ids.tolist(),
-            self.start_ids.tolist(),
-            self.scores.rewards.tolist(),
-            strict=True,
-        )
-        for slot, start, reward in rows:
-            if math.isfinite(reward):
-                groups.setdefault(slot, {}).setdefault(start, []).append(reward)
-        return {
-            slot: {start: math.fsum(rewards) / len(rewards) for start, rewards in each.items()}
-            for slot, each in groups.items()
-        }
-
-
-HELD_OUT = "held-out answers"
-"""Purpose of the random stream of sampled evaluations, the same for all members and evaluations."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvaluationRequest:
-    """Held-out questions to evaluate members on; every slot answers every question.
-
-    Attributes:
-        split: Name of the split.
-        questions: Positions of the questions in the split.
-        slots: Slots to evaluate. With `base`, a single slot, whose value has no effect.
-        base: Evaluate the untrained base.
-        answers: Number of answers per question, sampled at temperature 1; None = one greedy answer.
-        stop: As in `SamplingRequest`.
-    """
-
-    split: Split
-    questions: tuple[int, ...]
-    slots: tuple[int, ...]
-    base: bool = False
-    answers: int | None = None
-    stop: Stop = NEVER
-
-    @property
-    def answers_per_question(self) -> int:
-        """Number of answers of each slot to each question."""
-        return self.answers or 1
-
-    @property
-    def start_ids(self) -> Tensor:
-        """`[n]` position in `questions` of each row, ordered by slot, then question."""
-        return (
-            torch.arange(len(self.questions))
-            .repeat_interleave(self.answers_per_question)
-            .repeat(len(self.slots))
-        )
-
-    @property
-    def member_ids(self) -> Tensor:
-        """`[n]` slots."""
-        return torch.tensor(self.slots).repeat_interleave(self.rows_per_slot)
-
-    @property
-    def rows_per_slot(self) -> int:
-        """Number of rows of a slot."""
-        return len(self.questions) * self.answers_per_question
-
-    @property
-    def temperature(self) -> Tensor:
-        """`[n]` 1 for sampled answers, 0 for greedy ones."""
-        return torch.full(
-            (len(self.slots) * self.rows_per_slot,), 0.0 if self.answers is None else 1.0
-        )
-
-    @property
-    def streams(self) -> list[tuple[int, ...]]:
-        """Numbers of each question's random stream."""
-        return [(number,) for number in self.questions]
-
-
-# ---- devices
-
-
-def choose_device(
-    accelerator: "Accelerator | None", device: str | torch.device | None
-) -> str | torch.device | None:
-    """Return the requested device, or that of the accelerator; None = not specified.
-
-    Raises:
-        ValueError: If both are given, or the device is not available.
-    """
-    if accelerator is None:
-        if device is not None:
-            check_device(device)
-        return device
-    require("accelerator", "accelerate")
-    from accelerate import Accelerator
-
-    if not isinstance(accelerator, Accelerator):
-        raise ValueError(
-            f"accelerator must be an accelerate.Accelerator, got {shown(accelerator)}."
-        )
-    if device is not None:
-        raise ValueError(f"The accelerator sets the device. Leave out device={str(device)!r}.")
-    chosen: torch.device = accelerator.device
-    return chosen
-
-
-def autocast_context(
-    accelerator: "Accelerator | None",
-) -> Callable[[], AbstractContextManager[None]]:
-    """Return a factory of the autocast context of forward passes."""
-    if accelerator is None or accelerator.mixed_precision == "no":
-        return nullcontext
-    autocast: Callable[[], AbstractContextManager[None]] = accelerator.autocast
-    return autocast
-
-
-# ---- spaces in checkpoints
-
-
-def space_to_json(space: spaces.Space[Any]) -> dict[str, Any]:
-    """Return a space as plain JSON values.
-
-    Raises:
-        ValueError: If it is not a Box, Discrete, MultiDiscrete, MultiBinary, or a Dict, Tuple or
-            Sequence of these.
-    """
-    match space:
-        case spaces.Sequence():  # of tokens; only language models have them
-            return {
-                "kind": "sequence",
-                "part": space_to_json(space.feature_space),
-                "stack": space.stack,
-            }
-        case spaces.Dict():
-            return {
-                "kind": "dict",
-                "parts": [[key, space_to_json(part)] for key, part in space.spaces.items()],
-            }
-        case spaces.Tuple():
-            return {"kind": "tuple", "parts": [space_to_json(part) for part in space.spaces]}
-        case spaces.Box():
-            bounds: dict[str, Any] = {}
-            for name in ("low", "high"):  # one bound if all are equal; infinite ones as text
-                flat = [
-                    str(value) if np.isinf(value) else value.item()
-                    for value in getattr(space, name).ravel()
-                ]
-                bounds[name] = flat[0] if flat and all(value == flat[0] for value in flat) else flat
-            return {"kind": "box", **bounds, "shape": list(space.shape), "dtype": str(space.dtype)}
-        case spaces.Discrete():
-            return {
-                "kind": "discrete",
-                "n": int(space.n),
-                "start": int(space.start),
-                "dtype": str(space.dtype),
-            }
-        case spaces.MultiDiscrete():
-            values = {"nvec": space.nvec.tolist(), "start": space.start.tolist()}
-            return {"kind": "multi_discrete", **values, "dtype": str(space.dtype)}
-        case spaces.MultiBinary():
-            return {
-                "kind": "multi_binary",
-                "n": space.n if isinstance(space.n, int) else list(space.shape),
-            }
-    raise ValueError(f"A checkpoint cannot store the space {space}.")
-
-
-def space_from_json(values: Mapping[str, Any], stored_bytes: int = 0) -> spaces.Space[Any]:
-    """Build a space from the result of `space_to_json`; ValueError or KeyError for anything else.
-
-    Args:
-        values: Result of `space_to_json`.
-        stored_bytes: Bytes of the tensors in the checkpoint; see `check_stored_size`.
-    """
-    match values["kind"]:
-        case "dict":
-            # A list of pairs keeps the order of keys, which is the order of features.
-            return spaces.Dict(
-                [(key, space_from_json(part, stored_bytes)) for key, part in values["parts"]]
-            )
-        case "sequence":
-            return spaces.Sequence(
-                space_from_json(values["part"], stored_bytes), stack=values["stack"]
-            )
-        case "tuple":
-            return spaces.Tuple([space_from_json(part, stored_bytes) for part in values["parts"]])
-        case "box":
-            dtype = np.dtype(values["dtype"])
-            shape = tuple(values["shape"])
-            check_stored_size(2 * math.prod(shape) * dtype.itemsize, stored_bytes)
-            low, high = (_bounds_from_json(values[name], shape, dtype) for name in ("low", "high"))
-            return spaces.Box(low, high, shape, dtype.type)
-        case "discrete":
-            return spaces.Discrete(
-                values["n"], start=values["start"], dtype=np.dtype(values["dtype"]).type
-            )
-        case "multi_discrete":
-            dtype = np.dtype(values["dtype"])
-            return spaces.MultiDiscrete(
-                np.array(values["nvec"]),
-                dtype=dtype.type,
-                start=np.array(values["start"], dtype=dtype),
-            )
-        case "multi_binary":
-            check_stored_size(math.prod(np.atleast_1d(values["n"]).tolist()), stored_bytes)
-            return spaces.MultiBinary(values["n"])
-    raise ValueError(f"unknown kind of space {values['kind']!r}")
-
-
-def _bounds_from_json(values: Any, shape: tuple[int, ...], dtype: "np.dtype[Any]") -> NDArray[Any]:
-    if isinstance(values, list):
-        return np.array(
-            [float(value) if isinstance(value, str) else value for value in values], dtype
-        ).reshape(shape)
-    return np.full(shape, float(values) if isinstance(values, str) else values, dtype)
+def _split_key(name: str) -> tuple[str, str]:
+    """Return the policy and the bank's name of a tensor; the inverse of `state_key`."""
+    policy, _, key = name.rpartition("/")
+    return policy or DEFAULT_POLICY, key

@@ -1,4 +1,4 @@
-"""Settings of a population that do not evolve, for each kind of policy set."""
+"""Settings of a population that do not evolve, for each kind of members."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import field

@@ -187,7 +187,7 @@ def update_best(run: "Trainer", measured: Mapping[int, Measured]) -> int:
         member=population.agents[slot].record(),
         generation=run_state.generation,
         fitness=fitness[slot],
-        state=population.members.banks.snapshot([slot])[slot],
+        state=population.members.snapshot([slot])[slot],
     )
     if run_state.best is None or difference(best.fitness, run_state.best.fitness)[0] > 0:
         run_state.best = best

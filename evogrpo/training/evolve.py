@@ -302,7 +302,9 @@ def evolve(
     planned = Schedule(**schedule)
     if strategy is None:
         chosen = default_strategy(
-            len(population), networks=population.plays, evolve_network=population.members.evolves
+            len(population),
+            networks=population.members.step_based,
+            evolve_network=population.members.evolves,
         )
     else:
         chosen = chosen_strategy(strategy)

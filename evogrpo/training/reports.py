@@ -12,7 +12,7 @@ import torch
 
 import evogrpo
 from evogrpo.algorithms.population import Population
-from evogrpo.members.members import RolloutBatch
+from evogrpo.members.requests import RolloutBatch
 from evogrpo.records import LearnReport
 from evogrpo.reporting.records import (
     Example,
@@ -255,7 +255,7 @@ def generation_report(
         seconds=run_state.seconds,
         tokens=run_state.tokens,
         examples=run_state.examples,
-        timesteps=run_state.timesteps if population.plays else None,
+        timesteps=run_state.timesteps if population.members.step_based else None,
         questions=max(len(agent.fitness.scores) for agent in population.agents if agent.fitness),
         evaluation=run_state.evaluation,
         best_ever=(

@@ -565,7 +565,7 @@ class StoredRun:
         with checkpoint_errors(self.folder):
             run_state = deepcopy(record.run_state)
             run_state.history = list(self.history)
-            run_state.load_tensors(self.tensors, population.members.banks)
+            run_state.load_tensors(self.tensors, population.members)
         return population, run_state
 
 

@@ -13,7 +13,7 @@ from evogrpo.algorithms.population import Population
 from evogrpo.config.search_space import MAX_SAMPLES
 from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.history import Generation, MemberRecord, SlotRecord
-from evogrpo.members.members import Banks
+from evogrpo.members.members import Members
 from evogrpo.reporting.records import EvaluationCost, Example, GenerationReport, TestReport
 from evogrpo.training.schedule import Schedule
 from evogrpo.validation import MAX_STEPS, Real, Whole
@@ -273,22 +273,22 @@ class RunState:
             return {}
         return {f"best: {part}": tensor for part, tensor in self.best.state.items()}
 
-    def load_tensors(self, tensors: Mapping[str, Tensor], banks: Banks) -> None:
+    def load_tensors(self, tensors: Mapping[str, Tensor], members: Members) -> None:
         """Load what `tensors` returned.
 
         Args:
             tensors: All tensors of the checkpoint, by name.
-            banks: Banks that validate the state; unchanged afterwards.
+            members: Members that validate the state; unchanged afterwards.
 
         Raises:
             KeyError: If a tensor is missing.
-            ValueError: If the state does not fit the banks.
+            ValueError: If the state does not fit them.
         """
         if self.best is not None:
-            current = banks.state(0)
-            state = {part: tensors[f"best: {part}"] for part in banks.state_keys}
-            banks.load_state(0, state)  # raises ValueError if it does not fit
-            banks.load_state(0, current)
+            current = members.state(0)
+            state = {part: tensors[f"best: {part}"] for part in members.state_keys}
+            members.load_state(0, state)  # raises ValueError if it does not fit
+            members.load_state(0, current)
             self.best = replace(self.best, state=state)
 
 

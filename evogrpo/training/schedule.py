@@ -227,11 +227,11 @@ class Schedule:
 
         if strategy is not None:
             first = population.agents[0].hyperparameters
-            architectures = getattr(population.members.settings, "evolve_network", None) is not None
+            architectures = population.members.evolves
             warn_unused_evolution(
                 strategy, len(population), population.space, architectures=architectures
             )
-            warn_first_guess(strategy, first, population.space, plays=population.plays)
+            warn_first_guess(strategy, first, population.space, plays=population.members.step_based)
         if "objective" in population.algorithm.unused_options:
             return  # an algorithm of the user may not use the objective
         found = without_effect(
@@ -239,7 +239,7 @@ class Schedule:
             [agent.hyperparameters for agent in population.agents],
             population.space,
             samples_per_step=self.samples_per_step,
-            rows_are_samples=not population.plays,
+            rows_are_samples=not population.members.step_based,
         )
         for message in found.values():
             warn(message)
@@ -321,7 +321,7 @@ def check_run(
     """Raise ValueError if the parts of a run do not fit together."""
     population.check(env)
     schedule.check_held_out(env)
-    schedule.check_timesteps(plays=population.plays)
+    schedule.check_timesteps(plays=population.members.step_based)
     sizes = [agent.hyperparameters.group_size for agent in population.agents if not agent.retired]
     check_training_rewards(schedule, fitness, sizes, population.space)
 

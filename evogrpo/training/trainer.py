@@ -16,7 +16,7 @@ from evogrpo.evolution.fitness import FitnessConfig
 from evogrpo.evolution.plan import Plan
 from evogrpo.evolution.strategies import Strategy
 from evogrpo.interruption import STOPPED, Interrupted
-from evogrpo.members.members import RolloutBatch
+from evogrpo.members.requests import RolloutBatch
 from evogrpo.records import LearnReport
 from evogrpo.reporting.records import (
     BaselineReport,
@@ -227,7 +227,7 @@ class Trainer:
         state = self.run_state
         population = self.population
         clock = self.clock
-        banks = population.members.banks
+        members = population.members
         stop = self.stop_request
         if self._resumed and self.run_dir is not None:
             self.run_dir.export_best(population, state.best)
@@ -254,7 +254,7 @@ class Trainer:
                     self._require_healthy()
                     self._set_progress()
                     slots = [agent.slot for agent in population.healthy]
-                    snapshot = banks.snapshot(slots)
+                    snapshot = members.snapshot(slots)
                     began = clock.now()
                     try:
                         with stop.interruptible():
@@ -275,7 +275,7 @@ class Trainer:
                         BaseException
                     ) as error:  # go back to the state after the last step, which can be resumed
                         for slot, train_state in snapshot.items():
-                            banks.load_state(slot, train_state)
+                            members.load_state(slot, train_state)
                         # most often of a reward function
                         if isinstance(error, Exception | SystemExit):
                             self._save(f"{class_name(error)} in learning step {state.step}")
@@ -377,7 +377,6 @@ class Trainer:
         schedule = self.schedule
         settings = self.population.members.settings
         # small networks have none
-        micro_batch_tokens = getattr(settings, "micro_batch_tokens", None)
         self._event(
             "run",
             **(
@@ -386,7 +385,7 @@ class Trainer:
             ),
             kind=population.members.kind,
             seed=settings.seed,
-            **({} if micro_batch_tokens is None else {"micro_batch_tokens": micro_batch_tokens}),
+            **population.members.journal_fields(),
             population_size=len(population),
             samples_per_step=schedule.samples_per_step,
             steps_per_generation=schedule.steps_per_generation,
@@ -581,7 +580,7 @@ class Trainer:
             complete=self._complete,
             generations=state.generation,
             steps=state.step,
-            timesteps=state.timesteps if self.population.plays else None,
+            timesteps=state.timesteps if self.population.members.step_based else None,
             tokens=state.tokens,
             seconds=state.seconds,
             evaluation=state.evaluation,

@@ -15,7 +15,7 @@ from evogrpo import Objective
 from evogrpo.algorithms.learning.learning_step import learn, minibatches
 from evogrpo.algorithms.learning.metrics import PER_POLICY
 from evogrpo.functional.loss_types import ADVANTAGES, LOSS_TYPES
-from evogrpo.members.members import Learner
+from evogrpo.members.requests import Learner
 from tests.oracles.objective_by_hand import ByHand, divergence, rows_of
 from tests.policy_banks import assert_gradients_agree, assert_states_agree
 from tests.rounding import assert_metrics_agree

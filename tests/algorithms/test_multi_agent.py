@@ -157,7 +157,7 @@ def test_agents_learn_from_their_own_steps_and_truncated_ones_can_be_masked():
     for slot, report in reports.items():  # but with costs
         masks = [batch.select_members([slot]).present for batch in collected.experience.values()]
         assert collected.tokens[slot] == sum(int(present.sum()) for present in masks)
-        assert int(population.members.banks.state(slot)["old_0/step"]) == 0
+        assert int(population.members.state(slot)["old_0/step"]) == 0
         assert report.failed is None
 
 
@@ -184,9 +184,7 @@ def test_members_learn_together_as_alone(make, policies):
         alone = population_for(env, 1, policies=policies, index=slot, **values)
         train(alone, env, 2)
         alone.evaluate(env)
-        assert_states_agree(
-            together.members.banks.state(slot), alone.members.banks.state(0), lr=alone[0].lr
-        )
+        assert_states_agree(together.members.state(slot), alone.members.state(0), lr=alone[0].lr)
         assert alone[0].fitness.scores == together[slot].fitness.scores
 
 
@@ -201,7 +199,7 @@ def test_a_member_fails_by_one_policy_without_effect_on_others():
     bank.load_state(1, ruined)
     for population in (calm, troubled):
         train(population, env, 1)
-    assert equal_states(calm.members.banks.state(0), bank.state(0))
+    assert equal_states(calm.members.state(0), bank.state(0))
     assert troubled[1].failed.startswith("policy red: log-probabilities")
     # The remaining members continue without it.
     collected, reports = train(troubled, env, 1, first=1)

@@ -103,9 +103,7 @@ def test_a_failed_step_moves_no_reference():
     agent = held(SNAPSHOT | {"reference_sync_steps": 1, "reference_mixing": 1.0})
     batch = sampled(agent, REWARDS)
     before = agent.state()
-    agent.members.banks.load_state(
-        0, before | {"adapter": torch.full_like(before["adapter"], torch.nan)}
-    )
+    agent.members.load_state(0, before | {"adapter": torch.full_like(before["adapter"], torch.nan)})
     assert learn_from(agent, batch).failed == "no finite gradient or weights in 1 of 1 updates"
     assert torch.equal(agent.state()["reference"], before["reference"])
 

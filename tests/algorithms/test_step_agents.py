@@ -11,9 +11,9 @@ from gymnasium import spaces
 from evogrpo import GRPO, HyperparameterConfig, Objective, RLParameter, evolve
 from evogrpo.algorithms.grpo import NetworkGroup
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
-from evogrpo.members.members import space_from_json, space_to_json
 from evogrpo.members.networks.architecture import ArchitectureLimits, NetworkConfig
 from evogrpo.members.settings import NETWORK_DEFAULTS, STEPWISE
+from evogrpo.members.space_json import space_from_json, space_to_json
 from evogrpo.randomness import generator
 from evogrpo.storage.checkpoint import CheckpointError
 from tests.envs.probes import Masked, MatchBox, MatchDict, MatchDiscrete, MatchMultiDiscrete

@@ -159,7 +159,7 @@ def test_a_member_without_signal_takes_no_step():
     for agent, state in zip(population, before, strict=True):
         state["exp_avg"] += 0.1
         state["step"] += 5
-        population.members.banks.load_state(agent.slot, state)
+        population.members.load_state(agent.slot, state)
     reports = step_of(population, env)
     assert reports[1].optimizer_steps == 0
     assert equal_states(before[1], population[1].state())

@@ -13,8 +13,8 @@ from evogrpo import Objective
 from evogrpo.algorithms.learning.learning_step import learn, minibatches
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.functional.loss_types import FULL_KLS
-from evogrpo.members.members import Learner
 from evogrpo.members.networks.distributions import MASKED_LOGIT
+from evogrpo.members.requests import Learner
 from tests.oracles.slow_advantages import of_actions, returns_to_go
 from tests.policy_banks import assert_gradients_agree, assert_states_agree
 from tests.rounding import assert_metrics_agree

@@ -135,8 +135,8 @@ def compare_learning_steps(
     counts = processes().all_gather(len(passes))
     assert sum(counts) == len(own_passes)  # each micro-batch once
     assert max(counts) < len(own_passes), options
-    state = together.members.banks.state(0)
-    assert_states_agree(state, alone.members.banks.state(0), lr=LR)
+    state = together.members.state(0)
+    assert_states_agree(state, alone.members.state(0), lr=LR)
     assert_equal_everywhere(state)
 
 
@@ -225,7 +225,7 @@ def run_out_of_memory(beta: float) -> None:
     together = tiny_population(1, **given)
     alone = tiny_agent(**given)
     found = together.collect(tiny_env(), step=0, samples_per_step=8, block=4)
-    bank = together.members.policies["default"].bank
+    bank = together.members.banks["default"]
 
     @contextmanager
     def small() -> Iterator[None]:
@@ -237,8 +237,8 @@ def run_out_of_memory(beta: float) -> None:
     together.learn(found.experience, step=0)
     assert processes().all_gather(bank.micro_batch_tokens) == [12] * processes().size
     alone.learn_together(alone.members, [alone.learner(0)], found.experience)
-    assert_states_agree(together.members.banks.state(0), alone.members.banks.state(0), lr=LR)
-    assert_equal_everywhere(together.members.banks.state(0))
+    assert_states_agree(together.members.state(0), alone.members.state(0), lr=LR)
+    assert_equal_everywhere(together.members.state(0))
 
 
 def assert_equal_everywhere(state: Mapping[str, Tensor]) -> None:
@@ -256,7 +256,7 @@ def passes_of(members: Any) -> list[None]:
         passes.append(None)
         yield
 
-    members.policies["default"].bank.base.autocast = counted
+    members.banks["default"].base.autocast = counted
     return passes
 
 

@@ -86,7 +86,7 @@ def compare_learning_steps(
         )[0]
         assert report.optimizer_steps == reports[agent.slot].optimizer_steps
         assert_states_agree(
-            together.members.banks.state(agent.slot), agent_of_whole.members.banks.state(0), lr=LR
+            together.members.state(agent.slot), agent_of_whole.members.state(0), lr=LR
         )
 
 
@@ -105,9 +105,7 @@ def compare_with_idle_ranks(
     agent_of_whole.learn_together(
         agent_of_whole.members, [agent_of_whole.learner(0)], alone.experience
     )
-    assert_states_agree(
-        together.members.banks.state(0), agent_of_whole.members.banks.state(0), lr=LR
-    )
+    assert_states_agree(together.members.state(0), agent_of_whole.members.state(0), lr=LR)
     answers, same = (
         evaluate(members, [0], env, "validation", questions=1)
         for members in (together.members, agent_of_whole.members)

@@ -38,7 +38,7 @@ def test_a_rank_of_a_sharded_base_that_is_out_of_memory_ends_the_run_with_advice
     assert (leader[0], other[0]) == (1, 1)
     assert "lost the connection" in leader[1]
     assert "micro_batch_tokens" in other[1]
-    assert resumed_run(tmp_path / "run").population.members.banks.size == 2
+    assert resumed_run(tmp_path / "run").population.members.size == 2
 
 
 def test_a_single_process_loads_the_whole_base(tmp_path: Path) -> None:

@@ -489,26 +489,26 @@ def test_members_of_a_population_learn_and_stay_marked_until_they_are_loaded(tmp
     objective = Objective(importance_correction="token_truncate")
     population = tiny_population(2, objective=objective, lr=3e-3)
     env = tiny_env()
-    changed = population.members.banks.changed
+    members = population.members
     with serving(model=tiny_model()) as server:
         population.sample_with(VLLMSampler(server.url, tmp_path))
         for step in range(2):
             collected = population.collect(env, step=step, samples_per_step=8, block=4)
-            assert not changed
+            assert members.changed_slots == []
             batch = collected.experience["default"]
             assert not batch.exact
             scored = population.members.bank.log_probs(batch)
             torch.testing.assert_close(batch.sampler_log_probs, scored, rtol=1e-3, atol=1e-3)
             reports = population.learn(collected.experience, step=step)
             assert all(report.failed is None for report in reports.values())
-            assert changed == {0, 1}
+            assert members.changed_slots == [0, 1]
         server.max_lora_rank = 1
         with pytest.raises(VLLMError):
             population.collect(env, step=2, samples_per_step=8, block=4)
-        assert changed == {0, 1}
+        assert members.changed_slots == [0, 1]
         server.max_lora_rank = 16
         population.evaluate(env)
-        assert not changed
+        assert members.changed_slots == []
 
 
 # ---- vLLM itself

@@ -11,7 +11,7 @@ from rich.console import Console
 from evogrpo import GymnasiumGroups, Objective
 from evogrpo.algorithms.evaluation import evaluate_questions, measure_fitness
 from evogrpo.evolution import Fitness, FitnessConfig
-from evogrpo.members.members import EvaluationRequest
+from evogrpo.members.requests import EvaluationRequest
 from evogrpo.reporting.records import GenerationReport, StepReport
 from evogrpo.training.configuration.reading import parse_config
 from evogrpo.training.display import RunDisplay
@@ -64,7 +64,7 @@ def test_sampled_evaluations_depend_on_weights_and_question_only(kind):
         for number in range(6)
     ]
     assert tuple(np.sum([tokens for _, tokens in parts], axis=0)) == spent
-    members.banks.inherit([1, 1, 1])
+    members.inherit([1, 1, 1])
     rewards, tokens = evaluate_questions(members, env, validation(range(4), (0, 1, 2), answers=4))
     assert (rewards == rewards[0]).all()
     assert len(set(tokens)) == 1
@@ -155,7 +155,7 @@ def unequal():
         population.learn(
             population.collect(env, step=step, samples_per_step=16, block=4).experience, step=step
         )
-    population.members.banks.inherit([0, None, None])
+    population.members.inherit([0, None, None])
     return population.members, env
 
 

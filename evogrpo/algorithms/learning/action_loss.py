@@ -16,7 +16,7 @@ from evogrpo.functional.losses import (
     policy_loss,
 )
 from evogrpo.members.bank import Update
-from evogrpo.members.members import Learner
+from evogrpo.members.requests import Learner
 from evogrpo.records import select_rows
 
 Part = Tensor | slice

@@ -4,7 +4,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,21 +29,16 @@ from evogrpo.functional.rewards import (
     update_running_statistics,
     zero_variance_groups,
 )
-from evogrpo.members.members import Learner
+from evogrpo.members.bank import PolicyBank
+from evogrpo.members.members import Members
+from evogrpo.members.requests import Learner
 from evogrpo.randomness import generator
 from evogrpo.records import UNTRUNCATED, Batch, Experience, LearnReport, UpdateReport, select_rows
 from evogrpo.warnings import warn
 
-if TYPE_CHECKING:
-    from evogrpo.members import PolicySet
-    from evogrpo.members.language.members import LanguageMembers
-    from evogrpo.members.networks.policy import StackedPolicy
-
-    Policy = LanguageMembers | StackedPolicy
-
 
 def learn(
-    members: "PolicySet", learners: Sequence[Learner], experience: Experience
+    members: Members, learners: Sequence[Learner], experience: Experience
 ) -> dict[int, LearnReport]:
     """Take one learning step: update each policy of each member with the member's own objective and hyperparameters.
 
@@ -66,12 +61,11 @@ def learn(
             reward is infinite, or the objective does not fit the batch.
     """
     # 1. Check that the experience has rows of every member that learns, and of no other.
-    policies = members.policies
-    unknown = sorted(set(experience) - set(policies))
+    banks = members.banks
+    unknown = sorted(set(experience) - set(banks))
     if unknown:
         raise ValueError(
-            f"experience has rows of unknown policies {unknown}. The policies are"
-            f" {sorted(policies)}."
+            f"experience has rows of unknown policies {unknown}. The policies are {sorted(banks)}."
         )
     by_slot = {learner.slot: learner for learner in learners}
     sampled = {policy: set(batch.member_ids.tolist()) for policy, batch in experience.items()}
@@ -104,10 +98,10 @@ def learn(
             continue
         if acting != sampled[policy]:
             batch = batch.select_members(sorted(acting))  # noqa: PLW2901
-        step = _LearningStep(policies[policy], policy_learners, batch)
+        step = _LearningStep(banks[policy], members.settings, policy_learners, batch)
         updates = step.schedule_updates()
         slots = set(policy_learners) - step.step_sizes.idle
-        if policies[policy].bank.rows_are_transitions:
+        if banks[policy].rows_are_transitions:
             noun = "actions"
         else:
             noun = "completions"
@@ -128,7 +122,7 @@ def learn(
 
     # 3. Report per member.
     return {
-        slot: merge_reports(by_policy, several=len(policies) > 1)
+        slot: merge_reports(by_policy, several=len(banks) > 1)
         for slot, by_policy in reports.items()
     }
 
@@ -168,14 +162,15 @@ class _LearningStep:
 
     def __init__(
         self,
-        policy: "LanguageMembers | StackedPolicy",
+        bank: PolicyBank,
+        settings: Any,
         learners: Mapping[int, Learner],
         batch: Batch,
     ) -> None:
-        self._bank = policy.bank
-        self._settings = policy.settings
+        self._bank = bank
+        self._settings = settings
         self._learners = learners
-        self._objective = objective = policy.settings.objective
+        self._objective = objective = settings.objective
         self._objectives = {
             slot: objective.of(learner.hyperparameters) for slot, learner in learners.items()
         }
@@ -278,7 +273,7 @@ class _LearningStep:
         """
         keep_groups = not self._bank.rows_are_transitions
         plans = {
-            slot: minibatches(learner, self._rows, self._settings.seed, keep_groups=keep_groups)
+            slot: minibatches(learner, self._rows, self._bank.seed, keep_groups=keep_groups)
             for slot, learner in self._learners.items()
         }
         # The first optimizer step's own forward pass gives the old log-probabilities of its rows.

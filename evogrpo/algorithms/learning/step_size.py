@@ -19,7 +19,7 @@ from evogrpo.config.hyperparameters import DEFAULT_TARGET_KL
 from evogrpo.config.objective import Objective
 from evogrpo.functional.loss_types import LOSS_TYPES
 from evogrpo.members.bank import RUNNING_STATS, PolicyBank
-from evogrpo.members.members import Learner
+from evogrpo.members.requests import Learner
 from evogrpo.records import UpdateReport
 
 MAX_SEARCH_PASSES = 7

@@ -279,6 +279,7 @@ class AdapterStates:
         if size < 1:
             raise ValueError(f"size must be at least 1, got {size}.")
         # 1. Warn once per model about layers left out.
+        self.seed = seed
         self.lora_config = lora_config
         self.trained = trained
         if (summary := self.trained.summary(model)) and model not in _WARNED:

@@ -16,7 +16,7 @@ from evogrpo.envs.protocol import PromptBatch, Scores
 from evogrpo.envs.text.prompt_batch import SingleTurnBatch
 from evogrpo.functional.rewards import overlong_penalty
 from evogrpo.members.bank import FinishedCallback, Sampler
-from evogrpo.members.members import Learner
+from evogrpo.members.requests import Learner
 from evogrpo.members.settings import LanguageSettings
 from evogrpo.randomness import generator
 from evogrpo.records import (

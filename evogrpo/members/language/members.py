@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -22,7 +21,12 @@ from evogrpo.envs.text.prompt_batch import SingleTurnBatch
 from evogrpo.envs.text.templates import check_messages, tokenize
 from evogrpo.interruption import Stop
 from evogrpo.members.bank import Sampler
-from evogrpo.members.devices import DEFAULT_MICRO_BATCH_TOKENS, check_stored_size
+from evogrpo.members.devices import (
+    DEFAULT_MICRO_BATCH_TOKENS,
+    autocast_context,
+    check_stored_size,
+    choose_device,
+)
 from evogrpo.members.language.bank import AdapterBank
 from evogrpo.members.language.compatibility import (
     check_context,
@@ -45,21 +49,16 @@ from evogrpo.members.language.loading import fingerprint, load_base, load_tokeni
 from evogrpo.members.language.lora import StoredAdapter, lora_from_json, lora_to_json
 from evogrpo.members.language.sizing import size_for_memory
 from evogrpo.members.language.vllm_sampler import VLLMSampler
-from evogrpo.members.members import (
+from evogrpo.members.members import BankMembers, CheckpointFiles, SavedMembers
+from evogrpo.members.requests import (
     HELD_OUT,
-    Banks,
-    CheckpointFiles,
     EvaluationRequest,
     Learner,
-    ObservedStatistics,
     RolloutBatch,
     SamplingRequest,
-    autocast_context,
-    choose_device,
-    space_from_json,
-    space_to_json,
 )
 from evogrpo.members.settings import LanguageSettings, check_own_loop
+from evogrpo.members.space_json import space_from_json, space_to_json
 from evogrpo.randomness import generator
 from evogrpo.records import (
     DEFAULT_POLICY,
@@ -80,8 +79,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class LanguageMembers:
-    """Members over one frozen base model; see `evogrpo.members.PolicySet`.
+class LanguageMembers(BankMembers):
+    """Members that are language models over one frozen base; see `evogrpo.members.members.Members`.
 
     Args:
         model: The base model; moved to the device if one is given.
@@ -101,21 +100,16 @@ class LanguageMembers:
             action space.
 
     Attributes:
-        hp_config: As given.
         settings: As given, with `micro_batch_tokens` set.
         bank: Weights and optimizers.
-        policies: The single policy, this object.
-        banks: Bank of the policy.
         sampler: Generates completions: the bank, or an external engine.
         start: As given.
         source: As given.
         fingerprint: Fingerprint of the base.
-        observation_space: As given.
-        action_space: As given.
     """
 
     kind = "language"
-    evolves = False
+    step_based = False
     identity = ("fingerprint", "lora_config")
     """Keys of `checkpoint_record` that must be equal to load a saved member into an existing one.
     """
@@ -181,22 +175,16 @@ class LanguageMembers:
             start=start,
             like=like,
         )
+        super().__init__({DEFAULT_POLICY: self.bank})
+        self.device = self.bank.base.device
         if settings.micro_batch_tokens is None and self.device.type == "cuda":
             self.bank.micro_batch_tokens = size_for_memory(self.bank, model)
         self.settings = replace(settings, micro_batch_tokens=self.bank.micro_batch_tokens)
-        # 4. Set the attributes that all kinds of policy sets have, and the identity of the base
-        #    model.
+        # 4. Set the sampler, which has loaded no weights yet, and the identity of the base model.
         self.sampler: Sampler = self.bank
-        self.policies = {DEFAULT_POLICY: self}
-        self.banks = Banks({DEFAULT_POLICY: self.bank})
-        self.weights = (self.bank.weights_key,)
+        self._loaded: list[int] | None = None
         self.source = source or str(getattr(model, "name_or_path", "") or type(model).__name__)
         self.fingerprint = base_fingerprint or fingerprint(model)
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the base model."""
-        return self.bank.base.device
 
     @property
     def processes(self) -> Processes:
@@ -210,7 +198,7 @@ class LanguageMembers:
         self.bank.processes = processes
 
     def new_member(self, *, wrap: bool = True) -> "LanguageMembers":
-        """Return a policy set of one fresh member over the same base, without an external sampler.
+        """Return one new member over the same base, without an external sampler.
 
         Args:
             wrap: Keep the accelerator's mixed precision.
@@ -243,14 +231,11 @@ class LanguageMembers:
     # ---- in environments
 
     def sample_with(self, sampler: Sampler) -> None:
-        """Generate completions with an external engine; all slots are marked as changed.
-
-        Called on all ranks.
-        """
+        """Generate completions with an external engine. Called on all ranks."""
         if isinstance(sampler, VLLMSampler):
             sampler.connect(self.bank)
         self.sampler = sampler
-        self.banks.changed.update(range(self.banks.size))
+        self._loaded = None
 
     def check(self, env: Any) -> None:
         """Raise ValueError if the environment has no prompts, unknown tokens or too long prompts."""
@@ -433,9 +418,6 @@ class LanguageMembers:
             return prompts.score(conversations, stop)
         return prompts.score(conversations)
 
-    def update_statistics(self, observed: Sequence[ObservedStatistics]) -> None:
-        """Do nothing: prompts have no running statistics."""
-
     def prepare_sampling(self) -> None:
         """Load changed weights into the sampler. Called on all ranks before they sample.
 
@@ -444,8 +426,16 @@ class LanguageMembers:
         """
         if self.bank.base.lockstep and self.sampler is self.bank:
             raise ValueError(NEEDS_SAMPLER)
-        self.sampler.sync(sorted(self.banks.changed))
-        self.banks.changed.clear()
+        self.sampler.sync(self.changed_slots)
+        self._loaded = list(self.bank.changes)
+
+    @property
+    def changed_slots(self) -> list[int]:
+        """Slots whose weights have changed since the sampler last loaded them; initially all."""
+        if self._loaded is None:
+            return list(range(self.size))
+        counts = zip(self.bank.changes, self._loaded, strict=True)
+        return [slot for slot, (count, loaded) in enumerate(counts) if count != loaded]
 
     def _synced_sampler(self) -> Sampler:
         """Return the sampler with current weights, for a call that one rank may make alone."""
@@ -474,19 +464,6 @@ class LanguageMembers:
         return as_completions(
             rows.prompts, self._synced_sampler().sample(rows), self.settings.pad_token_id
         )
-
-    def predict(
-        self,
-        learner: Learner,
-        observation: Any,
-        *,
-        deterministic: bool,
-        calls: int,
-        action_masks: Any,
-        base: bool,
-    ) -> NDArray[Any]:
-        """Raise ValueError: language models have no observations."""
-        raise ValueError("predict is for small networks. Use generate or get_action.")
 
     def generate(
         self,
@@ -588,15 +565,6 @@ class LanguageMembers:
         """Stop using the accelerator's precision."""
         self.bank.base.autocast = nullcontext
 
-    def propose_architecture(self, slot: int, rng: np.random.Generator) -> None:
-        """Return None: the architecture of a language model does not change."""
-
-    def change_architecture(
-        self, slot: int, architecture: Mapping[str, Any], rng: np.random.Generator
-    ) -> None:
-        """Raise ValueError: the architecture of a language model does not change."""
-        raise ValueError(f"The architecture of a language model cannot change, got {architecture}.")
-
     # ---- checkpoints
 
     def checkpoint_record(self) -> dict[str, Any]:
@@ -618,6 +586,10 @@ class LanguageMembers:
             "end_ids": self.bank.end_ids.tolist(),
         }
 
+    def journal_fields(self) -> dict[str, Any]:
+        """Return the size of micro-batches."""
+        return {"micro_batch_tokens": self.settings.micro_batch_tokens}
+
     def shared_tensors(self) -> dict[str, Tensor]:
         """Return the adapter that members start from."""
         if self.start is None:
@@ -630,38 +602,20 @@ class LanguageMembers:
         return files
 
     @classmethod
-    def from_record(
+    def from_checkpoint(
         cls,
-        record: Mapping[str, Any],
-        size: int,
-        where: Path,
-        hp_config: HyperparameterConfig | None,
+        saved: SavedMembers,
         *,
-        constants: Mapping[str, Tensor],
-        stored_bytes: int,
         actor_network: "PreTrainedModel | None",
         device: torch.device | str | None,
         accelerator: "Accelerator | None",
     ) -> Self:
-        """Build the policy set that a checkpoint's record describes.
+        """Build the members of a checkpoint; see `Members.from_checkpoint`.
 
-        Args:
-            record: Result of `checkpoint_record`, with the settings.
-            size: Number of members.
-            where: The checkpoint's folder.
-            hp_config: What evolves.
-            constants: Result of `shared_tensors`.
-            stored_bytes: Bytes of the tensors in the checkpoint; the record may name a huge rank.
-            actor_network: The base model; by default the one named in the record. Paths in records
-                are never followed.
-            device: Device to move it to; None = where it is.
-            accelerator: Chooses the device and the precision.
-
-        Raises:
-            CheckpointError: If the base model is another one.
-            ValueError: If it cannot be found.
+        The default base model is the one named in the record. Paths in records are never followed.
         """
         # 1. Load the base model if it was not passed, and check that it is the same one.
+        record = saved.record
         source = str(record["source"])
         model = actor_network
         if model is None:
@@ -679,30 +633,32 @@ class LanguageMembers:
         actual = fingerprint(model)
         if record["fingerprint"] != actual:
             raise CheckpointError(
-                f"{where} was trained on the base model {source!r} with fingerprint"
+                f"{saved.folder} was trained on the base model {source!r} with fingerprint"
                 f" {record['fingerprint']}, but the model passed has {actual}. Pass the same base"
                 " model."
             )
         # 2. Check the size of what members train before it is allocated, as the record may name a
         #    huge rank.
         lora = lora_from_json(record["lora_config"])
-        check_stored_size(4 * size * choose_trained(model, lora, outline=True).size, stored_bytes)
-        # 3. Build the policy set. Its micro-batches may be smaller than in the settings: they are
+        outline = choose_trained(model, lora, outline=True)
+        check_stored_size(4 * saved.size * outline.size, saved.tensor_bytes)
+        # 3. Build the members. Their micro-batches may be smaller than in the settings: they are
         #    halved if memory runs out.
         observations, actions = (
-            space_from_json(record[name], stored_bytes) if name in record else None
+            space_from_json(record[name], saved.tensor_bytes) if name in record else None
             for name in ("observation_space", "action_space")
         )
+        start = None
+        if lora is not None and saved.shared_tensors:
+            start = StoredAdapter(lora_config=lora, tensors=saved.shared_tensors)
         members = cls(
             model,
-            size,
+            saved.size,
             validate(LanguageSettings, record["settings"]),
-            hp_config,
+            saved.hp_config,
             base_fingerprint=actual,
             lora_config=lora,
-            start=(
-                StoredAdapter(lora_config=lora, tensors=constants) if constants and lora else None
-            ),
+            start=start,
             source=source,
             device=choose_device(accelerator, device),
             autocast=autocast_context(accelerator),

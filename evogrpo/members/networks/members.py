@@ -1,7 +1,7 @@
 """NetworkMembers: small networks that act for the agents of a Gymnasium or PettingZoo environment."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
@@ -20,26 +20,21 @@ from evogrpo.envs.control.normalisation import ObservationStatistics
 from evogrpo.envs.control.policy_mapping import AGENT, PolicyMapping, map_policies, single_agent
 from evogrpo.envs.protocol import Scores
 from evogrpo.evolution.history import ArchitectureChange
-from evogrpo.members.bank import Sampler
-from evogrpo.members.devices import check_stored_size
-from evogrpo.members.members import (
+from evogrpo.members.devices import check_stored_size, choose_device
+from evogrpo.members.members import BankMembers, SavedMembers
+from evogrpo.members.networks.distributions import distribution_for
+from evogrpo.members.networks.networks import DefaultNetwork
+from evogrpo.members.networks.policy import StackedPolicy, as_step_batch, check_observations
+from evogrpo.members.requests import (
     HELD_OUT,
-    Banks,
-    CheckpointFiles,
     EvaluationRequest,
     Learner,
     ObservedStatistics,
     RolloutBatch,
     SamplingRequest,
-    choose_device,
-    space_from_json,
-    space_to_json,
-    state_key,
 )
-from evogrpo.members.networks.distributions import distribution_for
-from evogrpo.members.networks.networks import DefaultNetwork
-from evogrpo.members.networks.policy import StackedPolicy, as_step_batch, check_observations
 from evogrpo.members.settings import JointSettings, NetworkSettings, check_own_loop
+from evogrpo.members.space_json import space_from_json, space_to_json
 from evogrpo.randomness import generator
 from evogrpo.records import DEFAULT_POLICY, Batch, Experience
 from evogrpo.spaces import unflatten
@@ -50,10 +45,10 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 
-class NetworkMembers:
-    """Policies of small networks: one network per policy and member.
+class NetworkMembers(BankMembers):
+    """Members that are small networks, one network per policy and member.
 
-    A single agent is a mapping with one policy named "default".
+    See `evogrpo.members.members.Members`. A single agent is a mapping with one policy named "default".
 
     Args:
         mapping: Maps agents to policies.
@@ -66,17 +61,13 @@ class NetworkMembers:
     Attributes:
         kind: "networks" for a single agent, "joint" for several.
         mapping: As given.
-        settings: As given.
-        hp_config: As given.
-        device: As given.
         policies: The policies by name.
-        banks: Banks of the policies.
-        processes: Ranks that divide the episodes; this process alone at first.
 
     Raises:
         ValueError: If a space is not supported, or the module or the settings do not fit.
     """
 
+    step_based = True
     identity = ("observation_spaces", "action_spaces", "module")
     """Keys of `checkpoint_record` that must be equal to load a saved member into an existing one.
     """
@@ -113,31 +104,14 @@ class NetworkMembers:
                 module=module,
                 device=device,
             )
-        self.banks = Banks({name: policy.bank for name, policy in self.policies.items()})
+        super().__init__({name: policy.bank for name, policy in self.policies.items()})
         self.processes = Processes()
-
-    @property
-    def observation_space(self) -> spaces.Space[Any] | None:
-        """Observation space of a single agent, action mask included; None for several."""
+        # Several agents have no space in common.
+        self.observation_space = None
+        self.action_space = None
         if self._single:
-            return self.mapping.observation_spaces[AGENT]
-        return None
-
-    @property
-    def action_space(self) -> spaces.Space[Any] | None:
-        """Action space of a single agent; None for several."""
-        if self._single:
-            return self.mapping.specs[DEFAULT_POLICY].action_space
-        return None
-
-    @property
-    def weights(self) -> tuple[str, ...]:
-        """Keys of a train state that hold the policies' weights."""
-        return tuple(
-            state_key(name, part)
-            for name, policy in self.policies.items()
-            for part in policy.weights
-        )
+            self.observation_space = mapping.observation_spaces[AGENT]
+            self.action_space = mapping.specs[DEFAULT_POLICY].action_space
 
     @property
     def _module(self) -> nn.Module | None:
@@ -154,7 +128,7 @@ class NetworkMembers:
         }
 
     def new_member(self, *, wrap: bool = True) -> "NetworkMembers":
-        """Return a policy set of one fresh member.
+        """Return one new member.
 
         `wrap` has no effect, as networks compute in float32.
         """
@@ -173,12 +147,6 @@ class NetworkMembers:
         return {**arguments, "network": None}
 
     # ---- in environments
-
-    def sample_with(self, sampler: Sampler) -> None:
-        """Raise ValueError: samplers are for language models."""
-        raise ValueError(
-            "sample_with is for language models. Small networks act in the environment directly."
-        )
 
     def check(self, env: Any) -> None:
         """Raise ValueError if the environment has other agents or spaces."""
@@ -229,7 +197,7 @@ class NetworkMembers:
             experience[name], summary = self.policies[name].batch(episodes, member_ids, temperature)
             if summary is not None:
                 observed[name] = summary
-        steps = np.bincount(member_ids, weights=played.actions, minlength=self.banks.size)
+        steps = np.bincount(member_ids, weights=played.actions, minlength=self.size)
         return RolloutBatch(
             experience=experience,
             scores=Scores(rewards=played.rewards, components={}, completions=(), weights=()),
@@ -286,14 +254,20 @@ class NetworkMembers:
             name = self.mapping.policy_of(agent)
         return self.policies[name].bank.distribution.uniforms_per_action
 
-    def prepare_sampling(self) -> None:
-        """Do nothing: networks act with their current weights."""
-
     def update_statistics(self, observed: Sequence[ObservedStatistics]) -> None:
         """Add the observations of a learning step to each policy's running statistics."""
         for by_policy in observed:
             for name, summary in by_policy.items():
                 self.policies[name].update_statistics(summary)
+
+    def match_ranks(self, slots: Collection[int]) -> None:
+        """Send the train states of rank 0 to all ranks.
+
+        Only on CUDA, where scatter-add is not deterministic, so updates differ in rounding.
+        """
+        if self.processes.size > 1 and self.device.type == "cuda":
+            for slot, state in self.processes.broadcast(self.snapshot(slots)).items():
+                self.load_state(slot, state)
 
     # ---- in a caller's own loop
 
@@ -428,10 +402,6 @@ class NetworkMembers:
         )
         return acted.actions
 
-    def generate(self, learner: Learner, prompts: Sequence[Any], **options: Any) -> list[str]:
-        """Raise ValueError: small networks have no text."""
-        raise ValueError("generate is for language models. Use predict for small networks.")
-
     def experience(
         self, learner: Learner, experiences: Any
     ) -> tuple[Experience, tuple[ObservedStatistics, ...]]:
@@ -472,9 +442,6 @@ class NetworkMembers:
         """
         modules = {name: policy.module(slot, base=base) for name, policy in self.policies.items()}
         return modules[DEFAULT_POLICY] if self._single else modules
-
-    def unwrap(self) -> None:
-        """Do nothing: small networks compute in float32."""
 
     @property
     def evolves(self) -> bool:
@@ -532,29 +499,17 @@ class NetworkMembers:
             return {}
         return {name: value.cpu().clone() for name, value in module.state_dict().items()}
 
-    def files(self, slot: int) -> CheckpointFiles:
-        """Return nothing: the train state is complete."""
-        return {}
-
     @classmethod
-    def from_record(
+    def from_checkpoint(
         cls,
-        record: Mapping[str, Any],
-        size: int,
-        where: object,
-        hp_config: HyperparameterConfig | None,
+        saved: SavedMembers,
         *,
-        constants: Mapping[str, Tensor],
-        stored_bytes: int,
         actor_network: nn.Module | None,
         device: torch.device | str | None,
         accelerator: "Accelerator | None",
     ) -> Self:
-        """Build the policy set that a checkpoint's record describes.
-
-        Raises:
-            ValueError: If the user's own module is needed and missing.
-        """
+        """Build the members of a checkpoint; see `Members.from_checkpoint`."""
+        record = saved.record
         # 1. Read the spaces.
         if actor_network is None:
             given = None
@@ -566,7 +521,7 @@ class NetworkMembers:
                 " Pass one as actor_network=."
             )
         observation_spaces, action_spaces = (
-            {agent: space_from_json(space, stored_bytes) for agent, space in record[name]}
+            {agent: space_from_json(space, saved.tensor_bytes) for agent, space in record[name]}
             for name in ("observation_spaces", "action_spaces")
         )
         # 2. Read the settings and map agents to policies.
@@ -590,12 +545,17 @@ class NetworkMembers:
             for spec in mapping.specs.values():
                 outputs = distribution_for(spec.action_space).outputs
                 network = DefaultNetwork(settings.network, spec.observation_space, outputs)
-                check_stored_size(
-                    4 * size * sum(map(math.prod, network.shapes.values())), stored_bytes
-                )
-        # 4. Build the policy set.
-        device = choose_device(accelerator, device) or "cpu"
-        return cls(mapping, size, settings, hp_config, module=actor_network, device=device)
+                weights = sum(map(math.prod, network.shapes.values()))
+                check_stored_size(4 * saved.size * weights, saved.tensor_bytes)
+        # 4. Build the members.
+        return cls(
+            mapping,
+            saved.size,
+            settings,
+            saved.hp_config,
+            module=actor_network,
+            device=choose_device(accelerator, device) or "cpu",
+        )
 
 
 def _rows_of(action_mask: Any, count: int) -> list[Any]:

@@ -26,10 +26,10 @@ from evogrpo.envs.control.normalisation import (
 )
 from evogrpo.envs.control.rollout import fits_float32
 from evogrpo.evolution.history import ArchitectureChange
-from evogrpo.members.members import Learner
 from evogrpo.members.networks.architecture import NothingToChangeError, mutate_architecture
 from evogrpo.members.networks.bank import StackedBank, to_tensors
 from evogrpo.members.networks.networks import ModuleNetwork, split
+from evogrpo.members.requests import Learner
 from evogrpo.members.settings import JointSettings, NetworkSettings
 from evogrpo.records import Batch, ObservationInputs, SampledActions
 from evogrpo.spaces import flatten, leaf_spaces, preprocess_observation, unflatten
@@ -65,9 +65,6 @@ class StackedPolicy:
     Raises:
         ValueError: If a space is not supported, or the module or the settings do not fit.
     """
-
-    weights = ("weights", "architecture")
-    """Keys of a train state that hold the network."""
 
     def __init__(
         self,

@@ -326,6 +326,7 @@ class StackedTrainStates:
         self.distribution = distribution_for(action_space)
         self._observation_space = observation_space
         self._optimizer = optimizer or Optimizer()
+        self.seed = seed
         self.own_reference = own_reference
         self.device = torch.device(device)
         self.version = 0

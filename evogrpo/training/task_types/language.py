@@ -42,7 +42,7 @@ from evogrpo.members.language.sizing import (
     quantised_bytes,
     sampling_bytes,
 )
-from evogrpo.members.members import RolloutBatch
+from evogrpo.members.requests import RolloutBatch
 from evogrpo.members.settings import LanguageSettings
 from evogrpo.records import DEFAULT_POLICY
 from evogrpo.text import count_text, number_text, pluralize, shorten, user_line
@@ -517,7 +517,7 @@ def memory_need(population: Population, env: Any, schedule: Schedule) -> MemoryN
     memory = peak_memory(
         model,
         agent=members.settings,
-        members=members.banks.size,
+        members=members.size,
         samples=schedule.samples_per_step,
         validation=validation,
         weights=members.bank.trained.size,

@@ -18,8 +18,8 @@ from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
 from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
 from evogrpo.envs.control.policy_mapping import PolicyMapping
 from evogrpo.members.devices import available_device
-from evogrpo.members.members import RolloutBatch
 from evogrpo.members.networks.networks import ObservationEncoder
+from evogrpo.members.requests import RolloutBatch
 from evogrpo.members.settings import NETWORK_DEFAULTS, STEPWISE
 from evogrpo.records import DEFAULT_POLICY
 from evogrpo.spaces import leaf_spaces
@@ -266,7 +266,7 @@ class NetworkTask:
     def memory_need(self, population: Population, env: Any, schedule: Schedule) -> MemoryNeed:
         """Estimate the memory from the environment's spaces and its maximum number of steps."""
         members: Any = population.members
-        parameters = _parameters(members.banks.state(0))
+        parameters = _parameters(members.state(0))
         return _memory_need(members.mapping, env, schedule, len(population), parameters)
 
     def record_videos(
@@ -312,7 +312,7 @@ def prepare_in(config: Config, env: GymnasiumGroups | PettingZooGroups) -> Prepa
         env=env,
         mapping=example.mapping,
         device=device,
-        parameters=_parameters(example.banks.state(0)),
+        parameters=_parameters(example.state(0)),
         networks=tuple(
             dict.fromkeys(policy.bank.description(0) for policy in example.policies.values())
         ),
