@@ -191,15 +191,15 @@ def test_members_learn_together_as_alone(make, policies):
 def test_a_member_fails_by_one_policy_without_effect_on_others():
     env = groups()  # all episodes are equally long, and with a KL term no row is left out
     calm, troubled = (population_for(env, 3, policies="prefix", beta=0.1) for _ in range(2))
-    bank = troubled.members.banks
+    members = troubled.members
     ruined = {
         name: value * torch.nan if name == "red/weights" else value
-        for name, value in bank.state(1).items()
+        for name, value in members.state(1).items()
     }
-    bank.load_state(1, ruined)
+    members.load_state(1, ruined)
     for population in (calm, troubled):
         train(population, env, 1)
-    assert equal_states(calm.members.state(0), bank.state(0))
+    assert equal_states(calm.members.state(0), members.state(0))
     assert troubled[1].failed.startswith("policy red: log-probabilities")
     # The remaining members continue without it.
     collected, reports = train(troubled, env, 1, first=1)
@@ -299,15 +299,15 @@ def test_a_saved_member_round_trips(tmp_path):
 
 def test_a_state_that_fits_one_policy_only_changes_none():
     env = groups()
-    bank = population_for(env, 1, policies="prefix").members.banks
-    before = bank.state(0)
+    members = population_for(env, 1, policies="prefix").members
+    before = members.state(0)
     state = {
         name: value + 1 if name.endswith("weights") else value for name, value in before.items()
     }
     state["blue/weights"] = state["blue/weights"][:-1]
     with pytest.raises(ValueError, match="policy 'blue'"):
-        bank.load_state(0, state)
-    assert equal_states(bank.state(0), before)
+        members.load_state(0, state)
+    assert equal_states(members.state(0), before)
 
 
 def test_invalid_arguments_raise():
