@@ -1,4 +1,4 @@
-"""Hyperparameters of one member, with their legal values, and the AdamW settings that all members share."""
+"""Hyperparameters of one member, and the AdamW settings that all members share."""
 
 import dataclasses
 import math
@@ -97,7 +97,7 @@ class Hyperparameters:
 
     @property
     def clip_bounds(self) -> tuple[float, float]:
-        """Half-widths of clipping below and above a ratio of 1: `clip_low` and `clip_high`, or `clip_coef` if None."""
+        """Half-widths of the clipping interval below and above a ratio of 1."""
         return (
             self.clip_coef if self.clip_low is None else self.clip_low,
             self.clip_coef if self.clip_high is None else self.clip_high,
@@ -306,7 +306,7 @@ class Optimizer:
         return self.floor + (1.0 - self.floor) * decay
 
     def momentum_warmup(self, step: int) -> float:
-        """Return the fraction of a calibrated learning rate at optimizer step `step`, counted from 0.
+        """Return the fraction of a calibrated learning rate at optimizer step `step`, from 0.
 
         The first step of AdamW moves each weight by the whole learning rate. Later steps move it
         less, because momentum averages gradients of changing signs. A learning rate that was
@@ -321,12 +321,15 @@ class Optimizer:
 def check_calibration(
     optimizer: Optimizer, target_kl: float | None, evolving: Container[str]
 ) -> None:
-    """Raise ValueError if a learning rate would be calibrated in a warm-up, whose first step changes nothing.
+    """Refuse to calibrate a learning rate in a warm-up, whose first step changes nothing.
 
     Args:
         optimizer: AdamW settings.
         target_kl: Hyperparameter of the member.
         evolving: Names of the hyperparameters that evolve.
+
+    Raises:
+        ValueError: If there is a warm-up and `target_kl` is set or evolves.
     """
     warmup = optimizer.warmup_steps
     if warmup > 0 and (target_kl is not None or "target_kl" in evolving):

@@ -75,35 +75,23 @@ def advantages(
     # 1. Compare rewards within their group, clip them, and place them on actions.
     if ADVANTAGES[kind] == "step rewards":
         if step_rewards is None:
-            steps = place_on_last_action(rewards, mask)
-        else:
-            steps = step_rewards
-        steps = torch.where(mask, steps, torch.nan)
+            step_rewards = place_on_last_action(rewards, mask)
+        steps = torch.where(mask, step_rewards, torch.nan)
         applies = ~steps.isnan().all(1)
         if kind == "process":
             steps = standardised_step_rewards(steps, mask, group_ids, eps)
         steps = steps.clamp(-bound, bound)
+    elif kind == "gdpo":
+        if components is None:
+            raise ValueError(
+                "advantage 'gdpo' needs the value of each reward function, got components=None."
+            )
+        applies = ~components.isnan().all(1)
+        values = gdpo_advantages(components, component_weights, group_ids, member_ids, eps)
+        steps = place_on_last_action(values.clamp(-bound, bound), mask)
     else:
         applies = ~rewards.isnan()
-        if kind == "gdpo":
-            if components is None:
-                raise ValueError(
-                    f"advantage {kind!r} needs the value of each reward function, got"
-                    " components=None."
-                )
-            applies = ~components.isnan().all(1)
-            values = gdpo_advantages(components, component_weights, group_ids, member_ids, eps)
-        elif kind == "outcome":
-            values = group_advantages(rewards, group_ids, eps)
-        elif kind == "rloo":
-            values = leave_one_out_advantages(rewards, group_ids)
-        elif kind == "mean_only":
-            values = mean_centred_advantages(rewards, group_ids)
-        elif kind == "batch_std":
-            values = batch_std_advantages(rewards, group_ids, member_ids, eps)
-        else:
-            assert kind == "reinforce"
-            values = torch.where(applies, rewards, 0.0)
+        values = _compared_rewards(kind, rewards, group_ids, member_ids, eps)
         steps = place_on_last_action(values.clamp(-bound, bound), mask)
     # 2. Subtract the KL penalty from each reward.
     if kl_penalty is not None:
@@ -117,15 +105,30 @@ def advantages(
         result = returns_to_go(steps, mask, gamma)
     # 4. Whiten, clip and mask the advantages.
     if whiten_advantages:
-        result = whiten(
-            result, (mask if in_loss is None else in_loss) & applies[:, None], member_ids
-        )
+        counted = mask if in_loss is None else in_loss
+        result = whiten(result, counted & applies[:, None], member_ids)
     if advantage_clip is not None:
         result = result.clamp(min=-advantage_clip).clamp(max=advantage_clip)
     return torch.where(mask & applies[:, None], result, 0.0).to(rewards.dtype)
 
 
 # ---- advantages of completions
+
+
+def _compared_rewards(
+    kind: str, rewards: Tensor, group_ids: Tensor, member_ids: Tensor, eps: float
+) -> Tensor:
+    """Return the advantages `[n]` of whole completions; 0 where no reward applies."""
+    if kind == "outcome":
+        return group_advantages(rewards, group_ids, eps)
+    if kind == "rloo":
+        return leave_one_out_advantages(rewards, group_ids)
+    if kind == "mean_only":
+        return mean_centred_advantages(rewards, group_ids)
+    if kind == "batch_std":
+        return batch_std_advantages(rewards, group_ids, member_ids, eps)
+    assert kind == "reinforce"
+    return torch.where(rewards.isnan(), 0.0, rewards)
 
 
 def group_advantages(rewards: Tensor, group_ids: Tensor, eps: float = 1e-4) -> Tensor:
@@ -162,9 +165,10 @@ def mean_centred_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
 
 def leave_one_out_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    r"""Subtract the mean of the group's other completions: r - mean of the others = g / (g - 1) (r - mean_g).
+    r"""Subtract the mean of the group's other completions.
 
-    In reward units; g counts the rewards that apply. Otherwise as `group_advantages`.
+    r - mean of the others = g / (g - 1) (r - mean_g), in reward units; g counts the rewards that
+    apply. Otherwise as `group_advantages`.
 
     Source: RLOO (arXiv:2402.14740).
     """
@@ -175,7 +179,7 @@ def leave_one_out_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
 def batch_std_advantages(
     rewards: Tensor, group_ids: Tensor, member_ids: Tensor, eps: float = 1e-4
 ) -> Tensor:
-    r"""Subtract the group's mean and divide by the deviation of the batch: (r - mean_g) / (std_batch + eps).
+    r"""Subtract the group's mean, divide by the batch's deviation: (r - mean_g) / (std + eps).
 
     The batch is that of one member, `member_ids` `[n]`. Otherwise as `group_advantages`.
 
@@ -194,9 +198,9 @@ def gdpo_advantages(
     member_ids: Tensor,
     eps: float = 1e-4,
 ) -> Tensor:
-    r"""Standardise each reward function within its group, sum the results, and divide by the deviation of the sums.
+    r"""Standardise each reward function within its group, then sum and divide by the deviation.
 
-    The range of a reward function then has no influence.
+    The deviation is that of the sums. The range of a reward function then has no influence.
 
     Args:
         components: `[n, f]` one column per reward function; NaN = does not apply.
@@ -211,9 +215,8 @@ def gdpo_advantages(
 
     Source: GDPO (arXiv:2601.05242); "normalize_then_sum" in TRL.
     """
-    standard = torch.stack(
-        [group_advantages(column, group_ids, eps) for column in components.double().unbind(1)], 1
-    )
+    columns = components.double().unbind(1)
+    standard = torch.stack([group_advantages(column, group_ids, eps) for column in columns], 1)
     if weights is None:
         total = standard.sum(1)
     else:
@@ -225,7 +228,10 @@ def gdpo_advantages(
 
 
 def _centred(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return, all `[n]` float64: distance from the group's mean (0 for NaN), the group's deviation and its count."""
+    """Return distances from the group's mean (0 for NaN), and the group's deviation and count.
+
+    All are `[n]` float64.
+    """
     group, groups = comparable_groups(group_ids)
     applies = ~rewards.isnan()
     statistics = group_statistics(rewards, applies, group, groups)
@@ -237,10 +243,10 @@ def _centred(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Tensor
 
 
 def returns_to_go(step_rewards: Tensor, mask: Tensor, gamma: Coefficient = 1.0) -> Tensor:
-    r"""Return the discounted sum of rewards from each action to the end: G_t = sum over u >= t of gamma^(u - t) r_u.
+    r"""Return the discounted sum of rewards from each action to the end.
 
-    Only counted actions are discounted; tokens between them (tool output, observations) are not
-    steps.
+    G_t = sum over u >= t of gamma^(u - t) r_u. Only counted actions are discounted; tokens between
+    them (tool output, observations) are not steps.
 
     Args:
         step_rewards: `[n, t]`; NaN, and all values where the mask is False, count as 0.
@@ -257,7 +263,10 @@ def returns_to_go(step_rewards: Tensor, mask: Tensor, gamma: Coefficient = 1.0) 
 
 
 def _returns(step_rewards: Tensor, mask: Tensor, gamma: Coefficient) -> Tensor:
-    """Return G_t in float64, `[n, t]`: at uncounted actions that of the next counted one, 0 after the last."""
+    """Return G_t `[n, t]` in float64.
+
+    At an uncounted action it is that of the next counted one, or 0 after the last.
+    """
     totals = torch.where(mask & ~step_rewards.isnan(), step_rewards.double(), 0.0)
     discount = torch.as_tensor(gamma, dtype=torch.float64, device=mask.device)
     decays = torch.where(mask, discount, 1.0)
@@ -276,7 +285,7 @@ def _returns(step_rewards: Tensor, mask: Tensor, gamma: Coefficient) -> Tensor:
 def standardised_step_rewards(
     step_rewards: Tensor, mask: Tensor, group_ids: Tensor, eps: float = 1e-4
 ) -> Tensor:
-    r"""Standardise every step reward over all step rewards of its group: (r - mean_g) / (std_g + eps).
+    r"""Standardise step rewards over all of their group: (r - mean_g) / (std_g + eps).
 
     The advantage "process" is their return-to-go. It is 0 everywhere if all steps earn the same
     (CartPole, MountainCar).
@@ -366,11 +375,10 @@ def timestep_return_advantages(
 def _standardised(
     values: Tensor, applies: Tensor, group_of_action: Tensor, groups: int, eps: float
 ) -> Tensor:
-    """Return (value - mean_g) / (std_g + eps) in float64, with statistics over the values that apply."""
+    """Return (value - mean_g) / (std_g + eps) in float64; only values that apply enter both."""
     statistics = group_statistics(values, applies, group_of_action, groups)
-    return (values.double() - statistics.mean[group_of_action]) / (
-        statistics.std[group_of_action] + eps
-    )
+    centred = values.double() - statistics.mean[group_of_action]
+    return centred / (statistics.std[group_of_action] + eps)
 
 
 def whiten(values: Tensor, mask: Tensor, member_ids: Tensor) -> Tensor:
@@ -393,6 +401,5 @@ def whiten(values: Tensor, mask: Tensor, member_ids: Tensor) -> Tensor:
     member_of_action = member[:, None].expand_as(mask)
     statistics = group_statistics(values, mask, member_of_action, members)
     centred = values.double() - statistics.mean[member_of_action]
-    return torch.where(
-        mask, centred / (statistics.std[member_of_action] ** 2 + 1e-8).sqrt(), 0.0
-    ).to(values.dtype)
+    deviation = (statistics.std[member_of_action] ** 2 + 1e-8).sqrt()
+    return torch.where(mask, centred / deviation, 0.0).to(values.dtype)

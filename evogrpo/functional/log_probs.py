@@ -1,4 +1,4 @@
-"""Log-probabilities of chosen tokens, their gradients, and truncation of the sampling distribution."""
+"""Log-probabilities of chosen tokens with their gradients, and sampling of tokens."""
 
 from collections.abc import Callable
 
@@ -29,7 +29,7 @@ def chunked_log_probs(
     weight: Tensor | None = None,
     train_head: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    r"""Return log softmax(head(hidden) / temperature)[target] and the entropy of every row, in chunks of rows.
+    r"""Return log softmax(head(hidden) / temperature)[target] and the entropy of every row.
 
     Each row's values depend on its own hidden state only. Their gradients are therefore computed in
     the forward pass, by vector-Jacobian products through `head` while the logits of the chunk
@@ -141,7 +141,7 @@ class _LinearHead:
 
 
 class _ChunkedLogProbs(torch.autograd.Function):
-    """Log-probabilities and entropies of `chunked_log_probs`, with gradients computed in the forward pass."""
+    """Log-probabilities and entropies, with gradients computed in the forward pass."""
 
     @staticmethod
     def forward(
@@ -221,7 +221,7 @@ def _log_probs_and_entropies(
     *,
     has_forbidden: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities and entropies of some rows, and write their gradients with respect to the logits.
+    """Return log-probabilities and entropies of some rows; write their gradients.
 
     Args:
         scaled: `[c, v]` logits / temperature, float32; overwritten.
@@ -287,7 +287,7 @@ def scale_logits(
 
 
 def sample_inverse_cdf(weights: Tensor, uniforms: Tensor, block: int = 256) -> Tensor:
-    """Sample one category per row by inverting its cumulative distribution at a uniform random number.
+    """Sample one category per row, by inverting its cumulative distribution.
 
     The first category whose cumulative weight exceeds `uniform * total` is chosen. Categories of
     weight 0 are never chosen. Two levels of sums (blocks, then one block) replace a cumulative sum
@@ -313,7 +313,10 @@ def sample_inverse_cdf(weights: Tensor, uniforms: Tensor, block: int = 256) -> T
 
 
 def _first_exceeding(weights: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the first column whose cumulative weight exceeds the threshold, and the threshold minus that before it."""
+    """Return the first column whose cumulative weight exceeds the threshold.
+
+    Also return the threshold minus the cumulative weight before it.
+    """
     cumulative = weights.cumsum(1)
     # If rounding put the threshold at or above the total, take the last category of positive
     # weight.
@@ -327,7 +330,9 @@ def _first_exceeding(weights: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor
 
 
 def apply_repetition_penalty(logits: Tensor, token_ids: Tensor, penalty: float) -> Tensor:
-    """Make tokens that already occur less likely: divide positive logits by the penalty, multiply others by it.
+    """Make tokens that already occur less likely.
+
+    Positive logits are divided by the penalty, others multiplied by it.
 
     Args:
         logits: `[k, v]`.

@@ -61,7 +61,7 @@ class LossProperties:
 
     @property
     def per_action(self) -> bool:
-        """Return True if each action has its own ratio, so that actions can differ in advantage or be left out."""
+        """True if each action has its own ratio; actions can then differ in advantage."""
         return self.ratio == "action"
 
 

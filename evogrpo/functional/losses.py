@@ -1,4 +1,4 @@
-"""Terms of the loss of every action: policy losses, KL estimates, importance weights and masks; and their reduction.
+"""Loss of every action: policy losses, KL estimates, importance weights, masks and reduction.
 
 Every reduction is a weighted sum over actions.
 """
@@ -13,11 +13,12 @@ from evogrpo.functional.rewards import consecutive_ids
 
 Coefficient = float | Tensor
 ROUNDING = 1e-4
-"""Bound on the rounding error of an entropy in float32, and of a difference of two log-probabilities, in nats.
+"""Bound on the rounding error of entropies and differences of log-probabilities, in nats.
 
-Rounding depends on the other rows of the batch, so nothing may be decided by smaller differences. A float32 sum of K
-terms is off by about sqrt(K) u of its terms' sizes, with u = 2^-24 (Higham and Mary, 2019). For logits of 10 from
-K = 4,096 products that is 4e-5 nats for each log-probability, and at most twice as much for a difference.
+Rounding depends on the other rows of the batch, so nothing may be decided by smaller differences. A
+float32 sum of K terms is off by about sqrt(K) u of its terms' sizes, with u = 2^-24 (Higham and
+Mary, 2019). For logits of 10 from K = 4,096 products that is 4e-5 nats for each log-probability,
+and at most twice as much for a difference.
 """
 
 
@@ -84,9 +85,8 @@ def policy_loss(
             unclipped = ratio
         else:
             unclipped = ratio.clamp(max=delta)
-        losses = -torch.minimum(
-            unclipped * advantages, _clamp(ratio, 1.0 - clip_low, 1.0 + clip_high) * advantages
-        )
+        clipped = _clamp(ratio, 1.0 - clip_low, 1.0 + clip_high)
+        losses = -torch.minimum(unclipped * advantages, clipped * advantages)
         if dual_clip is not None:
             losses = torch.where(
                 advantages < 0, torch.minimum(losses, -dual_clip * advantages), losses
@@ -157,9 +157,10 @@ def loss_weights(
     member_ids: Tensor,
     max_completion_length: int | None = None,
 ) -> Tensor:
-    r"""Return the weight of every action in its member's loss: sum(weights * losses) is the reduced loss.
+    r"""Return the weight of every action in its member's loss.
 
-    With n completions of the member, the weight of an action is
+    The reduced loss is sum(weights * losses). With n completions of the member, the weight of an
+    action is
 
     - "token-mean": 1 / (all counted actions of the member);
     - "seq-mean-token-sum": 1 / n;
@@ -186,12 +187,10 @@ def loss_weights(
     loss = LOSS_TYPES[loss_type]
     mode = loss.aggregation if aggregation is None else aggregation
     lengths = mask.sum(1)
-    zeros = torch.zeros(
-        int(member_ids.max()) + 1 if len(member_ids) else 0, dtype=torch.float64, device=mask.device
-    )
-    completions = zeros.index_add(0, member_ids, torch.ones_like(lengths, dtype=torch.float64))[
-        member_ids
-    ]
+    members = int(member_ids.max()) + 1 if len(member_ids) else 0
+    zeros = torch.zeros(members, dtype=torch.float64, device=mask.device)
+    ones = torch.ones_like(lengths, dtype=torch.float64)
+    completions = zeros.index_add(0, member_ids, ones)[member_ids]
     if mode == "token-mean":
         divisor = zeros.index_add(0, member_ids, lengths.double())[member_ids]
     elif mode == "seq-mean-token-sum":
@@ -206,14 +205,15 @@ def loss_weights(
 
 def _ratios(loss: LossProperties, log_ratios: Tensor, mask: Tensor) -> Tensor:
     """Return probability ratios `[n, t]`, one per completion or one per action."""
-    return _exp(_sequence_mean(log_ratios, mask) if loss.ratio == "completion" else log_ratios)
+    if loss.ratio == "completion":
+        log_ratios = _sequence_mean(log_ratios, mask)
+    return _exp(log_ratios)
 
 
 def _sequence_mean(values: Tensor, mask: Tensor) -> Tensor:
-    mean = torch.where(mask, values, 0.0).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(
-        min=1
-    )
-    return mean.expand_as(mask)
+    total = torch.where(mask, values, 0.0).sum(1, keepdim=True)
+    count = mask.sum(1, keepdim=True).clamp(min=1)
+    return (total / count).expand_as(mask)
 
 
 def _exp(log_ratios: Tensor) -> Tensor:
@@ -289,13 +289,12 @@ def bias_corrected_kl(
 
     Source: DeepSeek-V3.2 (arXiv:2512.02556); TRL's `use_bias_correction_kl`.
     """
-    return kl * _ratios(
-        LOSS_TYPES[loss_type], torch.where(mask, log_probs - old_log_probs, 0.0), mask
-    )
+    log_ratios = torch.where(mask, log_probs - old_log_probs, 0.0)
+    return kl * _ratios(LOSS_TYPES[loss_type], log_ratios, mask)
 
 
 def adaptive_kl(value: Tensor, kl: Tensor, target: float, horizon: int, n: int) -> Tensor:
-    r"""Adapt the KL coefficient to a target divergence: value (1 + clip(kl / target - 1, +-0.2) n / horizon).
+    r"""Adapt the KL coefficient: value (1 + clip(kl / target - 1, +-0.2) n / horizon).
 
     Args:
         value: Coefficients, or factors on them, any shape.
@@ -319,7 +318,7 @@ def adaptive_kl(value: Tensor, kl: Tensor, target: float, horizon: int, n: int) 
 def importance_weights(
     kind: str, old_log_probs: Tensor, sampler_log_probs: Tensor, mask: Tensor, cap: float = 2.0
 ) -> Tensor:
-    r"""Return importance weights: probability ratios of the trainer's policy to the sampler's, bounded by a cap.
+    r"""Return importance weights: ratios of the trainer's policy to the sampler's, up to a cap.
 
     The ratio is exp(old - sampler), of each action ("token_") or of all actions of a completion
     ("sequence_"). Above the cap it becomes the cap ("_truncate") or 0 ("_mask").
@@ -382,5 +381,6 @@ def high_entropy_mask(
         # The 1 - quantile point by linear interpolation lies just below this order statistic (or on
         # it).
         rank = math.ceil((1.0 - quantile) * (len(values) - 1) - 1e-9)
-        selected |= member_actions & (entropies >= values.kthvalue(rank + 1).values - ROUNDING)
+        threshold = values.kthvalue(rank + 1).values - ROUNDING
+        selected |= member_actions & (entropies >= threshold)
     return selected

@@ -18,9 +18,10 @@ outweighs the gain.
 """
 
 FEW_ROWS, ROW_MULTIPLE, FEW_ROWS_MULTIPLE = 128, 32, 8
-"""oneDNN is used for at most `FEW_ROWS` rows (tokens), and for more if they are a multiple of `ROW_MULTIPLE`.
+"""oneDNN is used for at most `FEW_ROWS` rows (tokens), or for multiples of `ROW_MULTIPLE`.
 
-Callers pad rows to a multiple of `ROW_MULTIPLE`, or of `FEW_ROWS_MULTIPLE` up to `FEW_ROWS`, so that few shapes occur.
+Callers pad rows to a multiple of `ROW_MULTIPLE`, or of `FEW_ROWS_MULTIPLE` up to `FEW_ROWS`, so
+that few shapes occur.
 """
 
 

@@ -1,83 +1,107 @@
-"""AdamW steps, in place on plain tensors."""
+"""Gradient clipping and AdamW, in place on plain tensors."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 
-def adamw_step_(
-    weights: Tensor,
-    gradient: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    step: int,
-    *,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-) -> None:
-    """Take one AdamW step in place, equal to `torch.optim.AdamW`.
-
-    Args:
-        weights: `[k]` parameters, changed in place.
-        gradient: `[k]`; used as scratch space afterwards.
-        exp_avg: `[k]` first moment, changed in place.
-        exp_avg_sq: `[k]` second moment, changed in place.
-        step: Number of this step, from 1.
-        lr: Step size.
-        betas: Decay rates of the two moments.
-        eps: Added to the root of the second moment.
-        weight_decay: Decoupled decay, per unit of lr.
-
-    Source: Decoupled weight decay regularization (arXiv:1711.05101), algorithm 2.
-    """
-    weights.mul_(1.0 - lr * weight_decay)
-    exp_avg.lerp_(gradient, 1.0 - betas[0])
-    exp_avg_sq.mul_(betas[1]).addcmul_(gradient, gradient, value=1.0 - betas[1])
-    root = torch.sqrt(exp_avg_sq, out=gradient)
-    root.div_(math.sqrt(1.0 - betas[1] ** step)).add_(eps)
-    # torch refuses a factor that the dtype cannot hold. The largest one makes the weights infinite,
-    # which is detected.
-    step_size = min(lr / (1.0 - betas[0] ** step), torch.finfo(weights.dtype).max)
-    weights.addcdiv_(exp_avg, root, value=-step_size)
-
-
-def adamw_steps_(
+def clipped_adamw_steps_(
     weights: Tensor,
     gradients: Tensor,
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
-    steps: Sequence[int],
-    lrs: Sequence[float],
     *,
+    steps: Sequence[int],
+    lrs: Sequence[float | None],
+    max_norms: Sequence[float],
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,
-) -> None:
-    """Take one AdamW step in place for every row of `[p, k]` weights, gradients and moments.
+    fused: bool = False,
+) -> list[float]:
+    """Clip the gradient of every row and take its AdamW step, as `torch.optim.AdamW`.
 
-    See `adamw_step_`.
+    A row without a learning rate or with a gradient that is not finite keeps its weights and
+    moments.
 
-    `steps` and `lrs` are the step number (from 1) and learning rate of each row; the other settings
-    are shared.
+    Args:
+        weights: `[p, k]` parameters, one row per member, changed in place.
+        gradients: `[p, k]`; used as scratch space.
+        exp_avg: `[p, k]` first moments, changed in place.
+        exp_avg_sq: `[p, k]` second moments, changed in place.
+        steps: Number of each row's step, from 1.
+        lrs: Learning rate of each row; None = no step.
+        max_norms: Bound on the norm of each row's gradient.
+        betas: Decay rates of the two moments.
+        eps: Added to the root of the second moment.
+        weight_decay: Decoupled decay, per unit of lr.
+        fused: Divide by the root and multiply by the learning rate in one pass over the weights,
+            which pays for the many weights of a single row.
+
+    Returns:
+        Norms of the gradients before clipping; NaN for rows that took no step.
+
+    Source: Decoupled weight decay regularization (arXiv:1711.05101), algorithm 2.
     """
+    # 1. Find the rows that step. All rows are computed and the others restored, so that the bits
+    #    of a row do not depend on which other rows step.
+    norms: list[float] = torch.linalg.vector_norm(gradients, dim=1).tolist()
+    rates: list[float] = []
+    idle: list[int] = []
+    for row, lr in enumerate(lrs):
+        if lr is None or not math.isfinite(norms[row]):
+            norms[row] = math.nan
+            rates.append(0.0)
+            idle.append(row)
+        else:
+            rates.append(lr)
+    if len(idle) == len(norms):
+        return norms
+    saved = [(matrix, matrix[idle]) for matrix in (weights, exp_avg, exp_avg_sq)]
 
-    def column(values: Iterable[float]) -> Tensor:
-        # Clamped to the dtype's range; see adamw_step_.
-        limit = torch.finfo(weights.dtype).max
-        clamped = [max(-limit, min(limit, value)) for value in values]
-        return torch.tensor(clamped, dtype=weights.dtype, device=weights.device)[:, None]
+    # 2. Clip the gradients, as `torch.nn.utils.clip_grad_norm_`.
+    factors = [
+        1.0 if math.isnan(norm) else min(1.0, max_norm / (norm + 1e-6))
+        for norm, max_norm in zip(norms, max_norms, strict=True)
+    ]
+    gradients.mul_(_column(factors, weights))
 
+    # 3. Decay the weights and update the moments.
     if weight_decay:
-        weights.mul_(column(1.0 - lr * weight_decay for lr in lrs))
+        weights.mul_(_column([1.0 - lr * weight_decay for lr in rates], weights))
     exp_avg.lerp_(gradients, 1.0 - betas[0])
     exp_avg_sq.mul_(betas[1]).addcmul_(gradients, gradients, value=1.0 - betas[1])
+
+    # 4. Step: the bias corrections of both moments divide root and learning rate.
     root = torch.sqrt(exp_avg_sq, out=gradients)
-    root.div_(column(math.sqrt(1.0 - betas[1] ** step) for step in steps)).add_(eps)
-    torch.div(exp_avg, root, out=root)
-    weights.addcmul_(
-        root, column(-lr / (1.0 - betas[0] ** step) for lr, step in zip(lrs, steps, strict=True))
-    )
+    corrections = [math.sqrt(1.0 - betas[1] ** step) for step in steps]
+    root.div_(_column(corrections, weights)).add_(eps)
+    sizes = [-lr / (1.0 - betas[0] ** step) for lr, step in zip(rates, steps, strict=True)]
+    if fused:
+        assert len(sizes) == 1
+        weights.addcdiv_(exp_avg, root, value=_in_range(sizes[0], weights))
+    else:
+        torch.div(exp_avg, root, out=root)
+        weights.addcmul_(root, _column(sizes, weights))
+
+    # 5. Restore the rows without a step.
+    for matrix, values in saved:
+        matrix[idle] = values
+    return norms
+
+
+def _column(values: Sequence[float], like: Tensor) -> Tensor:
+    """Return `[p, 1]` of one value per row, in the dtype and on the device of a tensor."""
+    numbers = [_in_range(value, like) for value in values]
+    return torch.tensor(numbers, dtype=like.dtype, device=like.device)[:, None]
+
+
+def _in_range(value: float, like: Tensor) -> float:
+    """Clamp a number to the tensor's dtype, because torch refuses numbers beyond it.
+
+    The largest learning rate makes the weights infinite, which is detected.
+    """
+    limit = torch.finfo(like.dtype).max
+    return max(-limit, min(limit, value))

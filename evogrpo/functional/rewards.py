@@ -140,7 +140,7 @@ def normalise_rewards(
 def difficulty_mask(
     rewards: Tensor, group_ids: Tensor, low: float | None, high: float | None
 ) -> Tensor:
-    """Return a mask of completions in groups that are neither too hard nor too easy: low < mean reward < high.
+    """Return a mask of completions in groups of medium difficulty: low < mean reward < high.
 
     Args:
         rewards: `[n]`; NaN = does not apply, and is left out of the mean.
@@ -164,7 +164,9 @@ def difficulty_mask(
 
 
 def zero_variance_groups(rewards: Tensor, groups: Tensor, count: int) -> Tensor:
-    """Return a mask of groups without learning signal: rewards are all equal, or fewer than two apply.
+    """Return a mask of groups without learning signal.
+
+    Their rewards are all equal, or fewer than two apply.
 
     Args:
         rewards: `[n]` one scalar per completion; NaN = does not apply.

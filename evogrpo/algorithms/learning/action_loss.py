@@ -135,7 +135,7 @@ class ActionLosses:
             divergences: `[k, t]` exact KL to the reference distributions; None = estimate KL from
                 log-probabilities.
         """
-        batch = self.training_rows.outcomes
+        batch = self.training_rows.samples
         shared = self.objective
         mask = select_rows(batch.action_mask, rows)
         advantages = select_rows(self.advantages, rows)
@@ -182,7 +182,7 @@ class ActionLosses:
         0 where beta is 0, as there is no reference log-probability.
         """
         shared = self.objective
-        mask = select_rows(self.training_rows.outcomes.action_mask, rows)
+        mask = select_rows(self.training_rows.samples.action_mask, rows)
         kl = divergences
         if kl is None:
             if shared.reference == "old":
@@ -215,7 +215,7 @@ class ActionLosses:
         )
         if not len(rows):
             return sums
-        mask = select_rows(self.training_rows.outcomes.action_mask, rows)
+        mask = select_rows(self.training_rows.samples.action_mask, rows)
         advantages = select_rows(self.advantages, rows)
         clip_low = select_rows(self.per_row.clip_low, rows)
         clip_high = select_rows(self.per_row.clip_high, rows)

@@ -1,15 +1,20 @@
-"""One learning step: from rewarded samples to optimizer steps, for all members and all of their policies at once."""
+"""One learning step: from rewarded samples to optimizer steps, for all members and policies."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from evogrpo.algorithms.learning.action_loss import ACTION_SUMS, ActionLosses, RowHyperparameters
+from evogrpo.algorithms.learning.action_loss import (
+    ACTION_SUMS,
+    ActionLosses,
+    Part,
+    RowHyperparameters,
+)
 from evogrpo.algorithms.learning.metrics import (
     merge_reports,
     sample_metrics,
@@ -18,6 +23,7 @@ from evogrpo.algorithms.learning.metrics import (
 )
 from evogrpo.algorithms.learning.step_size import StepSizes
 from evogrpo.algorithms.learning.training_rows import TrainingRows
+from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.objective import Objective
 from evogrpo.functional.advantages import advantages
 from evogrpo.functional.loss_types import FULL_KLS, STEP_ADVANTAGES
@@ -40,7 +46,7 @@ from evogrpo.warnings import warn
 def learn(
     members: Members, learners: Sequence[Learner], experience: Experience
 ) -> dict[int, LearnReport]:
-    """Take one learning step: update each policy of each member with the member's own objective and hyperparameters.
+    """Take one learning step of every policy of every member, with the member's own objective.
 
     Each member passes over its training rows `update_epochs` times, with `batch_size` rows per
     optimizer step. The first optimizer steps of all members run together, then the second ones,
@@ -78,10 +84,9 @@ def learn(
     for batch in experience.values():
         for name, values in (("rewards", batch.rewards), ("step rewards", batch.step_rewards)):
             if values is None:
-                infinite = None
-            else:
-                infinite = values.isinf().reshape(len(values), -1).any(1)
-            if infinite is not None and bool(infinite.any()):
+                continue
+            infinite = values.isinf().reshape(len(values), -1).any(1)
+            if bool(infinite.any()):
                 raise ValueError(
                     f"{name} must be finite in float32, or NaN if none applies:"
                     f" {int(infinite.sum())} of {len(infinite)} samples are infinite, first sample"
@@ -98,33 +103,70 @@ def learn(
             continue
         if acting != sampled[policy]:
             batch = batch.select_members(sorted(acting))  # noqa: PLW2901
-        step = _LearningStep(banks[policy], members.settings, policy_learners, batch)
-        updates = step.schedule_updates()
-        slots = set(policy_learners) - step.step_sizes.idle
-        if banks[policy].rows_are_transitions:
-            noun = "actions"
-        else:
-            noun = "completions"
-        # usually once; members with `target_kl` may repeat their updates with another learning rate
-        while slots:
-            remaining = [
-                {slot: rows for slot, rows in each.items() if slot in slots} for each in updates
-            ]
-            count = sum(len(rows) for each in remaining for rows in each.values())
-            counter = batch.stop.progress("learning", count, noun)
-            for number, rows_by_slot in enumerate(remaining):
-                if rows_by_slot:
-                    step.update(rows_by_slot, first=number == 0)
-                    counter.add(sum(map(len, rows_by_slot.values())))
-            slots = step.repeat(slots)
-        for slot, report in step.reports().items():
+        learned = learn_policy(banks[policy], members.settings, policy_learners, batch)
+        for slot, report in learned.items():
             reports[slot][policy] = report
 
     # 3. Report per member.
-    return {
-        slot: merge_reports(by_policy, several=len(banks) > 1)
-        for slot, by_policy in reports.items()
+    several = len(banks) > 1
+    return {slot: merge_reports(by_policy, several=several) for slot, by_policy in reports.items()}
+
+
+def learn_policy(
+    bank: PolicyBank, settings: Any, learners: Mapping[int, Learner], batch: Batch
+) -> dict[int, LearnReport]:
+    """Take one learning step of one policy of several members.
+
+    Args:
+        bank: The policies.
+        settings: Settings that the members share, with their objective.
+        learners: Members that learn, by slot.
+        batch: Whole episodes of these members.
+
+    Returns:
+        One report per learner, by slot.
+    """
+    # 1. References, advantages and loss, for all optimizer steps.
+    step = _prepare(bank, settings, learners, batch)
+    totals = _Totals.of(step)
+    step_sizes = StepSizes(
+        bank,
+        step.training_rows,
+        learners,
+        step.objectives,
+        step.losses.advantages,
+        step.has_gradient,
+    )
+    # 2. Minibatches, and the old log-probabilities that they need.
+    updates = _schedule_updates(step)
+    slots = set(learners) - step_sizes.idle
+    noun = "actions" if bank.rows_are_transitions else "completions"
+    # 3. Optimizer steps: usually one pass. Members with `target_kl` may repeat theirs with another
+    #    learning rate.
+    while slots:
+        remaining = [
+            {slot: rows for slot, rows in each.items() if slot in slots} for each in updates
+        ]
+        count = sum(len(rows) for each in remaining for rows in each.values())
+        counter = batch.stop.progress("learning", count, noun)
+        for number, rows_by_slot in enumerate(remaining):
+            if rows_by_slot:
+                hyperparameters = {slot: step_sizes.hyperparameters[slot] for slot in rows_by_slot}
+                _update(step, totals, rows_by_slot, hyperparameters, first=number == 0)
+                counter.add(sum(map(len, rows_by_slot.values())))
+        taken = {slot: totals.updates[slot] for slot in slots if totals.updates[slot]}
+        slots = step_sizes.repeat(taken)
+        totals.clear(slots | step_sizes.undone)
+    # 4. Reports. Then adapt each member's KL factor to the measured KL.
+    reports = {
+        slot: _report(step, totals, slot, step_sizes.metrics.get(slot, {})) for slot in learners
     }
+    target = step.objective.kl_target
+    if target is not None:
+        for slot, report in reports.items():
+            if math.isfinite(report.kl):
+                _adapt_kl_factor(step, slot, report.kl, target)
+    return reports
 
 
 def minibatches(
@@ -150,326 +192,380 @@ def minibatches(
     if keep_groups:
         group, groups = consecutive_ids(batch.group_ids[rows])
     steps: list[Tensor] = []
-    for _ in range(learner.hyperparameters.update_epochs if len(rows) else 0):
-        # Shuffle the groups: sort the rows by the random place of their group.
-        place = torch.from_numpy(rng.permutation(groups)).to(rows.device)
-        steps.extend(rows[torch.argsort(place[group], stable=True)].split(size))
+    if not len(rows):
+        return steps
+    for _ in range(learner.hyperparameters.update_epochs):
+        # Shuffle the groups: sort the rows by the random position of their group.
+        position = torch.from_numpy(rng.permutation(groups)).to(rows.device)
+        order = torch.argsort(position[group], stable=True)
+        steps.extend(rows[order].split(size))
     return steps
 
 
-class _LearningStep:
-    """Learning step of one policy: advantages and loss are set up once, then shared by all optimizer steps."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Step:
+    """Learning step of one policy, as all of its optimizer steps see it.
 
-    def __init__(
-        self,
-        bank: PolicyBank,
-        settings: Any,
-        learners: Mapping[int, Learner],
-        batch: Batch,
-    ) -> None:
-        self._bank = bank
-        self._settings = settings
-        self._learners = learners
-        self._objective = objective = settings.objective
-        self._objectives = {
-            slot: objective.of(learner.hyperparameters) for slot, learner in learners.items()
-        }
-        self._updates: dict[int, list[UpdateReport]] = {slot: [] for slot in learners}
-        self._sums = torch.zeros(self._bank.size, len(ACTION_SUMS), dtype=torch.float64)
-        self._action_counts = torch.zeros(self._bank.size, dtype=torch.float64)
+    Attributes:
+        bank: The policies.
+        settings: Settings that the members share.
+        objective: Their objective.
+        learners: Members that learn, by slot.
+        objectives: Each member's objective, with its own loss type and advantage, by slot.
+        training_rows: Rows that the members learn from; single actions of small networks.
+        episodes: The rows before they were split into actions, without model inputs.
+        advantages: `[n, t]` of the episodes.
+        losses: Losses of the actions of training rows.
+        has_gradient: `[n]` True for training rows that can have a gradient. All others need no
+            forward pass.
+        sums_in_rewards: `[p, len(ACTION_SUMS)]` sums known before any update: KL in rewards.
+    """
 
-        # 1. Check that the objective fits the batch.
-        if objective.importance_correction is not None and batch.sampler_log_probs is None:
-            raise ValueError(
-                "importance_correction needs sampler_log_probs in the batch. Add them or leave it"
-                " out."
-            )
+    bank: PolicyBank
+    settings: Any
+    objective: Objective
+    learners: Mapping[int, Learner]
+    objectives: Mapping[int, Objective]
+    training_rows: TrainingRows
+    episodes: Batch
+    advantages: Tensor
+    losses: ActionLosses
+    has_gradient: Tensor
+    sums_in_rewards: Tensor
 
-        # 2. List the training rows, without groups of extreme mean reward.
-        low = objective.min_group_reward
-        high = objective.max_group_reward
-        if low is not None or high is not None:
-            inside = difficulty_mask(batch.rewards, batch.group_ids, low, high)
-            batch = replace(batch, action_mask=batch.action_mask & inside[:, None])
-        # The sampler's log-probabilities serve as the old ones if they equal the trainer's.
-        trust_sampler = (
-            batch.exact
-            and objective.importance_correction is None
-            and batch.sampler_log_probs is not None
-        )
-        self._training_rows = training_rows = TrainingRows(
-            self._bank, batch, trust_sampler=trust_sampler
-        )
-        self._episodes = episodes = training_rows.outcomes
+    @property
+    def rows(self) -> Batch:
+        """Training rows without model inputs."""
+        return self.training_rows.samples
 
-        # 3. Compute reference log-probabilities or distributions, only where beta > 0.
-        look_up = partial(
-            RowHyperparameters.of, learners, self._objectives, self._bank.running_stats[:, 0]
-        )
-        per_row = look_up(episodes.member_ids)
-        with_kl = ((per_row.beta > 0)[:, 0] & episodes.action_mask.any(1)).nonzero()[:, 0]
-        if objective.kl_estimator in FULL_KLS:
-            training_rows.compute_distributions(with_kl, old=objective.reference == "old")
-        elif objective.reference != "old" and len(with_kl):
-            part = training_rows.select_for_pass(with_kl)
-            training_rows.reference[with_kl] = self._bank.reference_log_probs(part)
 
-        # 4. Compute advantages; beta times KL is subtracted from rewards if the objective places it
-        #    there.
-        kl_penalty = None
-        if objective.kl_placement == "reward":
-            training_rows.compute_old(with_kl)
-            kl = kl_estimate(objective.kl_estimator, training_rows.old, training_rows.reference)
-            kl = torch.where(episodes.action_mask & (per_row.beta > 0), kl, 0.0)
-            self._sums[:, ACTION_SUMS.index("kl")].index_add_(
-                0, episodes.member_ids.cpu(), kl.double().sum(1).cpu()
-            )
-            kl_penalty = per_row.beta * kl
-        self._advantages = compute_advantages(
-            episodes, objective, per_row, self._bank.running_stats, kl_penalty
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Totals:
+    """Results of the optimizer steps so far, by slot.
+
+    Attributes:
+        updates: Reports of the optimizer steps.
+        sums: `[p, len(ACTION_SUMS)]` sums over the actions that had a forward pass.
+        first_sums: The sums before the first step.
+        action_counts: `[p]` actions in these steps, including those without a forward pass.
+    """
+
+    updates: dict[int, list[UpdateReport]]
+    sums: Tensor
+    first_sums: Tensor
+    action_counts: Tensor
+
+    @classmethod
+    def of(cls, step: _Step) -> "_Totals":
+        """Return the totals before the first optimizer step."""
+        return cls(
+            updates={slot: [] for slot in step.learners},
+            sums=step.sums_in_rewards.clone(),
+            first_sums=step.sums_in_rewards,
+            action_counts=torch.zeros(step.bank.size, dtype=torch.float64),
         )
 
-        # 5. Split rows into single actions, which small networks learn from.
-        row_advantages = self._advantages
-        if self._bank.rows_are_transitions:
-            row_advantages = row_advantages.flatten()[episodes.counted_actions()[0]][:, None]
-            training_rows.split_into_actions()
-            per_row = look_up(training_rows.outcomes.member_ids)
-        self._rows = training_rows.outcomes
+    def clear(self, slots: Collection[int]) -> None:
+        """Forget the optimizer steps of members that were undone."""
+        for slot in slots:
+            self.updates[slot] = []
+            self.sums[slot] = self.first_sums[slot]
+            self.action_counts[slot] = 0.0
 
-        # 6. Set up the loss, and find the rows that can have a gradient. All others need no forward
-        #    pass.
-        self._losses = ActionLosses(
-            training_rows=training_rows,
-            objective=objective,
-            objectives={each.loss_type: each for each in self._objectives.values()},
-            per_row=per_row,
-            advantages=row_advantages,
-            kl_in_loss=len(with_kl) > 0 and objective.kl_placement == "loss",
+
+def _prepare(
+    bank: PolicyBank, settings: Any, learners: Mapping[int, Learner], batch: Batch
+) -> _Step:
+    """Compute references, advantages and the loss of a learning step; see `learn_policy`."""
+    objective: Objective = settings.objective
+    objectives = {slot: objective.of(each.hyperparameters) for slot, each in learners.items()}
+    look_up = partial(RowHyperparameters.of, learners, objectives, bank.running_stats[:, 0])
+    # 1. List the training rows, without groups of extreme mean reward.
+    if objective.importance_correction is not None and batch.sampler_log_probs is None:
+        raise ValueError(
+            "importance_correction needs sampler_log_probs in the batch. Add them or leave it out."
         )
-        # entropy and KL have a gradient where the advantage is 0, too
-        without_advantage = per_row.entropy_coef > 0
-        if self._losses.kl_in_loss:
-            without_advantage = without_advantage | (per_row.beta > 0)
-        self._has_gradient = (
-            ((row_advantages != 0) | without_advantage) & self._rows.action_mask
-        ).any(1)
-        # Sums before the first update, such as KL in rewards; members that repeat their updates
-        # start from them.
-        self._first_sums = self._sums.clone()
-        self.step_sizes = StepSizes(
-            self._bank,
-            training_rows,
-            learners,
-            self._objectives,
-            row_advantages,
-            self._has_gradient,
-        )
+    low = objective.min_group_reward
+    high = objective.max_group_reward
+    if low is not None or high is not None:
+        inside = difficulty_mask(batch.rewards, batch.group_ids, low, high)
+        batch = replace(batch, action_mask=batch.action_mask & inside[:, None])
+    # The sampler's log-probabilities serve as the old ones if they equal the trainer's.
+    trust_sampler = (
+        batch.exact
+        and objective.importance_correction is None
+        and batch.sampler_log_probs is not None
+    )
+    training_rows = TrainingRows(bank, batch, trust_sampler=trust_sampler)
+    episodes = training_rows.samples
 
-    def schedule_updates(self) -> list[dict[int, Tensor]]:
-        """Compute the old log-probabilities that later steps need.
+    # 2. Compute reference log-probabilities or distributions, only where beta > 0.
+    per_row = look_up(episodes.member_ids)
+    with_kl = ((per_row.beta > 0)[:, 0] & episodes.action_mask.any(1)).nonzero()[:, 0]
+    if objective.kl_estimator in FULL_KLS:
+        training_rows.compute_distributions(with_kl, old=objective.reference == "old")
+    elif objective.reference != "old" and len(with_kl):
+        part = training_rows.select_for_pass(with_kl)
+        training_rows.reference[with_kl] = bank.reference_log_probs(part)
 
-        Return the rows of each optimizer step, by slot.
+    # 3. Compute advantages; beta times KL is subtracted from rewards if the objective places it
+    #    there.
+    kl_penalty = None
+    sums = torch.zeros(bank.size, len(ACTION_SUMS), dtype=torch.float64)
+    if objective.kl_placement == "reward":
+        training_rows.compute_old(with_kl)
+        kl = kl_estimate(objective.kl_estimator, training_rows.old, training_rows.reference)
+        kl = torch.where(episodes.action_mask & (per_row.beta > 0), kl, 0.0)
+        kl_of_rows = kl.double().sum(1).cpu()
+        sums[:, ACTION_SUMS.index("kl")].index_add_(0, episodes.member_ids.cpu(), kl_of_rows)
+        kl_penalty = per_row.beta * kl
+    advantages = compute_advantages(episodes, objective, per_row, bank.running_stats, kl_penalty)
+
+    # 4. Split rows into single actions, which small networks learn from.
+    row_advantages = advantages
+    if bank.rows_are_transitions:
+        indices, _ = episodes.counted_actions()
+        row_advantages = advantages.flatten()[indices][:, None]
+        training_rows.split_into_actions()
+        per_row = look_up(training_rows.samples.member_ids)
+
+    # 5. Set up the loss, and find the rows that can have a gradient: entropy and KL have one even
+    #    where the advantage is 0.
+    kl_in_loss = len(with_kl) > 0 and objective.kl_placement == "loss"
+    can_learn = (row_advantages != 0) | (per_row.entropy_coef > 0)
+    if kl_in_loss:
+        can_learn = can_learn | (per_row.beta > 0)
+    losses = ActionLosses(
+        training_rows=training_rows,
+        objective=objective,
+        objectives={each.loss_type: each for each in objectives.values()},
+        per_row=per_row,
+        advantages=row_advantages,
+        kl_in_loss=kl_in_loss,
+    )
+    return _Step(
+        bank=bank,
+        settings=settings,
+        objective=objective,
+        learners=learners,
+        objectives=objectives,
+        training_rows=training_rows,
+        episodes=episodes,
+        advantages=advantages,
+        losses=losses,
+        has_gradient=(can_learn & training_rows.samples.action_mask).any(1),
+        sums_in_rewards=sums,
+    )
+
+
+def _schedule_updates(step: _Step) -> list[dict[int, Tensor]]:
+    """Return the rows of each optimizer step, by slot.
+
+    Compute the old log-probabilities that later steps need.
+    """
+    # 1. Shuffle the rows of each member.
+    keep_groups = not step.bank.rows_are_transitions
+    plans = {
+        slot: minibatches(learner, step.rows, step.settings.seed, keep_groups=keep_groups)
+        for slot, learner in step.learners.items()
+    }
+    # 2. The first optimizer step's own forward pass gives the old log-probabilities of its rows.
+    #    All other rows need a pass now, before weights change.
+    later = step.has_gradient.clone()
+    for plan in plans.values():
+        if plan:
+            later[plan[0]] = False
+    step.training_rows.compute_old(later.nonzero()[:, 0])
+    # 3. Run the first optimizer steps of all members together, then the second ones, and so on.
+    longest = max(map(len, plans.values()))
+    return [
+        {slot: plan[number] for slot, plan in plans.items() if number < len(plan)}
+        for number in range(longest)
+    ]
+
+
+def _update(
+    step: _Step,
+    totals: _Totals,
+    rows_by_slot: Mapping[int, Tensor],
+    hyperparameters: Mapping[int, Hyperparameters],
+    *,
+    first: bool,
+) -> None:
+    """Take one optimizer step of several members.
+
+    Args:
+        step: The learning step.
+        totals: Results of its optimizer steps, which are added to.
+        rows_by_slot: Row indices, by slot.
+        hyperparameters: Hyperparameters by slot, with the learning rate to use.
+        first: True for the first optimizer step of these members.
+    """
+    # 1. Compute the weights of all actions. Rows without gradient count too: skipping them must not
+    #    change a denominator.
+    rows = torch.cat(list(rows_by_slot.values()))
+    mask = select_rows(step.rows.action_mask, rows)
+    member_ids = select_rows(step.rows.member_ids, rows)
+    weights, in_policy_loss, entropy_weights = _action_weights(step, rows, mask, member_ids)
+
+    # 2. Run only the rows that can have a gradient.
+    computed_rows = rows
+    needed = select_rows(step.has_gradient, rows)
+    if not bool(needed.all()):
+        computed_rows = rows[needed]
+        weights = weights[needed]
+        in_policy_loss = in_policy_loss[needed]
+        entropy_weights = entropy_weights[needed]
+
+    def loss_fn(
+        chosen: Tensor, log_probs: Tensor, entropies: Tensor, divergences: Tensor | None = None
+    ) -> Tensor:
+        """Return each chosen row's loss: weighted policy loss minus weighted entropy.
+
+        `chosen` counts within `computed_rows`.
         """
-        keep_groups = not self._bank.rows_are_transitions
-        plans = {
-            slot: minibatches(learner, self._rows, self._bank.seed, keep_groups=keep_groups)
-            for slot, learner in self._learners.items()
-        }
-        # The first optimizer step's own forward pass gives the old log-probabilities of its rows.
-        # All other rows need a pass now, before weights change.
-        later = self._has_gradient.clone()
-        for plan in plans.values():
-            if plan:
-                later[plan[0]] = False
-        self._training_rows.compute_old(later.nonzero()[:, 0])
-        longest = max(map(len, plans.values()))
-        return [
-            {slot: plan[number] for slot, plan in plans.items() if number < len(plan)}
-            for number in range(longest)
-        ]
-
-    def update(self, steps: Mapping[int, Tensor], *, first: bool) -> None:
-        """Take one optimizer step of every member in `steps`.
-
-        Args:
-            steps: Row indices, by slot.
-            first: True for the first optimizer step of these members.
-        """
-        # 1. Compute the weights of all actions. Rows without gradient count too: skipping them must
-        #    not change a denominator.
-        rows = torch.cat(list(steps.values()))
-        objective = self._objective
-        mask = select_rows(self._rows.action_mask, rows)
-        member_ids = select_rows(self._rows.member_ids, rows)
-        max_actions = self._settings.max_actions
-        weights = self._losses.by_loss_type(
-            rows,
-            lambda name, part: loss_weights(
-                name,
-                self._losses.objectives[name].aggregation,
-                mask[part],
-                member_ids[part],
-                max_actions,
-            ),
-        )
-        in_policy_loss = mask
-        if objective.top_entropy_quantile != 1.0:
-            row_entropies = self._bank.entropies(self._training_rows.select_for_pass(rows))
-            in_policy_loss = high_entropy_mask(
-                row_entropies, mask, member_ids, objective.top_entropy_quantile
-            )
-        # The entropy bonus is reduced like the loss, or averaged over the actions with a policy
-        # loss.
-        entropy_weights = weights
-        # the loss type has no effect, as the aggregation is given
-        if objective.entropy_reduction == "mean":
-            entropy_weights = loss_weights("dapo", "token-mean", in_policy_loss, member_ids, 1)
-        entropy_weights = select_rows(self._losses.per_row.entropy_coef, rows) * entropy_weights
-
-        # 2. Run only the rows that can have a gradient.
-        computed_rows = rows
-        needed = select_rows(self._has_gradient, rows)
-        if not bool(needed.all()):
-            computed_rows, weights, in_policy_loss, entropy_weights = (
-                part[needed] for part in (rows, weights, in_policy_loss, entropy_weights)
-            )
-
-        def loss_fn(
-            chosen: Tensor, log_probs: Tensor, entropies: Tensor, divergences: Tensor | None = None
-        ) -> Tensor:
-            """Return each chosen row's loss: weighted policy loss minus weighted entropy.
-
-            `chosen` counts within `computed_rows`.
-            """
-            row_numbers = select_rows(computed_rows, chosen)
-            # In the first optimizer step, the policy is still the one that sampled.
-            if first:
-                old = log_probs.detach()
-            else:
-                old = select_rows(self._training_rows.old, row_numbers)
-            losses = self._losses(
-                row_numbers, log_probs, old, select_rows(in_policy_loss, chosen), divergences
-            )
-            return (
-                select_rows(weights, chosen) * losses
-                - select_rows(entropy_weights, chosen) * entropies
-            ).sum(1)
-
-        # 3. Forward, backward and AdamW in the bank.
-        part = self._training_rows.select_for_pass(computed_rows)
-        hyperparameters = {slot: self.step_sizes.hyperparameters[slot] for slot in steps}
-        entropy_gradient = any(h.entropy_coef > 0 for h in hyperparameters.values())
-        exact_kl: dict[str, Any] = {}  # of small networks only, whose bank takes these arguments
-        if self._training_rows.distributions is not None:
-            exact_kl["reference_distributions"] = self._training_rows.distributions[computed_rows]
-            exact_kl["reverse_kl"] = objective.kl_estimator == "full_reversed"
-        update = self._bank.update(
-            part, loss_fn, hyperparameters, entropy_gradient=entropy_gradient, **exact_kl
-        )
-
-        # 4. Move own references towards the policy every `reference_sync_steps` optimizer steps.
-        interval = objective.reference_sync_steps
-        for slot, report in update.reports.items():
-            self._updates[slot].append(report)
-            if (
-                interval is not None
-                and math.isfinite(report.grad_norm)
-                and report.step % interval == 0
-            ):
-                self._bank.mix_reference(slot, objective.reference_mixing)
-
-        # 5. Store old log-probabilities for later steps, and add up what the report needs.
+        row_numbers = select_rows(computed_rows, chosen)
+        # In the first optimizer step, the policy is still the one that sampled.
         if first:
-            self._training_rows.store_old(computed_rows, update.log_probs)
-        sums = self._losses.measure(computed_rows, update)
-        self._sums.index_add_(0, part.member_ids.cpu(), sums.cpu())
-        self._action_counts.index_add_(0, member_ids.cpu(), mask.sum(1).double().cpu())
+            old = log_probs.detach()
+        else:
+            old = select_rows(step.training_rows.old, row_numbers)
+        chosen_for_loss = select_rows(in_policy_loss, chosen)
+        losses = step.losses(row_numbers, log_probs, old, chosen_for_loss, divergences)
+        policy_part = select_rows(weights, chosen) * losses
+        entropy_part = select_rows(entropy_weights, chosen) * entropies
+        return (policy_part - entropy_part).sum(1)
 
-    def repeat(self, slots: Collection[int]) -> set[int]:
-        """Return the members among `slots` that repeat all of their updates, with their train states restored."""
-        repeated = self.step_sizes.repeat(
-            {slot: self._updates[slot] for slot in slots if self._updates[slot]}
+    # 3. Forward, backward and AdamW in the bank.
+    part = step.training_rows.select_for_pass(computed_rows)
+    # Only the bank of small networks takes these arguments.
+    exact_kl: dict[str, Any] = {}
+    if step.training_rows.distributions is not None:
+        exact_kl["reference_distributions"] = step.training_rows.distributions[computed_rows]
+        exact_kl["reverse_kl"] = step.objective.kl_estimator == "full_reversed"
+    update = step.bank.update(
+        part,
+        loss_fn,
+        hyperparameters,
+        entropy_gradient=any(each.entropy_coef > 0 for each in hyperparameters.values()),
+        **exact_kl,
+    )
+
+    # 4. Move own references towards the policy every `reference_sync_steps` optimizer steps.
+    interval = step.objective.reference_sync_steps
+    for slot, report in update.reports.items():
+        totals.updates[slot].append(report)
+        taken = math.isfinite(report.grad_norm)
+        if interval is not None and taken and report.step % interval == 0:
+            step.bank.mix_reference(slot, step.objective.reference_mixing)
+
+    # 5. Store old log-probabilities for later steps, and add up what the report needs.
+    if first:
+        step.training_rows.store_old(computed_rows, update.log_probs)
+    sums = step.losses.measure(computed_rows, update)
+    totals.sums.index_add_(0, part.member_ids.cpu(), sums.cpu())
+    totals.action_counts.index_add_(0, member_ids.cpu(), mask.sum(1).double().cpu())
+
+
+def _action_weights(
+    step: _Step, rows: Tensor, mask: Tensor, member_ids: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the loss weight of each action, if it has a policy loss, and its entropy weight.
+
+    All are `[k, t]`, for rows with the given mask and slots.
+    """
+    objective = step.objective
+    max_actions = step.settings.max_actions
+
+    def weights_of_type(name: str, part: Part) -> Tensor:
+        aggregation = step.losses.objectives[name].aggregation
+        return loss_weights(name, aggregation, mask[part], member_ids[part], max_actions)
+
+    weights = step.losses.by_loss_type(rows, weights_of_type)
+    in_policy_loss = mask
+    if objective.top_entropy_quantile != 1.0:
+        entropies = step.bank.entropies(step.training_rows.select_for_pass(rows))
+        in_policy_loss = high_entropy_mask(
+            entropies, mask, member_ids, objective.top_entropy_quantile
         )
-        for slot in repeated | self.step_sizes.undone:
-            self._updates[slot], self._sums[slot], self._action_counts[slot] = (
-                [],
-                self._first_sums[slot],
-                0.0,
-            )
-        return repeated
+    # The entropy bonus is reduced like the loss, or averaged over the actions with a policy loss.
+    # The loss type has no effect then, as the aggregation is given.
+    entropy_weights = weights
+    if objective.entropy_reduction == "mean":
+        entropy_weights = loss_weights("dapo", "token-mean", in_policy_loss, member_ids, 1)
+    coefficients = select_rows(step.losses.per_row.entropy_coef, rows)
+    return weights, in_policy_loss, coefficients * entropy_weights
 
-    def reports(self) -> dict[int, LearnReport]:
-        """Return a report for each member, then adapt its KL factor to the measured KL."""
-        reports = {slot: self._report(slot) for slot in self._learners}
-        target = self._objective.kl_target
-        horizon = self._objective.kl_horizon
-        for slot, report in reports.items():
-            if target is not None and math.isfinite(report.kl):
-                # With more samples than the horizon the factor could change sign.
-                samples = min(int((self._episodes.member_ids == slot).sum()), horizon)
-                kl = torch.tensor(report.kl, dtype=torch.float64)
-                factors = self._bank.running_stats[:, 0]
-                factors[slot] = adaptive_kl(factors[slot], kl, target, horizon, samples)
-        return reports
 
-    def _report(self, slot: int) -> LearnReport:
-        """Return the report of one member: metrics of samples and updates, and why it has failed, if it has."""
-        # 1. Select the member's rows.
-        updates = self._updates[slot]
-        h = self._learners[slot].hyperparameters
-        own = self._episodes.member_ids == slot
-        episodes = self._episodes.select(own.nonzero()[:, 0])
-        member_advantages = self._advantages[own]
+def _adapt_kl_factor(step: _Step, slot: int, kl: float, target: float) -> None:
+    """Adapt the factor on a member's beta to the KL of this learning step."""
+    horizon = step.objective.kl_horizon
+    # With more samples than the horizon the factor could change sign.
+    samples = min(int((step.episodes.member_ids == slot).sum()), horizon)
+    factors = step.bank.running_stats[:, 0]
+    measured = torch.tensor(kl, dtype=torch.float64)
+    factors[slot] = adaptive_kl(factors[slot], measured, target, horizon, samples)
 
-        # 2. Measure the samples, the updates and the sampler.
-        sums = dict(zip(ACTION_SUMS, self._sums[slot].tolist(), strict=True))
-        metrics = sample_metrics(episodes)
-        metrics |= update_metrics(updates, sums, float(self._action_counts[slot]))
-        sampler = self._rows.sampler_log_probs
-        # Under truncated sampling, the sampler's log-probabilities are those of another
-        # distribution.
-        if sampler is not None and self._settings.sampling_options == UNTRUNCATED:
-            rows = self._training_rows.from_trainer.nonzero()[:, 0]
-            rows = rows[self._rows.member_ids[rows] == slot]
-            mask = self._rows.action_mask[rows]
-            metrics |= sampling_metrics(
-                self._objective, self._training_rows.old[rows], sampler[rows], mask
-            )
-        metrics |= self.step_sizes.metrics.get(slot, {})
-        if h.beta > 0:
-            in_reward = self._objective.kl_placement == "reward"
-            if in_reward:
-                actions = float(episodes.action_mask.sum())
-            else:
-                actions = sums["actions"]
-            metrics["kl"] = sums["kl"] / (actions or math.nan)  # NaN = not measured
-            if self._objective.kl_target is not None:
-                metrics["kl_coef"] = h.beta * float(self._bank.running_stats[slot, 0])
 
-        # 3. Collect the reasons why the member has failed.
-        failures = list[str]()
-        if episodes.sampler_log_probs is not None:
-            invalid = episodes.sampler_log_probs[episodes.action_mask].isnan()
-            if bool(invalid.any()):
-                failures.append(
-                    f"log-probabilities were NaN at {int(invalid.sum())} of {len(invalid)} actions"
-                )
-        bad = [update for update in updates if not math.isfinite(update.grad_norm)]
-        if bad:
+def _report(step: _Step, totals: _Totals, slot: int, step_size: Mapping[str, float]) -> LearnReport:
+    """Return the report of one member: metrics, and the reasons why it has failed, if it has.
+
+    Args:
+        step: The learning step.
+        totals: Results of its optimizer steps.
+        slot: Slot of the member.
+        step_size: Metrics of its step size.
+    """
+    # 1. Select the member's rows.
+    updates = totals.updates[slot]
+    objective = step.objective
+    beta = step.learners[slot].hyperparameters.beta
+    own = step.episodes.member_ids == slot
+    episodes = step.episodes.select(own.nonzero()[:, 0])
+
+    # 2. Measure the samples, the updates and the sampler.
+    sums = dict(zip(ACTION_SUMS, totals.sums[slot].tolist(), strict=True))
+    metrics = sample_metrics(episodes)
+    metrics |= update_metrics(updates, sums, float(totals.action_counts[slot]))
+    # Under truncated sampling, the sampler's log-probabilities are those of another distribution.
+    sampler = step.rows.sampler_log_probs
+    if sampler is not None and step.settings.sampling_options == UNTRUNCATED:
+        from_trainer = step.training_rows.from_trainer & (step.rows.member_ids == slot)
+        rows = from_trainer.nonzero()[:, 0]
+        old = step.training_rows.old[rows]
+        mask = step.rows.action_mask[rows]
+        metrics |= sampling_metrics(objective, old, sampler[rows], mask)
+    metrics |= step_size
+    if beta > 0:
+        actions = sums["actions"]
+        if objective.kl_placement == "reward":
+            actions = float(episodes.action_mask.sum())
+        metrics["kl"] = sums["kl"] / (actions or math.nan)  # NaN = not measured
+        if objective.kl_target is not None:
+            metrics["kl_coef"] = beta * float(step.bank.running_stats[slot, 0])
+
+    # 3. Collect the reasons why the member has failed.
+    failures = list[str]()
+    if episodes.sampler_log_probs is not None:
+        invalid = episodes.sampler_log_probs[episodes.action_mask].isnan()
+        if bool(invalid.any()):
             failures.append(
-                f"no finite gradient or weights in {len(bad)} of {len(updates)} updates"
+                f"log-probabilities were NaN at {int(invalid.sum())} of {len(invalid)} actions"
             )
+    bad = [update for update in updates if not math.isfinite(update.grad_norm)]
+    if bad:
+        failures.append(f"no finite gradient or weights in {len(bad)} of {len(updates)} updates")
 
-        # 4. Build the report.
-        per_sample = member_advantages.double().sum(1) / episodes.action_mask.sum(1).clamp(min=1)
-        return LearnReport(
-            metrics={name: value for name, value in metrics.items() if not math.isnan(value)},
-            advantages=tuple(per_sample.tolist()),
-            optimizer_steps=len(updates) - len(bad),
-            tokens=self._training_rows.tokens.get(slot, 0),
-            failed="; ".join(failures) or None,
-        )
+    # 4. Build the report.
+    actions_of_sample = episodes.action_mask.sum(1).clamp(min=1)
+    per_sample = step.advantages[own].double().sum(1) / actions_of_sample
+    return LearnReport(
+        metrics={name: value for name, value in metrics.items() if not math.isnan(value)},
+        advantages=tuple(per_sample.tolist()),
+        optimizer_steps=len(updates) - len(bad),
+        tokens=step.training_rows.tokens.get(slot, 0),
+        failed="; ".join(failures) or None,
+    )
 
 
 # ---- advantages
@@ -521,22 +617,24 @@ def compute_advantages(
     for kind, flag in per_row.advantages.items():
         rows = flag.nonzero()[:, 0]
         part = batch.select(rows)
-        gamma = per_row.gamma[rows]
-        bound = per_row.advantage_clip[rows]
+        mask = part.action_mask
         if kind in STEP_ADVANTAGES:
             _warn_equal_steps(kind, part)
+            mask = _in_statistics(part)
+        weights = None
+        if part.component_weights:
+            weights = torch.tensor(part.component_weights)
+        bound = per_row.advantage_clip[rows]
         result[rows] = advantages(
             kind,
             rewards=rewards[rows],
             step_rewards=part.step_rewards,
             components=part.reward_components,
-            component_weights=(
-                torch.tensor(part.component_weights) if part.component_weights else None
-            ),
+            component_weights=weights,
             group_ids=part.group_ids,
             member_ids=part.member_ids,
-            mask=_in_statistics(part) if kind in STEP_ADVANTAGES else part.action_mask,
-            gamma=gamma,
+            mask=mask,
+            gamma=per_row.gamma[rows],
             eps=objective.advantage_eps,
             kl_penalty=None if kl_penalty is None else kl_penalty[rows],
             reward_clip=objective.reward_clip,
@@ -548,7 +646,7 @@ def compute_advantages(
 
 
 def _in_statistics(batch: Batch) -> Tensor:
-    """Return `[n, t]` actions that enter group statistics, including those of episodes masked out of the loss.
+    """Return a mask `[n, t]` of actions that enter group statistics, including masked episodes.
 
     Leaving an episode out of the loss (a truncated completion, say) must not change the mean that
     others compare with.

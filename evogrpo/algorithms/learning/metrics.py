@@ -82,7 +82,7 @@ def update_metrics(
 def sampling_metrics(
     objective: Objective, old: Tensor, sampler: Tensor, mask: Tensor
 ) -> dict[str, float]:
-    """Return the mismatch between the sampler's and the trainer's log-probabilities `[n, t]`, and its correction."""
+    """Return the mismatch between the log-probabilities `[n, t]` of sampler and trainer."""
     if not bool(mask.any()):
         return {}
     distance = torch.where(sampler.isnan(), 0.0, old - sampler)[mask].double().abs()

@@ -233,15 +233,15 @@ class StepSizes:
         self.hyperparameters = {slot: learner.hyperparameters for slot, learner in learners.items()}
         self._controls = dict[int, StepControl]()
         self._rows = dict[int, Tensor]()
-        outcomes = training_rows.outcomes
+        samples = training_rows.samples
         transitions = bank.rows_are_transitions
         for slot, learner in learners.items():
             target_kl = learner.hyperparameters.target_kl
             if target_kl is None:
                 continue
             # 1. Find the member's rows with a gradient. If all advantages are 0, it takes no step.
-            rows = ((outcomes.member_ids == slot) & has_gradient).nonzero()[:, 0]
-            signal = advantages[rows][outcomes.action_mask[rows]]
+            rows = ((samples.member_ids == slot) & has_gradient).nonzero()[:, 0]
+            signal = advantages[rows][samples.action_mask[rows]]
             if not bool(signal.any()):
                 self.idle.add(slot)
                 continue
@@ -295,7 +295,7 @@ class StepSizes:
             control = self._controls[slot]
             rows = self._rows[slot]
             before = self._training_rows.old[rows]
-            mask = self._training_rows.outcomes.action_mask[rows]
+            mask = self._training_rows.samples.action_mask[rows]
             kl, clipped = measured_step(
                 before, log_probs, mask, *self._learners[slot].hyperparameters.clip_bounds
             )

@@ -20,7 +20,7 @@ class TrainingRows:
 
     Attributes:
         batch: The samples. After `split_into_actions`, their single actions.
-        outcomes: The same rows without model inputs. Advantages, masks and losses read only these.
+        samples: The same rows without model inputs. Advantages, masks and losses read only these.
         old: `[n, t]` log-probabilities of the policy that sampled, in nats; valid where `known`.
         reference: `[n, t]` under the member's reference, in nats; valid for rows with beta above 0.
         distributions: `[n, t, o]` reference distributions in the bank's format; None = not
@@ -34,13 +34,13 @@ class TrainingRows:
         self._bank = bank
         self.tokens = dict[int, int]()
         self.batch = batch
-        self.outcomes = replace(batch, inputs=None)
+        self.samples = replace(batch, inputs=None)
         # Reserve space for log-probabilities, which are unknown so far.
         mask = batch.action_mask
-        self.old, self.reference = (torch.zeros(mask.shape, device=mask.device) for _ in range(2))
-        self.known, self.from_trainer = (
-            torch.zeros(len(mask), dtype=torch.bool, device=mask.device) for _ in range(2)
-        )
+        self.old = torch.zeros(mask.shape, device=mask.device)
+        self.reference = torch.zeros_like(self.old)
+        self.known = torch.zeros(len(mask), dtype=torch.bool, device=mask.device)
+        self.from_trainer = torch.zeros_like(self.known)
         self.distributions: Tensor | None = None
         if trust_sampler:
             assert batch.sampler_log_probs is not None
@@ -63,11 +63,11 @@ class TrainingRows:
                 reference.
         """
         assert isinstance(self._bank, StackedBank), "LanguageSettings refuses kl_estimator 'full'"
-        if len(rows):
-            computed = self._bank.distributions(self.select_for_pass(rows), reference=not old)
-            self.distributions = computed.new_zeros(
-                len(self.known), *computed.shape[1:]
-            ).index_copy(0, rows, computed)
+        if not len(rows):
+            return
+        computed = self._bank.distributions(self.select_for_pass(rows), reference=not old)
+        zeros = computed.new_zeros(len(self.known), *computed.shape[1:])
+        self.distributions = zeros.index_copy(0, rows, computed)
 
     def compute_old(self, rows: Tensor) -> None:
         """Compute the old log-probabilities that are still unknown.
@@ -80,18 +80,19 @@ class TrainingRows:
             self.known[rows] = self.from_trainer[rows] = True
 
     def store_old(self, rows: Tensor, current: Tensor) -> None:
-        """Store the log-probabilities `[k, t]` of rows under policies that have not changed since sampling."""
+        """Store the log-probabilities `[k, t]` of rows under the policies that sampled."""
         self.old[rows] = current.detach().to(self.old.dtype)
         self.known[rows] = self.from_trainer[rows] = True
 
     def split_into_actions(self) -> None:
         """Replace each training row by one row per action that counts in the loss, in order."""
-        places, row = self.outcomes.counted_actions()
+        indices, row = self.samples.counted_actions()
         self.batch = self.batch.flatten_actions()
-        self.outcomes = replace(self.batch, inputs=None)
-        self.old, self.reference = (
-            each.flatten()[places][:, None] for each in (self.old, self.reference)
-        )
+        self.samples = replace(self.batch, inputs=None)
+        self.old = self.old.flatten()[indices][:, None]
+        self.reference = self.reference.flatten()[indices][:, None]
         if self.distributions is not None:
-            self.distributions = self.distributions.flatten(0, 1)[places][:, None]
-        self.known, self.from_trainer = self.known[row], self.from_trainer[row]
+            self.distributions = self.distributions.flatten(0, 1)[indices][:, None]
+        # What is known of an episode is known of each of its actions.
+        self.known = self.known[row]
+        self.from_trainer = self.from_trainer[row]

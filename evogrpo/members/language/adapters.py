@@ -1,5 +1,6 @@
 """Train states of all members, and products in which each row uses its own member's LoRA matrices."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple
@@ -11,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from evogrpo.config.hyperparameters import Hyperparameters, Optimizer
-from evogrpo.functional.optim import adamw_step_
+from evogrpo.functional.optim import clipped_adamw_steps_
 from evogrpo.members.bank import (
     INITIAL_RUNNING_STATS,
     PolicyVersion,
@@ -411,28 +412,25 @@ class AdapterStates:
         # lr was measured in AdamW's first step, the largest one
         if hyperparameters.target_kl is not None:
             lr *= settings.momentum_warmup(self._steps[slot])
-        norm = float(torch.linalg.vector_norm(gradient))
-        # as `clip_grad_norm_`
-        gradient.mul_(min(1.0, hyperparameters.max_grad_norm / (norm + 1e-6)))
-        if not norm < float("inf"):
-            return UpdateReport(grad_norm=float("nan"), lr=lr, loss=loss, step=self._steps[slot])
-        # `adamw_step_` corrects the bias of the moments by the number of this step, from 1.
-        self._steps[slot] += 1
-        self.changes[slot] += 1
-        adamw_step_(
-            self.weights[slot],
-            gradient,
-            self._matrices["exp_avg"][slot],
-            self._matrices["exp_avg_sq"][slot],
-            self._steps[slot],
-            lr=lr,
+        (norm,) = clipped_adamw_steps_(
+            self.weights[slot, None],
+            gradient[None],
+            self._matrices["exp_avg"][slot, None],
+            self._matrices["exp_avg_sq"][slot, None],
+            steps=[self._steps[slot] + 1],
+            lrs=[lr],
+            max_norms=[hyperparameters.max_grad_norm],
             betas=settings.betas,
             eps=settings.eps,
             weight_decay=settings.weight_decay,
+            fused=True,
         )
-        # One sum finds any NaN or infinity, without a mask as large as the weights.
-        healthy = bool(self.weights[slot].sum().isfinite())
-        norm = norm if healthy else float("nan")
+        if not math.isnan(norm):
+            self._steps[slot] += 1
+            self.changes[slot] += 1
+            # One sum finds any NaN or infinity, without a mask as large as the weights.
+            if not bool(self.weights[slot].sum().isfinite()):
+                norm = math.nan
         return UpdateReport(grad_norm=norm, lr=lr, loss=loss, step=self._steps[slot])
 
     # ---- references and train states; see `evogrpo.members.bank.PolicyBank`

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from evogrpo.config.hyperparameters import Hyperparameters, Optimizer
-from evogrpo.functional.optim import adamw_steps_
+from evogrpo.functional.optim import clipped_adamw_steps_
 from evogrpo.members.bank import (
     INITIAL_RUNNING_STATS,
     RUNNING_STATS,
@@ -240,29 +240,6 @@ class Stack:
     def _arrays(self) -> dict[str, FloatArray]:
         """Views of the weights in numpy, by parameter."""
         return {key: value.numpy() for key, value in self._views["weights"].items()}
-
-    def step(self, updates: Mapping[int, tuple[int, float, float]], settings: Optimizer) -> None:
-        """Take AdamW steps (number, lr, factor on the gradient) by row; overwrites `gradient`.
-
-        All rows are computed and those without a step are restored, so that a row's bits do not
-        depend on other steps.
-        """
-        rows = range(len(self.slots))
-        idle = [row for row in rows if row not in updates]
-        weights, exp_avg, exp_avg_sq = matrices = [
-            self.tensors[name] for name in ("weights", "exp_avg", "exp_avg_sq")
-        ]
-        saved = [matrix[idle] for matrix in matrices]
-        numbers, lrs, factors = zip(*(updates.get(row, (1, 0.0, 1.0)) for row in rows), strict=True)
-        gradients = self.gradient.mul_(torch.tensor(factors, device=self.gradient.device)[:, None])
-        adamw_steps_(
-            *(weights, gradients, exp_avg, exp_avg_sq, numbers, lrs),
-            betas=settings.betas,
-            eps=settings.eps,
-            weight_decay=settings.weight_decay,
-        )
-        for matrix, values in zip(matrices, saved, strict=True):
-            matrix[idle] = values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -581,35 +558,36 @@ class StackedTrainStates:
         settings = self._optimizer
         reports = dict[int, UpdateReport]()
         for stack in self.stacks:
-            # 1. Learning rate of each member, and the factor that clips its gradient, as
-            #    `clip_grad_norm_`.
-            norms = torch.linalg.vector_norm(stack.gradient, dim=1).tolist()
-            rows = {slot: row for row, slot in enumerate(stack.slots) if slot in hyperparameters}
-            lrs = {
-                slot: hyperparameters[slot].lr * settings.factor(self._steps[slot]) for slot in rows
-            }
-            updates = {
-                row: (
-                    self._steps[slot] + 1,
-                    lrs[slot],
-                    min(1.0, hyperparameters[slot].max_grad_norm / (norm + 1e-6)),
-                )
-                for slot, row in rows.items()
-                if math.isfinite(norm := norms[row])
-            }
-            # 2. AdamW steps.
-            if updates:
-                stack.step(updates, settings)
+            # 1. Learning rates of the members that step.
+            lrs: list[float | None] = []
+            max_norms = []
+            for slot in stack.slots:
+                own = hyperparameters.get(slot)
+                lrs.append(None if own is None else own.lr * settings.factor(self._steps[slot]))
+                max_norms.append(math.inf if own is None else own.max_grad_norm)
+            # 2. Clip the gradients and take AdamW steps.
+            norms = clipped_adamw_steps_(
+                stack.tensors["weights"],
+                stack.gradient,
+                stack.tensors["exp_avg"],
+                stack.tensors["exp_avg_sq"],
+                steps=[self._steps[slot] + 1 for slot in stack.slots],
+                lrs=lrs,
+                max_norms=max_norms,
+                betas=settings.betas,
+                eps=settings.eps,
+                weight_decay=settings.weight_decay,
+            )
             # 3. Reports. One sum finds any NaN or infinity in a member's weights.
             finite = stack.tensors["weights"].sum(1).isfinite().tolist()
-            for slot, row in rows.items():
-                self._steps[slot] += row in updates
-                if row in updates and finite[row]:
-                    norm = norms[row]
-                else:
-                    norm = math.nan
-                report = UpdateReport(
-                    grad_norm=norm, lr=lrs[slot], loss=losses[slot], step=self._steps[slot]
+            for slot, lr, norm, healthy in zip(stack.slots, lrs, norms, finite, strict=True):
+                if lr is None:
+                    continue
+                self._steps[slot] += not math.isnan(norm)
+                reports[slot] = UpdateReport(
+                    grad_norm=norm if healthy else math.nan,
+                    lr=lr,
+                    loss=losses[slot],
+                    step=self._steps[slot],
                 )
-                reports[slot] = report
         return reports

@@ -1,0 +1,231 @@
+"""KL of calibrated learning steps, measured by forward passes of its own on fresh samples.
+
+    python benchmarking/calibration.py                          # all cases, ten seeds
+    python benchmarking/calibration.py --cases cartpole --seeds 0 1 --steps 1    # a short trial
+
+For each case and seed one agent takes learning steps with a calibrated learning rate. Before and
+after each step, this script runs the agent's network or language model on samples that the step did
+not learn from, drawn by the policy before it. It computes the exact KL(before || after) per action
+over the whole vocabulary or distribution. The tables show this KL as a multiple of the step's
+target, and its ratio to the reported metric `step_kl`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributions import Categorical, Normal, kl_divergence
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarking.records import write_record  # the path is set above
+from evogrpo import GRPO, GymnasiumGroups, Population
+from tests.tiny_models import tiny_model
+from tests.tiny_training import tiny_env, tiny_population
+
+FRESH = 10**6
+"""Number of the learning step whose samples are the fresh ones of step 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One kind of run.
+
+    Attributes:
+        kind: "cartpole", "pendulum" or "language".
+        target_kl: KL of a learning step at first.
+        options: Further options of the agent.
+        then: A change of `target_kl` after the first step.
+        path: What happens together with the change: nothing, or "clone" or "save and load".
+    """
+
+    kind: str
+    target_kl: float = 0.01
+    options: Mapping[str, Any] = field(default_factory=dict)
+    then: float | None = None
+    path: str = ""
+
+
+CASES: dict[str, Case] = {}
+for _kind in ("cartpole", "pendulum", "language"):
+    CASES[_kind] = Case(kind=_kind)
+    for _target in (0.0025, 0.005, 0.02, 0.04):
+        CASES[f"{_kind} target {_target}"] = Case(kind=_kind, target_kl=_target)
+    CASES[f"{_kind} 0.01 then 0.04"] = Case(kind=_kind, then=0.04)
+    CASES[f"{_kind} 0.04 then 0.01"] = Case(kind=_kind, target_kl=0.04, then=0.01)
+    CASES[f"{_kind} cispo"] = Case(kind=_kind, options={"loss_type": "cispo"})
+    CASES[f"{_kind} beta 0.3"] = Case(kind=_kind, options={"beta": 0.3})
+    _epochs = {"update_epochs": 1 if _kind != "language" else 4}
+    CASES[f"{_kind} epochs {_epochs['update_epochs']}"] = Case(kind=_kind, options=_epochs)
+CASES["language sapo"] = Case(kind="language", options={"loss_type": "sapo"})
+CASES["language gspo"] = Case(kind="language", options={"loss_type": "gspo"})
+CASES["language bfloat16"] = Case(kind="language", options={"dtype": torch.bfloat16})
+CASES["language minibatches"] = Case(
+    kind="language", options={"update_epochs": 4, "batch_size": 16, "loss_type": "dapo"}
+)
+
+
+# ---- agents and their environments
+
+
+def make_run(case: Case, seed: int) -> tuple[Population, Any, int]:
+    """Return a population of one agent, its environment and its samples per learning step."""
+    options = dict(case.options)
+    if case.kind == "language":
+        dtype = options.pop("dtype", torch.float32)
+        model = tiny_model(seed=seed).to(dtype)
+        shared: dict[str, Any] = {"actor_network": model, "max_output_tokens": 12, "group_size": 8}
+        # The learning rate that tiny_population sets is only the first guess.
+        population = tiny_population(1, **shared, seed=seed, target_kl=case.target_kl, **options)
+        return population, tiny_env(data_batch_size=8, seed=seed), 64
+    name, samples = {"cartpole": ("CartPole-v1", 192), "pendulum": ("Pendulum-v1", 16)}[case.kind]
+    env = GymnasiumGroups(name, seed=seed)
+    population = GRPO.population(
+        1,
+        observation_space=env.observation_space,
+        action_space=env.action_space,
+        group_size=8,
+        seed=seed,
+        target_kl=case.target_kl,
+        **options,
+    )
+    return population, env, samples
+
+
+# ---- own forward passes
+
+
+def distributions(population: Population, batch: Any) -> Any:
+    """Return the agent's action distributions at all counted actions of a batch."""
+    bank = next(iter(population.members.banks.values()))
+    mask = batch.action_mask
+    if bank.rows_are_transitions:
+        observations = batch.inputs.observations.flatten(0, 1)[mask.flatten()]
+        outputs = bank.outputs(0, observations)
+        if bank.distribution.free_parameters:
+            mean, log_std = outputs.split(outputs.shape[1] // 2, 1)
+            return Normal(mean.double(), log_std.double().exp())
+        return Categorical(logits=outputs.double())
+    policy = bank.policy(0)
+    found = []
+    for row in range(len(batch)):
+        prompt = batch.inputs.prompts[int(batch.inputs.prompt_ids[row])]
+        completion = batch.actions[row][batch.present[row]]
+        ids = torch.cat([torch.tensor(list(prompt)), completion])[None]
+        logits = policy(ids)[0, len(prompt) - 1 : -1].double()
+        found.append(logits[mask[row][batch.present[row]]])
+    return Categorical(logits=torch.cat(found))
+
+
+def divergence(before: Any, after: Any) -> float:
+    """Return the mean KL(before || after) per action, in nats."""
+    values: Tensor = kl_divergence(before, after)
+    return float(values.reshape(len(values), -1).sum(1).mean())
+
+
+def effective_share(population: Population, report: Any, batch: Any) -> float:
+    """Return the part of `target_kl` that the step of a network aims for; see `step_target`."""
+    bank = next(iter(population.members.banks.values()))
+    if not bank.rows_are_transitions:
+        return 1.0
+    share = report.metrics.get("step_target")
+    if share is not None:
+        return float(share) / float(population[0].target_kl)
+    return 1.0
+
+
+def measure_run(case: Case, seed: int, steps: int) -> list[dict[str, float]]:
+    """Return for each learning step its KL in multiples of the target, and the reported one."""
+    population, env, samples = make_run(case, seed)
+    results = []
+    for step in range(steps):
+        if step == 1 and case.then is not None:
+            population[0].target_kl = case.then
+        rollout = population.collect(env, step=step, samples_per_step=samples, block=samples // 8)
+        fresh = population.collect(
+            env, step=FRESH + step, samples_per_step=samples, block=samples // 8
+        )
+        batch = next(iter(fresh.experience.values()))
+        trained = next(iter(rollout.experience.values()))
+        before = distributions(population, batch)
+        before_trained = distributions(population, trained)
+        report = population.learn(rollout.experience, step=step)[0]
+        target = float(population[0].target_kl)
+        metrics = report.metrics
+        results.append(
+            {
+                "ratio": divergence(before, distributions(population, batch)) / target,
+                "trained": divergence(before_trained, distributions(population, trained)) / target,
+                "reported": metrics.get("step_kl", math.nan) / target,
+                "share": effective_share(population, report, trained),
+                "passes": metrics.get("step_passes", math.nan),
+                "lr": metrics.get("learning_rate", math.nan),
+            }
+        )
+    return results
+
+
+# ---- tables
+
+
+def within(values: Sequence[float], factor: float) -> int:
+    """Count the values within a factor of 1."""
+    return sum(1 / factor <= value <= factor for value in values)
+
+
+def row(name: str, runs: Sequence[Sequence[Mapping[str, float]]], number: int) -> str:
+    """Return one line of the table, for the first step or all later ones."""
+    chosen = [run[:1] if number == 0 else run[1:] for run in runs]
+    steps = [step for run in chosen for step in run]
+    ratios = [step["ratio"] / step["share"] for step in steps]
+    agreement = [step["reported"] / step["ratio"] for step in steps if step["reported"] > 0]
+    trained = [step["trained"] / step["ratio"] for step in steps]
+    cells = [
+        name,
+        "first" if number == 0 else "later",
+        f"{within(ratios, 1.5)} of {len(ratios)}",
+        f"{min(ratios):.2f} to {max(ratios):.2f}",
+        f"{statistics.median(ratios):.2f}",
+        f"{statistics.median(agreement):.2f}" if agreement else "-",
+        f"{statistics.median(trained):.2f}",
+        f"{statistics.median(step['lr'] for step in steps):.2g}",
+    ]
+    return " | ".join(cells)
+
+
+HEADER = "case | step | within 1.5 | range | median | step_kl / own | trained / fresh | lr"
+
+
+def main() -> None:
+    """Run the cases and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n", maxsplit=1)[0])
+    parser.add_argument("--cases", nargs="*", default=list(CASES), help="names, or parts of them")
+    parser.add_argument("--seeds", nargs="*", type=int, default=list(range(10)))
+    parser.add_argument("--steps", type=int, default=9)
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    print(HEADER, flush=True)
+    found = {}
+    for name, case in CASES.items():
+        if not any(name == part or name.startswith(part) for part in given.cases):
+            continue
+        runs = [measure_run(case, seed, given.steps) for seed in given.seeds]
+        found[name] = runs
+        for number in range(min(2, given.steps)):
+            print(row(name, runs, number), flush=True)
+    if given.out is not None:
+        write_record(given.out, {"runs": found})
+
+
+if __name__ == "__main__":
+    main()
