@@ -115,15 +115,12 @@ def distributions(population: Population, batch: Any) -> Any:
             mean, log_std = outputs.split(outputs.shape[1] // 2, 1)
             return Normal(mean.double(), log_std.double().exp())
         return Categorical(logits=outputs.double())
-    policy = bank.policy(0)
-    found = []
-    for row in range(len(batch)):
-        prompt = batch.inputs.prompts[int(batch.inputs.prompt_ids[row])]
-        completion = batch.actions[row][batch.present[row]]
-        ids = torch.cat([torch.tensor(list(prompt)), completion])[None]
-        logits = policy(ids)[0, len(prompt) - 1 : -1].double()
-        found.append(logits[mask[row][batch.present[row]]])
-    return Categorical(logits=torch.cat(found))
+    # All prompts of this task have the same length, so rows are padded on the right only.
+    prompts = torch.tensor(batch.inputs.prompts)[batch.inputs.prompt_ids]
+    ids = torch.cat([prompts, batch.actions], 1)
+    seen = torch.cat([torch.ones_like(prompts, dtype=torch.bool), batch.present], 1)
+    logits = bank.policy(0)(ids, seen)[:, prompts.shape[1] - 1 : -1]
+    return Categorical(logits=logits[mask].double())
 
 
 def divergence(before: Any, after: Any) -> float:
