@@ -366,7 +366,7 @@ def _schedule_updates(step: _Step) -> list[dict[int, Tensor]]:
     # 1. Shuffle the rows of each member.
     keep_groups = not step.bank.rows_are_transitions
     plans = {
-        slot: minibatches(learner, step.rows, step.settings.seed, keep_groups=keep_groups)
+        slot: minibatches(learner, step.rows, step.bank.seed, keep_groups=keep_groups)
         for slot, learner in step.learners.items()
     }
     # 2. The first optimizer step's own forward pass gives the old log-probabilities of its rows.
