@@ -2,14 +2,15 @@
 
 import asyncio
 import threading
+import time
 from concurrent.futures import wait
 
 import numpy as np
 import pytest
 
-from evogrpo.envs.text.prompt_batch import compute_rewards
+from evogrpo.envs.text.compute_rewards import compute_rewards
 from evogrpo.envs.text.reward_functions import RewardError, RewardInputs, make_rewards
-from evogrpo.envs.text.verifier_pool import make_reward_runner
+from evogrpo.envs.text.reward_runner import RewardRunner
 
 
 def earned(*functions, texts=("a", "bb"), form="trl", timeout=None, on_error="raise", times=1):
@@ -18,7 +19,7 @@ def earned(*functions, texts=("a", "bb"), form="trl", timeout=None, on_error="ra
         if form == "trl"
         else make_rewards(*functions, None, None)
     )
-    runner = make_reward_runner(rewards, timeout, None)
+    runner = RewardRunner(rewards, timeout, None)
     rows = [{"prompt": "p", "question": "q", "answer": "a"}] * len(texts)
     given = RewardInputs(rows=rows, texts=texts, token_ids=[[1]] * len(texts))
     try:
@@ -115,7 +116,7 @@ def test_slow_functions_are_cancelled_and_excluded():
 
 
 def test_jobs_of_an_abandoned_event_loop_do_not_end_those_of_the_next_one(monkeypatch):
-    monkeypatch.setattr("evogrpo.envs.text.reward_functions.GRACE_SECONDS", 0.1)
+    monkeypatch.setattr("evogrpo.envs.text.reward_runner.GRACE_SECONDS", 0.1)
     release = threading.Event()
     second = None
 
@@ -128,14 +129,19 @@ def test_jobs_of_an_abandoned_event_loop_do_not_end_those_of_the_next_one(monkey
         return [1.0]
 
     def submit(text):
-        return runner.submit("reward", [((), {"completions": [text]})])
+        return runner.submit("reward", ((), {"completions": [text]}))
 
-    runner = make_reward_runner(make_rewards(None, reward, None), 0.6, None)
+    runner = RewardRunner(make_rewards(None, reward, None), 0.6, None)
     first = submit("block")
     assert not wait([first], timeout=0.2).done
     second = submit("waits in the blocked loop")
-    wait([first], timeout=1.5)  # the time limit and the grace period pass
-    assert submit("in the next loop").result(timeout=10) == [[1.0]]
+    time.sleep(0.7)  # the time limit and the grace period of the first call pass
+    runner.cancel_overdue()
+    assert first.cancelled()
+    third = submit("in the next loop")
+    time.sleep(0.3)  # those of the second call pass
+    runner.cancel_overdue()
+    assert third.result(timeout=10) == [1.0]
     release.set()
     runner.close()
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from evogrpo import HuggingFaceGym
-from evogrpo.envs.text.verifier_pool import MAX_LINE_LENGTH, forward_output
+from evogrpo.envs.worker_process import MAX_LINE_LENGTH, forward_output
 from evogrpo.records import single_turn_conversations
 from evogrpo.text import EscapingStream, escaped_prints
 

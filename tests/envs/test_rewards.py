@@ -14,9 +14,9 @@ from transformers import TrainerState
 
 from docs.generate.metrics import NAMES
 from evogrpo import HuggingFaceGym
-from evogrpo.envs.text.prompt_batch import compute_rewards
+from evogrpo.envs.text.compute_rewards import compute_rewards
 from evogrpo.envs.text.reward_functions import RewardError, RewardInputs, StepRewards, make_rewards
-from evogrpo.envs.text.verifier_worker import encoded
+from evogrpo.envs.text.reward_worker import encoded
 from evogrpo.records import single_turn_conversations
 
 TEXT_ROWS = [{"prompt": "p", "level": 1}, {"prompt": "q", "level": 2}]

@@ -149,11 +149,11 @@ def test_cancel_clears_the_queue_and_kills_busy_workers_and_close_fails_jobs(ope
     texts = ["a", "bb", "hang", *TEXTS[3:]]
     batch, conversations, log = open_batch(functions.noted, texts=texts, workers=1)
     start(batch, conversations, [0, 1])
-    (worker,) = batch.runner._workers
-    while worker.future is None:
+    (worker,) = batch.runner.pool.workers
+    while worker.outcome is None:
         time.sleep(0.01)
     batch.cancel()
-    assert worker.process.poll() is not None
+    assert not worker.process.running
     short = single_turn_conversations(STARTS, [each.completions[0][:1] for each in conversations])
     assert batch.score(short).rewards.tolist() == [1.0] * 7
     assert ("d", "ee") not in calls_of(log)

@@ -15,10 +15,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from evogrpo.envs.text.compute_rewards import compute_rewards
 from evogrpo.envs.text.huggingface_gym import HuggingFaceGym
-from evogrpo.envs.text.prompt_batch import compute_rewards
 from evogrpo.envs.text.reward_functions import RewardError, RewardInputs, make_rewards
-from evogrpo.envs.text.verifier_pool import VerifierPool, make_reward_runner
+from evogrpo.envs.text.reward_runner import RewardRunner
 from evogrpo.records import single_turn_conversations
 from evogrpo.training.configuration.user_code import load_named
 from tests.envs import verifier_functions as functions
@@ -65,7 +65,7 @@ def call():
 
     @functools.cache
     def pool(timeout):
-        return make_reward_runner(rewards_of(*BATCHED, *SINGLE), timeout, 2)
+        return RewardRunner(rewards_of(*BATCHED, *SINGLE), timeout, 2)
 
     yield lambda function, *texts, timeout=None, **options: run(
         [function], texts, pool(timeout), **options
@@ -81,7 +81,7 @@ def one_worker():
 
         def one_worker(*functions):
             rewards = make_rewards(None, functions, None)
-            runner = make_reward_runner(rewards, None, 1)
+            runner = RewardRunner(rewards, None, 1)
             stack.callback(runner.close)
             inputs = {"rows": [{"prompt": "p"}], "token_ids": [[1]]}
             return lambda text: compute_rewards(
@@ -110,7 +110,7 @@ def has_ended(pid, within=5.0):
 
 def test_results_equal_those_in_process(call):
     texts = [str(number) for number in range(len(KINDS))]
-    in_process = make_reward_runner(rewards_of(functions.kinds), None, 0)
+    in_process = RewardRunner(rewards_of(functions.kinds), None, 0)
     scores = call(functions.kinds, *texts)
     expected = run([functions.kinds], texts, in_process)
     np.testing.assert_array_equal(scores.rewards, expected.rewards)
@@ -163,7 +163,7 @@ def test_printed_text_is_not_a_reply(call, capfd):
     assert errors.count("more") == 2
 
 
-def test_async_functions_run_concurrently_in_a_worker(call):
+def test_async_functions_run_concurrently_beside_workers(call):
     assert call(patient, "a", "bb").rewards.tolist() == [1.0, 2.0]
     began = time.monotonic()
     assert call(patient_single, *["abc"] * 120).rewards.tolist() == [3.0] * 120
@@ -177,11 +177,11 @@ def test_async_functions_run_concurrently_in_a_worker(call):
     ("function", "text", "timeout", "failure"),
     [
         (single, "spin", 0.6, "took longer than 0.6 s and was stopped"),
-        (single, "exit", None, r"ended its worker process \(exit code 3\)"),
-        (batched, "killed", None, r"ended its worker process \(signal 9.*\)"),
-        (single, "close", None, r"ended its worker process \(it closed its pipe\)"),
-        (batched, "orphan", None, r"ended its worker process \(exit code 3\)"),
-        (batched, "forge", None, "was stopped, as its worker process sent a wrong reply:"),
+        (single, "exit", None, r"failed: its worker process ended \(exit code 3\)"),
+        (batched, "killed", None, r"failed: its worker process ended \(signal 9.*\)"),
+        (single, "close", None, r"failed: its worker process ended \(it closed its pipe\)"),
+        (batched, "orphan", None, r"failed: its worker process ended \(exit code 3\)"),
+        (batched, "forge", None, "failed: its worker process sent a wrong reply"),
     ],
 )
 def test_hanging_and_dead_workers_are_reported_and_replaced(call, function, text, timeout, failure):
@@ -197,7 +197,6 @@ def test_hanging_and_dead_workers_are_reported_and_replaced(call, function, text
     [
         (batched, "hang"),
         (patient_single, "wait"),
-        pytest.param(patient, "hang", marks=pytest.mark.slow),
     ],
 )
 def test_hanging_calls_can_be_excluded(call, function, text):
@@ -246,7 +245,7 @@ def test_forked_processes_end_when_they_leave_the_function(call, function, leave
     if in_worker:
         scores = call(function, *texts, leave=leave, groups=texts)
     else:
-        runner = make_reward_runner(rewards_of(function), None, 0)
+        runner = RewardRunner(rewards_of(function), None, 0)
         scores = run([function], texts, runner, leave=leave, groups=texts)
         runner.close()
     assert scores.rewards.tolist() == [code, code]
@@ -275,7 +274,7 @@ def test_what_cannot_be_pickled_is_refused(call):
             return []
 
     with pytest.raises(ValueError, match="'inner' cannot be sent to a worker process"):
-        make_reward_runner(make_rewards(None, [inner], None), None, 1)
+        RewardRunner(make_rewards(None, [inner], None), None, 1)
     with pytest.raises(RewardError, match=r"'batched' cannot be sent its arguments, .*pickle"):
         call(batched, "x", column=lambda: lock)
 
@@ -295,7 +294,7 @@ def test_functions_in_files_are_loaded(one_worker, tmp_path):
 def test_import_errors_in_workers_are_reported(one_worker, tmp_path):
     path = tmp_path / "picky.py"
     path.write_text(
-        "import os\nif 'EVOGRPO_VERIFIER' in os.environ:\n    raise OSError('no display')\n"
+        "import os\nif 'EVOGRPO_WORKER' in os.environ:\n    raise OSError('no display')\n"
         "def f(completions, **_):\n    return [0.0]\n"
     )
     with pytest.raises(
@@ -319,7 +318,7 @@ def test_import_errors_in_workers_are_reported(one_worker, tmp_path):
 )
 def test_invalid_settings_are_refused(timeout, workers, message):
     with pytest.raises(ValueError, match=message):
-        make_reward_runner(rewards_of(batched), timeout, workers)
+        RewardRunner(rewards_of(batched), timeout, workers)
 
 
 @pytest.mark.parametrize(
@@ -327,8 +326,8 @@ def test_invalid_settings_are_refused(timeout, workers, message):
     [(batched, 5.0, True), (batched, None, False), (patient, 5.0, False)],
 )
 def test_a_timeout_uses_workers_for_synchronous_functions(function, timeout, in_workers):
-    runner = make_reward_runner(rewards_of(function), timeout, None)
-    assert isinstance(runner, VerifierPool) == in_workers
+    runner = RewardRunner(rewards_of(function), timeout, None)
+    assert runner.in_worker(function.__name__) == in_workers
     runner.close()
 
 
@@ -341,7 +340,7 @@ def test_environments_score_in_workers_that_end_with_them(tokenizer, encode):
         )
         assert env.open("train", [0, 1]).score(conversations).rewards.tolist() == [1.0, 2.0, 3.0]
         processes = [
-            worker.process for worker in env._runner._workers if worker.process is not None
+            worker.process for worker in env._runner.pool.workers if worker.process is not None
         ]
         assert processes
         if last:
@@ -349,15 +348,15 @@ def test_environments_score_in_workers_that_end_with_them(tokenizer, encode):
             gc.collect()
         else:
             env.close()
-        assert all(process.poll() is not None for process in processes)
+        assert not any(process.running for process in processes)
 
 
 PROGRAM = """
 import os, signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # the test runner may ignore Ctrl-C, and children inherit that
-from evogrpo.envs.text.verifier_pool import make_reward_runner
+from evogrpo.envs.text.reward_runner import RewardRunner
 from evogrpo.envs.text.reward_functions import RewardInputs, make_rewards
-from evogrpo.envs.text.prompt_batch import compute_rewards
+from evogrpo.envs.text.compute_rewards import compute_rewards
 
 def reward(completions, **_):
     if completions[0] == "hang":
@@ -366,7 +365,7 @@ def reward(completions, **_):
     return [float(len(text)) for text in completions]
 
 rewards = make_rewards(None, [reward], None)  # no main guard is needed
-runner = make_reward_runner(rewards, 300.0, 1)
+runner = RewardRunner(rewards, 300.0, 1)
 for text in ("abc", "hang"):
     inputs = RewardInputs(rows=[{"prompt": "p"}], texts=[text], token_ids=[[1]])
     print(compute_rewards(rewards, inputs, "raise", runner).rewards.tolist(), flush=True)

@@ -4,7 +4,6 @@ import random
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,8 +18,6 @@ from evogrpo.envs.text.huggingface_gym import PromptEnvironment, PromptOptions
 from evogrpo.envs.text.prompt_batch import SingleTurnBatch
 from evogrpo.envs.text.reward_functions import (
     ENVIRONMENTS,
-    CallFailedError,
-    Job,
     Reward,
     RewardError,
     RewardFunc,
@@ -28,7 +25,6 @@ from evogrpo.envs.text.reward_functions import (
     StepRewards,
     make_rewards,
     own_row,
-    timeout_error,
 )
 from evogrpo.envs.text.templates import (
     Message,
@@ -53,6 +49,7 @@ from evogrpo.envs.text.tools import (
     tool_methods,
     tool_schema,
 )
+from evogrpo.envs.text.user_functions import CallFailedError, timeout_error
 from evogrpo.interruption import NEVER, Stop
 from evogrpo.records import Conversation
 from evogrpo.text import (
@@ -162,8 +159,9 @@ class EnvironmentPool:
         with escaped_prints():
             outcomes = run_calls(calls, workers=self.workers, timeout=self.timeout, stop=stop)
         if any(isinstance(outcome, CallFailedError) for outcome in outcomes):
-            # an abandoned reset may never release the previous one
-            self._seeding = threading.Lock()
+            self._seeding = (
+                threading.Lock()
+            )  # an abandoned reset may never release the previous one
         return outcomes
 
     def close(self) -> None:
@@ -349,21 +347,13 @@ class EnvironmentBatch(SingleTurnBatch):
                 failures.append(self._exclude(episode, error))
         if failures and self.on_reward_error == "raise":
             raise failures[0]
-        # 2. Compute the other rewards. The base class reads an environment's rewards from a
-        # finished job, like those of a reward function.
-        for name in dict.fromkeys(self.own_rewards.values()):
-            future: Future[list[Any]] = Future()
-            future.set_result(
-                [
-                    each.reward if self.own_rewards.get(each.name) == name else None
-                    for each in episodes
-                ]
-            )
-            job = Job(
-                name=name, parts=tuple((row,) for row in range(len(conversations))), batched=False
-            )
-            self._started.append((job, future))
-        scores = super().score(conversations, stop)
+        # 2. Compute the other rewards.
+        known = {}
+        for name in self.own_rewards.values():
+            for row, episode in enumerate(episodes):
+                own = self.own_rewards.get(episode.name) == name
+                known[name, row] = episode.reward if own else None
+        scores = self._score(conversations, known, stop)
         # 3. Exclude failed conversations, and count calls.
         failed = np.array([episode.error is not None for episode in episodes])
         scores.rewards[failed] = np.nan
@@ -484,21 +474,11 @@ class EnvironmentBatch(SingleTurnBatch):
 
     def _reward_inputs(self, conversations: Sequence[Conversation]) -> RewardInputs:
         inputs = super()._reward_inputs(conversations)
-        rows = list(inputs.rows)
-        # environments are not sent to worker processes
-        if self.pool.factories and self.runner.in_process:
-            environments = [
-                self._episodes[conversation.row].environment for conversation in conversations
-            ]
-            rows = [
-                {**row, ENVIRONMENTS: environment}
-                for row, environment in zip(rows, environments, strict=True)
-            ]
-        return replace(
-            inputs,
-            rows=rows,
-            messages=[self._messages(conversation) for conversation in conversations],
-        )
+        environments = None
+        if self.pool.factories:
+            environments = [self._episodes[each.row].environment for each in conversations]
+        messages = [self._messages(conversation) for conversation in conversations]
+        return replace(inputs, environments=environments, messages=messages)
 
 
 def _reason(error: BaseException) -> str:
@@ -541,8 +521,9 @@ def _named_tools(tools: Any) -> dict[str, Tool]:
     named: dict[str, Tool] = {}
     for tool in tools:
         name = getattr(tool, "__name__", None)
-        # a partial function has no name and no docstring of its own
-        if not callable(tool) or name is None:
+        if (
+            not callable(tool) or name is None
+        ):  # a partial function has no name and no docstring of its own
             raise ValueError(
                 f"tools must be functions that were defined with def, got {shown(tool, 200)}."
             )
@@ -711,8 +692,9 @@ class EnvironmentGym(PromptEnvironment):
         rewards: tuple[Reward, ...] = ()
         if reward_funcs is not None or not self._own_rewards:
             rewards = make_rewards(None, reward_funcs, reward_weights)
-        # environments of equal class names share one reward
-        own_names = dict.fromkeys(self._own_rewards.values())
+        own_names = dict.fromkeys(
+            self._own_rewards.values()
+        )  # environments of equal class names share one reward
         repeated = own_names.keys() & {reward.name for reward in rewards}
         if repeated:
             raise ValueError(

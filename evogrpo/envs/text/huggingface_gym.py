@@ -37,6 +37,7 @@ from evogrpo.envs.text.reward_functions import (
     RewardFunc,
     make_rewards,
 )
+from evogrpo.envs.text.reward_runner import RewardRunner
 from evogrpo.envs.text.templates import (
     TEMPLATE_OPTIONS,
     Message,
@@ -54,7 +55,6 @@ from evogrpo.envs.text.templates import (
     row_options,
     tokenize,
 )
-from evogrpo.envs.text.verifier_pool import make_reward_runner
 from evogrpo.extras import require
 from evogrpo.records import single_turn_conversations
 from evogrpo.spaces import CompletionSpace
@@ -109,9 +109,9 @@ class PromptOptions(TypedDict, total=False):
             completion or conversation a NaN reward and warns.
         reward_timeout: Time limit of one call of a reward function, in seconds; None (default) = no
             limit.
-        reward_workers: Worker processes for reward functions that are slow or may crash; 0 = run in
-            this process. None (default) = 0, or one per core up to 8 if a timeout is set for
-            functions that are not async.
+        reward_workers: Worker processes for reward functions that are slow or may crash, except
+            async ones; 0 = run in this process. None (default) = 0, or one per core up to 8 if a
+            timeout is set.
         seed: Seed of the training order and of drawn splits; 0 by default.
     """
 
@@ -193,7 +193,7 @@ class PromptEnvironment:
         self._given_options = check_options(chat_template_kwargs, TEMPLATE_OPTIONS)
         own_template = getattr(tokenizer, "chat_template", None)
         self._chat_template: Any = self._given_options.get("chat_template", own_template)
-        self._runner = make_reward_runner(rewards, reward_timeout, reward_workers)
+        self._runner = RewardRunner(rewards, reward_timeout, reward_workers)
         self._progress = (0, 0)
         # before the first call
         self._code = {reward.name: code_hash(reward.function) for reward in rewards}
@@ -208,9 +208,8 @@ class PromptEnvironment:
             where = f"{split}_dataset"
             present = check_table(table, self._columns, where)
             for reward in rewards:
-                reward.check(
-                    [*present, *self.extra_arguments], where, in_process=self._runner.in_process
-                )
+                available = [*present, *self.extra_arguments]
+                reward.check(available, where, in_worker=self._runner.in_worker(reward.name))
         for split, size in sizes.items():
             if size is not None and split in datasets:
                 raise ValueError(

@@ -14,8 +14,6 @@ from evogrpo.envs.text.prompt_batch import SingleTurnBatch
 from evogrpo.envs.text.reward_functions import (
     RewardFunc,
     as_messages,
-    call_sync,
-    is_async,
     make_rewards,
     own_copy,
     own_row,
@@ -29,6 +27,7 @@ from evogrpo.envs.text.templates import (
     reply_tokens,
     row_options,
 )
+from evogrpo.envs.text.user_functions import call_sync, is_async
 from evogrpo.records import Conversation
 from evogrpo.text import escaped_prints, shown
 from evogrpo.validation import lists_options, names_unknown, whole_between

@@ -1,12 +1,8 @@
-"""Batches of dataset prompts, and the rewards of their completions: calls of all functions, checks, weighted sums."""
+"""SingleTurnBatch: a batch of dataset prompts, and the scores of their completions."""
 
-import inspect
-import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, wait
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
 from itertools import accumulate, takewhile
 from operator import eq
 from types import SimpleNamespace
@@ -16,72 +12,83 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evogrpo.envs.protocol import REPLY, Scores
-from evogrpo.envs.text.reward_functions import (
-    CallFailedError,
-    InProcessRunner,
-    Job,
-    OnRewardError,
-    Results,
-    Reward,
-    RewardError,
-    RewardInputs,
-    StepRewards,
+from evogrpo.envs.text.compute_rewards import (
+    KnownValues,
+    RewardCall,
+    RewardResult,
+    StartedCall,
+    compute_rewards,
 )
+from evogrpo.envs.text.reward_functions import OnRewardError, Reward, RewardInputs, StepRewards
+from evogrpo.envs.text.reward_runner import RewardRunner
 from evogrpo.envs.text.templates import Tokenizer, check_messages
-from evogrpo.envs.text.verifier_pool import RewardRunner
 from evogrpo.extras import require
 from evogrpo.interruption import NEVER, Stop
 from evogrpo.records import Conversation
-from evogrpo.text import class_name, escaped_prints, printable, shown, text_of
-from evogrpo.validation import FLOAT32_LIMIT, float32_number, plain_list
-from evogrpo.warnings import warn
+from evogrpo.text import printable, shown
+from evogrpo.validation import FLOAT32_LIMIT, float32_number
 
-POLL_SECONDS = 0.2  # longest wait without checking for a stop
-StartedJob = tuple[Job, "Future[Results]"]
 MAX_NAME = 200
 """Maximum number of characters in the name of a metric."""
-RESERVED_NAMES = (
-    *(
-        "slot",
-        "index",
-        "loss",
-        "learning_rate",
-        "step_kl",
-        "step_passes",
-        "calibrated_lr",
-        "grad_norm",
-        "reward",
-    ),
-    *(
-        "reward_std",
-        "frac_reward_zero_std",
-        "shared_ess",
-        "shared_outside",
-        "shared_share",
-        "kl",
-        "kl_coef",
-        "entropy",
-    ),
-    *("optimizer_steps", "tokens", "num_tokens", "step_time"),
-)
+RESERVED_NAMES = {
+    "slot", "index", "loss", "learning_rate", "step_kl", "step_passes", "calibrated_lr", "grad_norm", "reward",
+    "reward_std", "frac_reward_zero_std", "shared_ess", "shared_outside", "shared_share", "kl", "kl_coef", "entropy",
+    "optimizer_steps", "tokens", "num_tokens", "step_time",
+}  # fmt: skip
 RESERVED_PREFIXES = ("rewards/", "completions/", "clip_ratio/", "sampling/", "tools/")
 """Names of built-in metrics and keys of a journal entry, which logged metrics cannot have."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class RewardResult:
-    """Rewards of `n` completions.
+@dataclass(kw_only=True, eq=False)
+class RewardLog:
+    """Values that reward functions log by `log_extra` and `log_metric`, in TRL's form.
 
     Attributes:
-        rewards: `[n]` weighted sum of the reward functions; NaN if none applies or the completion
-            is excluded.
-        components: `[n]` values of each function, before its weight; NaN where it does not apply.
-        steps: Values of each function that returned step rewards; None for completions without.
+        columns: Values of the completions table, by column and row.
+        metrics: Values of each metric, with the number of completions of the call.
     """
 
-    rewards: NDArray[np.float64]
-    components: dict[str, NDArray[np.float64]]
-    steps: dict[str, list[StepRewards | None]] = field(default_factory=dict)
+    columns: dict[str, dict[int, Any]] = field(default_factory=dict)
+    metrics: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+
+    def log_extra(self, rows: Sequence[int], column: str, values: Sequence[Any]) -> None:
+        """Add a value for each of these rows to a column."""
+        if len(values) != len(rows):
+            raise ValueError(
+                f"log_extra needs {len(rows)} values, got {len(values)} for {shown(column)}."
+            )
+        self.columns.setdefault(str(column), {}).update(zip(rows, values, strict=True))
+
+    def log_metric(self, rows: Sequence[int], name: str, value: Any) -> None:
+        """Add a value of a metric of these rows."""
+        number = float32_number(value)
+        if not isinstance(name, str) or len(name) > MAX_NAME or printable(name) != name:
+            raise ValueError(
+                f"The name of log_metric must be printable text of at most {MAX_NAME}"
+                f" characters, got {shown(name)}."
+            )
+        if name in RESERVED_NAMES or name.startswith(RESERVED_PREFIXES):
+            raise ValueError(f"The log_metric name {name!r} is reserved. Choose another one.")
+        if number is None:
+            raise ValueError(
+                f"log_metric values must be finite numbers of at most {FLOAT32_LIMIT:g}, got"
+                f" {shown(value)} for {shown(name)}."
+            )
+        self.metrics.setdefault(name, []).append((len(rows), number))
+
+    def take(self, count: int) -> tuple[dict[str, tuple[Any, ...]], dict[str, float]]:
+        """Return the columns of `count` rows and the means of the metrics, and forget them."""
+        # Rows without a value, such as those of failed calls, get None.
+        columns = {}
+        for name, values in self.columns.items():
+            columns[name] = tuple(values.get(row) for row in range(count))
+        means = {}
+        for name, pairs in self.metrics.items():
+            sizes, numbers = zip(*pairs, strict=True)
+            means[name] = float(np.average(numbers, weights=sizes))
+        self.columns.clear()
+        self.metrics.clear()
+        return columns, means
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -112,13 +119,9 @@ class SingleTurnBatch:
     progress: tuple[int, int] = (0, 0)
     max_turns: int = 1
     held_out: bool = False
-    _started: list[StartedJob] = field(default_factory=list, init=False, repr=False)
-    # Values that reward functions log: by column and row of the completions table; by metric, with
-    # the number of rows.
-    _columns: dict[str, dict[int, Any]] = field(default_factory=dict, init=False, repr=False)
-    _metrics: dict[str, list[tuple[int, float]]] = field(
-        default_factory=dict, init=False, repr=False
-    )
+    # Rows of started calls are those of all conversations (`Conversation.row`).
+    _started: list[StartedCall] = field(default_factory=list, init=False, repr=False)
+    _log: RewardLog = field(default_factory=RewardLog, init=False, repr=False)
 
     @property
     def questions(self) -> tuple[str, ...]:
@@ -128,8 +131,8 @@ class SingleTurnBatch:
             question = row["prompt" if self.rewards[0].batched else "question"]
             if self.rewards[0].batched and not isinstance(question, str):
                 messages = check_messages(question, "prompt")
-                user = [message["content"] for message in messages if message["role"] == "user"]
-                question = user[-1] if user else messages[-1]["content"]
+                of_user = [message for message in messages if message["role"] == "user"]
+                question = (of_user or messages)[-1]["content"]
             texts.append(str(question))
         return tuple(texts)
 
@@ -140,7 +143,7 @@ class SingleTurnBatch:
     @property
     def background_rewards(self) -> list[Reward]:
         """Rewards that can be computed in the background."""
-        return [reward for reward in self.rewards if self.runner.runs_in_background(reward.name)]
+        return [reward for reward in self.rewards if self.runner.in_background(reward.name)]
 
     def start_scoring(self, conversations: Sequence[Conversation]) -> None:
         """Start to compute the rewards of a finished group in the background.
@@ -150,14 +153,16 @@ class SingleTurnBatch:
         """
         inputs = self._reward_inputs(conversations)
         for reward in self.background_rewards:
-            for job in reward.jobs(inputs, range(len(conversations)), 1):
-                parts = tuple(tuple(conversations[row].row for row in part) for part in job.parts)
-                future = self.runner.submit(job.name, reward.calls(inputs, job))
-                self._started.append((replace(job, parts=parts), future))
+            for group in reward.groups(inputs, range(len(conversations))):
+                in_worker = self.runner.in_worker(reward.name)
+                arguments = reward.arguments(inputs, group, in_worker=in_worker)
+                rows = tuple(conversations[number].row for number in group)
+                outcome = self.runner.submit(reward.name, arguments)
+                self._started.append((RewardCall(reward, rows), outcome))
 
     def cancel(self) -> None:
         """Cancel all started groups."""
-        self.runner.cancel([future for _, future in self._started])
+        self.runner.cancel([outcome for _, outcome in self._started])
         self._started.clear()
 
     def score(self, conversations: Sequence[Conversation], stop: Stop = NEVER) -> Scores:
@@ -168,7 +173,12 @@ class SingleTurnBatch:
         Raises:
             RewardError: If a reward function fails.
         """
-        # 1. Wait for the rewards that were started, and compute the others.
+        return self._score(conversations, {}, stop)
+
+    def _score(
+        self, conversations: Sequence[Conversation], known: KnownValues, stop: Stop
+    ) -> Scores:
+        """Compute the rewards of conversations, except for the values that are known."""
         started = list(self._started)
         self._started.clear()
         inputs = self._reward_inputs(conversations)
@@ -179,120 +189,85 @@ class SingleTurnBatch:
             self.runner,
             retry=self.held_out,
             started=started,
+            known=known,
             stop=stop,
         )
-        # 2. Add the values that were logged. Rows without a value, such as those of failed calls,
-        #    get None.
-        columns = {
-            name: tuple(values.get(row) for row in range(len(conversations)))
-            for name, values in self._columns.items()
-        }
-        metrics = {
-            name: float(
-                np.average([value for _, value in values], weights=[size for size, _ in values])
-            )
-            for name, values in self._metrics.items()
-        }
-        self._columns.clear()
-        self._metrics.clear()
+        step_rewards = None
+        if result.steps:
+            step_rewards = self._step_rewards(result, inputs, conversations)
+        columns, metrics = self._log.take(len(conversations))
         return Scores(
             rewards=result.rewards,
             components=result.components,
-            completions=tuple(map(_display_text, inputs.turns or ())),
+            completions=tuple(_display_text(turns) for turns in inputs.turns or ()),
             weights=tuple(reward.weight for reward in self.rewards),
-            step_rewards=(
-                self._step_rewards(result, inputs, conversations) if result.steps else None
-            ),
+            step_rewards=step_rewards,
             columns=columns,
             metrics=metrics,
         )
 
     def _reward_inputs(self, conversations: Sequence[Conversation]) -> RewardInputs:
+        texts = []
         turns = [self._turn_texts(conversation) for conversation in conversations]
         token_ids = [list(conversation.tokens) for conversation in conversations]
+        for parts, ids in zip(turns, token_ids, strict=True):
+            texts.append(parts[0] if len(parts) == 1 else self._text(ids))
+
+        def trainer(numbers: Sequence[int], in_worker: bool) -> Mapping[str, Any]:
+            rows = [conversations[number].row for number in numbers]
+            return self._trainer_arguments(rows, in_worker=in_worker)
+
         return RewardInputs(
             rows=[self.rows[conversation.start] for conversation in conversations],
-            texts=[
-                texts[0] if len(texts) == 1 else self._text(ids)
-                for texts, ids in zip(turns, token_ids, strict=True)
-            ],
+            texts=texts,
             token_ids=token_ids,
             groups=[(conversation.member, conversation.start) for conversation in conversations],
             turns=turns,
-            trainer=lambda rows: self.trainer_arguments([conversations[row].row for row in rows]),
+            trainer=trainer,
         )
 
-    def trainer_arguments(self, rows: Sequence[int]) -> Mapping[str, Any]:
-        """Return the trainer's arguments of a call for these rows, in TRL's form.
-
-        Worker processes cannot log.
-        """
+    def _trainer_arguments(self, rows: Sequence[int], *, in_worker: bool) -> Mapping[str, Any]:
+        """Return the trainer's arguments of a call for these rows, in TRL's form."""
         require("A reward function in TRL's form", "transformers")
         from transformers import TrainerState
 
         state = TrainerState(global_step=self.progress[0], max_steps=self.progress[1])
-        if not self.runner.in_process:
-            return {"trainer_state": SimpleNamespace(**vars(state))}  # pickled without transformers
-
-        def log_extra(column: str, values: Sequence[Any]) -> None:
-            if len(values) != len(rows):
-                raise ValueError(
-                    f"log_extra needs {len(rows)} values, got {len(values)} for {shown(column)}."
-                )
-            self._columns.setdefault(str(column), {}).update(zip(rows, values, strict=True))
-
-        def log_metric(name: str, value: Any) -> None:
-            number = float32_number(value)
-            if not isinstance(name, str) or len(name) > MAX_NAME or printable(name) != name:
-                raise ValueError(
-                    f"The name of log_metric must be printable text of at most {MAX_NAME}"
-                    f" characters, got {shown(name)}."
-                )
-            if name in RESERVED_NAMES or name.startswith(RESERVED_PREFIXES):
-                raise ValueError(f"The log_metric name {name!r} is reserved. Choose another one.")
-            if number is None:
-                raise ValueError(
-                    f"log_metric values must be finite numbers of at most {FLOAT32_LIMIT:g}, got"
-                    f" {shown(value)} for {shown(name)}."
-                )
-            self._metrics.setdefault(name, []).append((len(rows), number))
-
-        return {"trainer_state": state, "log_extra": log_extra, "log_metric": log_metric}
+        if in_worker:  # it cannot log, and need not import transformers
+            return {"trainer_state": SimpleNamespace(**vars(state))}
+        return {
+            "trainer_state": state,
+            "log_extra": lambda column, values: self._log.log_extra(rows, column, values),
+            "log_metric": lambda name, value: self._log.log_metric(rows, name, value),
+        }
 
     def _step_rewards(
         self, result: RewardResult, inputs: RewardInputs, conversations: Sequence[Conversation]
     ) -> NDArray[np.float64]:
-        """Return the `[n, t]` reward at each sampled token.
+        """Return the `[n, t]` weighted reward at each sampled token.
 
         Rewards of whole completions are at the last one.
         """
-        table = np.full((len(inputs.texts), max(1, *map(len, inputs.token_ids))), np.nan)
+        longest = max(map(len, inputs.token_ids))
+        table = np.full((len(conversations), max(1, longest)), np.nan)
         for row, conversation in enumerate(conversations):
             ids = inputs.token_ids[row]
-            sampled = conversation.sampled
-            # a user's own loop may give a completion without tokens
+            # A user's own loop may give a completion without tokens.
             if np.isnan(result.rewards[row]) or not ids:
                 continue
             # Rewards at tokens of a reply belong to the last sampled token before it.
-            last_sampled = np.maximum.accumulate(np.where(sampled, np.arange(len(sampled)), 0))
-            for reward in self.rewards:
-                value = result.components[reward.name][row]
-                if reward.name in result.steps:
-                    steps = result.steps[reward.name][row]
-                else:
-                    steps = None
-                if np.isnan(value):
+            sampled = np.where(conversation.sampled, np.arange(len(ids)), 0)
+            last_sampled = np.maximum.accumulate(sampled)
+            for number, (name, values) in enumerate(result.components.items()):
+                if np.isnan(values[row]):
                     continue
+                steps = result.steps[name][row] if name in result.steps else None
                 if steps is None:  # a reward of the whole completion
-                    parts = [(last_sampled[-1], value)]
-                else:
-                    positions = token_positions(steps, ids, inputs.texts[row], self._text)
-                    parts = [
-                        (last_sampled[at], part)
-                        for at, part in zip(positions, steps.values, strict=True)
-                    ]
-                for place, part in parts:
-                    table[row, place] = np.nansum([table[row, place], reward.weight * part])
+                    steps = StepRewards([values[row]], [len(ids) - 1])
+                positions = token_positions(steps, ids, inputs.texts[row], self._text)
+                for position, value in zip(positions, steps.values, strict=True):
+                    place = last_sampled[position]
+                    weighted = result.weights[row, number] * value
+                    table[row, place] = np.nansum([table[row, place], weighted])
         return table
 
     def _turn_texts(self, conversation: Conversation) -> list[str]:
@@ -305,10 +280,12 @@ class SingleTurnBatch:
 
 def _display_text(turns: Sequence[str]) -> str:
     """Return completions as they are, and replies in lines with the prefix `REPLY`."""
-    replies = [
-        "".join(f"\n{REPLY}{line}" for line in reply.split("\n")) + "\n" for reply in turns[1::2]
-    ]
-    return "".join(text + reply for text, reply in zip(turns[::2], [*replies, ""], strict=False))
+    parts = []
+    for number, text in enumerate(turns):
+        if number % 2:
+            text = "\n" + REPLY + text.replace("\n", f"\n{REPLY}") + "\n"  # noqa: PLW2901
+        parts.append(text)
+    return "".join(parts)
 
 
 def token_positions(
@@ -330,285 +307,17 @@ def token_positions(
     # 1. Numbers of complete characters after each token, if tokens decode to the same text alone as
     #    in context.
     pieces = [decode([token]) for token in token_ids]
+    ends = list(accumulate(map(len, pieces)))
     if "".join(pieces) != text:
         # Slower: decode every prefix, as spaces between words and parts of characters depend on
         # context.
-        prefixes = [decode(list(token_ids[:count])) for count in range(1, len(token_ids))]
-        # A prefix that ends within a character decodes to a replacement character, so only leading
-        # characters that agree with the text are complete. The running maximum keeps the counts
-        # sorted for `bisect_right`.
-        equal = [sum(takewhile(bool, map(eq, prefix, text))) for prefix in prefixes]
-        ends = [*accumulate(equal, max), len(text)]
-    else:
-        ends = list(accumulate(map(len, pieces)))
+        complete = []
+        for count in range(1, len(token_ids)):
+            prefix = decode(list(token_ids[:count]))
+            # A prefix that ends within a character decodes to a replacement character, so only
+            # leading characters that agree with the text are complete.
+            complete.append(sum(takewhile(bool, map(eq, prefix, text))))
+        # The running maximum keeps the counts sorted for `bisect_right`.
+        ends = [*accumulate(complete, max), len(text)]
     # 2. The first token after which each character is complete.
     return [bisect_right(ends, position) for position in rewards.positions]
-
-
-def compute_rewards(
-    rewards: Sequence[Reward],
-    inputs: RewardInputs,
-    on_error: OnRewardError,
-    runner: RewardRunner | None = None,
-    *,
-    retry: bool = False,
-    started: Sequence[StartedJob] = (),
-    stop: Stop = NEVER,
-) -> RewardResult:
-    """Compute the rewards of completions.
-
-    Args:
-        rewards: The reward functions.
-        inputs: The n completions with their dataset rows.
-        on_error: "raise", or "exclude": a completion with a failed reward gets NaN, with one
-            warning per call.
-        runner: Calls the functions; None = in this process.
-        retry: Repeat failed calls once if on_error is "exclude": the cause may be temporary.
-        started: Jobs for some of the completions that the runner has already started.
-        stop: Checked between calls.
-
-    Raises:
-        RewardError: If a function returns the wrong number of values. With on_error "raise" also if
-            it raises, exceeds the time limit, ends its process, or returns something other than a
-            finite number, StepRewards or None. The message shows the function and the (escaped)
-            completion.
-    """
-    runner = runner or InProcessRunner({reward.name: reward.function for reward in rewards})
-    by_name = {reward.name: reward for reward in rewards}
-    stop_at_first = on_error == "raise"
-    # 1. Call all functions; those that run in the background start first.
-    submitted = {(job.name, row) for job, _ in started for row in job.rows}
-    jobs = [
-        job
-        for reward in sorted(rewards, key=lambda reward: not runner.runs_in_background(reward.name))
-        for job in reward.jobs(
-            inputs,
-            [row for row in range(len(inputs.texts)) if (reward.name, row) not in submitted],
-            runner.num_workers,
-        )
-    ]
-    run = partial(_run, by_name, inputs, runner, stop, stop_at_first=stop_at_first)
-    values: dict[tuple[str, int], Any] = {}
-    failed: list[tuple[str, tuple[int, ...], BaseException]] = []  # calls for several completions
-    for name, part, result in run(jobs, started):
-        if not isinstance(result, BaseException):
-            values |= {(name, row): value for row, value in zip(part, result, strict=True)}
-        elif len(part) == 1:
-            values[name, part[0]] = result
-        else:
-            failed.append((name, part, result))
-    # 2. Repeat failed calls for several completions one by one, to find the completions that cause
-    #    the failure.
-    repeated = [(name, row) for name, part, _ in failed for row in part]
-    if retry and on_error == "exclude":
-        repeated += [key for key, value in values.items() if isinstance(value, BaseException)]
-    jobs = [job for name, row in repeated for job in by_name[name].jobs(inputs, [row], 1)]
-    for name, part, result in run(jobs):
-        values[name, part[0]] = result if isinstance(result, BaseException) else result[0]
-    # 3. Call the function with the other completions together, as their rewards may depend on each
-    #    other.
-    jobs = []
-    for name, part, error in failed:
-        others = tuple(
-            row for row in part if not isinstance(values.get((name, row)), BaseException)
-        )
-        if stop_at_first and others == part:
-            raise _batch_error(name, error, inputs, part)
-        if len(others) > 1 and not stop_at_first:
-            jobs.append(Job(name=name, parts=(others,), batched=True))
-    for name, part, result in run(jobs):
-        if not isinstance(result, BaseException):
-            values |= {(name, row): value for row, value in zip(part, result, strict=True)}
-            continue
-        failure = _batch_error(name, result, inputs, part)
-        warn(f"Rewards of single completions are used: {failure}", rank_zero_only=False)
-    # 4. Check the values.
-    components: dict[str, NDArray[np.float64]] = {}
-    steps: dict[str, list[StepRewards | None]] = {}
-    failures: dict[int, RewardError] = {}
-    for name in by_name:
-        components[name] = np.full(len(inputs.texts), np.nan)
-        step_values: list[StepRewards | None] = [None] * len(inputs.texts)
-        for row in range(len(inputs.texts)):
-            try:
-                components[name][row], step_values[row] = _checked_value(
-                    name, values.get((name, row)), inputs, row
-                )
-            except RewardError as error:
-                if on_error == "raise":
-                    raise
-                failures.setdefault(row, error)
-        if any(value is not None for value in step_values):
-            steps[name] = step_values
-    # 5. Weighted sum over the functions that apply.
-    table = np.stack(list(components.values()))
-    weights = np.array([reward.weight for reward in rewards])[:, None]
-    total = np.where(np.isnan(table).all(axis=0), np.nan, np.nansum(weights * table, axis=0))
-    total[list(failures)] = np.nan
-    if (np.abs(total) > FLOAT32_LIMIT).any():
-        row = int(np.nanargmax(np.abs(total)))
-        text = shown(inputs.texts[row], 160)
-        raise RewardError(
-            f"Rewards times reward_weights must be at most {FLOAT32_LIMIT:g}, got {total[row]:g}"
-            f" for {text}."
-        )
-    if failures:
-        first = failures[min(failures)]
-        warn(
-            f"{len(failures)} of {len(total)} completions excluded; the first: {first}",
-            rank_zero_only=False,
-        )
-    return RewardResult(rewards=total, components=components, steps=steps)
-
-
-def _run(
-    rewards: Mapping[str, Reward],
-    inputs: RewardInputs,
-    runner: RewardRunner,
-    stop: Stop,
-    jobs: Sequence[Job],
-    started: Sequence[StartedJob] = (),
-    *,
-    stop_at_first: bool,
-) -> list[tuple[str, tuple[int, ...], Any]]:
-    """Run jobs and wait for those already started.
-
-    With `stop_at_first`, the jobs that are unfinished when one fails are cancelled and left out.
-
-    Returns:
-        For each call the name of the function, the rows, and a list with the value of each row, or
-        an exception.
-    """
-    running = list(started)
-    try:
-        with escaped_prints():
-            for job in jobs:
-                calls = rewards[job.name].calls(inputs, job)
-                running.append((job, runner.submit(job.name, calls, stop)))
-                if stop_at_first and _has_failed(*running[-1]):
-                    break
-            while wait([future for _, future in running], timeout=POLL_SECONDS).not_done:
-                stop.check()
-                if stop_at_first and any(_has_failed(job, future) for job, future in running):
-                    break
-        finished = [(job, _results(job, future)) for job, future in running if future.done()]
-    finally:
-        runner.cancel([future for _, future in running])
-    return [
-        (job.name, part, result)
-        for job, results in finished
-        for part, result in zip(job.parts, results, strict=True)
-    ]
-
-
-def _has_failed(job: Job, future: "Future[Results]") -> bool:
-    return future.done() and any(
-        isinstance(result, BaseException) for result in _results(job, future)
-    )
-
-
-def _results(job: Job, future: "Future[Results]") -> list[Any]:
-    """Return, for each call of a finished job, a list with the value of each row, or an exception."""
-    error = (
-        CallFailedError("was cancelled or blocked its event loop")
-        if future.cancelled()
-        else future.exception()
-    )
-    if error is not None:
-        if not isinstance(error, CallFailedError):
-            raise error
-        return [error] * len(job.parts)
-    results: list[Any] = []
-    for part, value in zip(job.parts, future.result(), strict=True):
-        if isinstance(value, BaseException):
-            results.append(value)
-        else:
-            results.append(_checked_list(job.name, value, len(part)) if job.batched else [value])
-    return results
-
-
-def _checked_value(
-    name: str, value: Any, inputs: RewardInputs, row: int
-) -> tuple[float, StepRewards | None]:
-    """Return one reward as a float, NaN for None, and its step rewards.
-
-    Raise RewardError if it is invalid.
-    """
-    text = inputs.texts[row]
-    _check_awaited(name, value)
-    if isinstance(value, BaseException):
-        raise _reward_error(name, value, text)
-    if value is None:
-        return math.nan, None
-    steps = value if isinstance(value, StepRewards) else None
-    if steps is not None:
-        if steps.unit == "token":
-            length = len(inputs.token_ids[row])
-        else:
-            length = len(text)
-        if any(position >= length for position in steps.positions):
-            raise RewardError(
-                f"Reward function {name!r} returned step rewards at position {max(steps.positions)}"
-                f" of a completion of {length} {steps.unit}s: {shown(text, 160)}"
-            )
-        value = steps.total
-    number = float32_number(value)
-    if number is None:
-        raise RewardError(
-            f"Reward function {name!r} must return None or finite numbers of at most"
-            f" {FLOAT32_LIMIT:g}, got {shown(value)} for the completion {shown(text, 160)}."
-        )
-    return number, steps
-
-
-def _checked_list(name: str, values: Any, count: int) -> list[Any]:
-    """Return the result of a call for several completions as a list of the right length."""
-    _check_awaited(name, values)
-    items = plain_list(values)
-    if items is None or len(items) != count:
-        if items is None:
-            received = shown(values)
-        else:
-            received = f"{len(items)} values"
-        raise RewardError(
-            f"Reward function {name!r} must return a list of {count} rewards, got {received}."
-        )
-    return items
-
-
-def _check_awaited(name: str, value: Any) -> None:
-    """Raise RewardError for a coroutine: only functions that are declared as async are awaited."""
-    if inspect.isawaitable(value):
-        raise RewardError(
-            f"Reward function {name!r} returned a coroutine. Declare it with `async def`, and"
-            " `await` what it calls."
-        )
-
-
-def _reward_error(name: str, error: BaseException, text: str, note: str = "") -> RewardError:
-    """Return the RewardError for a failed call."""
-    raised = f"raised {class_name(error)}: {shown(text_of(error), 240)}"
-    if isinstance(error, CallFailedError):
-        reason = str(error)
-    else:
-        reason = raised
-    failure = RewardError(
-        f"Reward function {name!r} {reason}{note} for the completion {shown(text, 160)}"
-    )
-    failure.__cause__ = error
-    return failure
-
-
-def _batch_error(
-    name: str, error: BaseException, inputs: RewardInputs, rows: Sequence[int]
-) -> RewardError:
-    """Return the RewardError for a call that fails on a batch, but on none of its completions alone."""
-    note = f" (on a batch of {len(rows)} completions, not on single ones)"
-    return _reward_error(name, error, inputs.texts[rows[0]], note=note)
-
-
-def _short_repr(value: object) -> str:
-    """Return a short repr with control characters escaped: completions are untrusted text."""
-    if isinstance(value, str) and len(value) > 240:
-        return f"{value[:160]!r} ... {value[-60:]!r}"
-    return f"{value!r:.240}"

@@ -18,9 +18,9 @@ from functools import lru_cache
 from typing import Any
 
 from evogrpo.chat_templates import QUESTION, render_chat
-from evogrpo.envs.text.prompt_batch import POLL_SECONDS
-from evogrpo.envs.text.reward_functions import call_sync, end_fork, timeout_error
+from evogrpo.envs.text.compute_rewards import POLL_SECONDS
 from evogrpo.envs.text.templates import Message, Options, Tokenizer, render_reply
+from evogrpo.envs.text.user_functions import call_sync, end_fork, timeout_error
 from evogrpo.interruption import NEVER, Stop
 
 Tool = Callable[..., Any]

@@ -20,9 +20,9 @@ from evogrpo.envs.text.environment_gym import (
 )
 from evogrpo.envs.text.huggingface_gym import HuggingFaceGym, PromptEnvironment
 from evogrpo.envs.text.reward_functions import DEFAULT_REWARD_TIMEOUT, OnRewardError
+from evogrpo.envs.text.reward_runner import check_worker_limits
 from evogrpo.envs.text.tasks import TASKS
 from evogrpo.envs.text.templates import Tokenizer, numbered
-from evogrpo.envs.text.verifier_pool import check_worker_limits
 from evogrpo.extras import require
 from evogrpo.members.settings import LanguageSettings
 from evogrpo.safe_parsing import read_regular, unique_keys
@@ -127,8 +127,8 @@ class QuestionTask(ABC):
             completion.
         on_reward_error: "raise" stops the run; "exclude" excludes the completion and warns.
         reward_timeout: Time limit of one call of a reward function, in seconds; null = no limit.
-        reward_workers: Number of processes that compute rewards; 0 = the process of the run. null =
-            0; with a timeout for functions that are not async, one per core, at most 8.
+        reward_workers: Number of processes for reward functions that are not async; 0 = the process
+            of the run. null = 0; with a timeout one per core, at most 8.
     """
 
     key: ClassVar[str]

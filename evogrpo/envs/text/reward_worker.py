@@ -1,0 +1,95 @@
+"""RewardHandler: answers the requests for rewards in a worker process.
+
+Requests are pickles of the parent process. Replies are JSON, so that completions cannot make the
+parent process execute code.
+"""
+
+import json
+import pickle  # noqa: TID251 (requests of our own parent process, never a file)
+from collections.abc import Mapping
+from numbers import Real
+from typing import Any
+
+from evogrpo.envs.text.reward_functions import StepRewards
+from evogrpo.envs.text.user_functions import CallFailedError, Function, call_sync
+from evogrpo.envs.worker_process import PackedCode
+from evogrpo.text import class_name, one_line, printable, shown, text_of, user_line
+
+
+class RewardHandler:
+    """Calls reward functions in a worker process; see `evogrpo.envs.worker_process.Handler`.
+
+    Args:
+        functions: Reward functions by name.
+    """
+
+    def __init__(self, functions: Mapping[str, PackedCode]) -> None:
+        self._packed = functions
+        self._functions: dict[str, Function] = {}
+
+    def answer(self, request: bytes) -> bytes:
+        """Return the result of a call; an empty request loads the functions."""
+        if not request:
+            return encoded(self._load())
+        try:
+            name, call = pickle.loads(request)  # noqa: S301 (as above)
+        except Exception as error:  # noqa: BLE001 (arguments may be objects of any class)
+            reason = f"{class_name(error)}: {one_line(error)}"
+            return encoded(
+                CallFailedError(f"cannot read its arguments in a worker process, {reason}")
+            )
+        return encoded(call_sync(self._functions[name], call))
+
+    def close(self) -> None:
+        """Do nothing: functions have no end."""
+
+    def _load(self) -> CallFailedError | None:
+        try:
+            for name, packed in self._packed.items():
+                self._functions[name] = packed.load()
+        except (Exception, SystemExit) as error:  # noqa: BLE001 (user modules may raise anything)
+            return CallFailedError(f"{class_name(error)}: {one_line(error)}{user_line(error)}")
+        return None
+
+
+def encoded(value: Any) -> bytes:
+    """Return the result of a call, or the exception that it raised, as JSON."""
+    try:
+        return json.dumps(_plain(value)).encode()
+    except Exception:  # noqa: BLE001 (user classes may raise anything)
+        return json.dumps(_not_numbers(value)).encode()
+
+
+def decoded(reply: bytes) -> Any:
+    """Return the value of a reply; failures are `CallFailedError`."""
+    return json.loads(reply, object_hook=_from_dict)
+
+
+def _plain(value: Any) -> Any:
+    """Convert a result to JSON. Only failures and step rewards become mappings."""
+    if isinstance(value, CallFailedError):
+        return {"failed": str(value)}
+    if isinstance(value, BaseException):
+        reason = f"raised {class_name(value)}: {shown(text_of(value), 400)}{user_line(value)}"
+        return {"failed": reason}
+    if isinstance(value, StepRewards):
+        return {"steps": [value.values, value.positions, value.unit]}
+    if hasattr(value, "tolist"):  # arrays and tensors
+        value = value.tolist()
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if value is None or isinstance(value, str | int):
+        return value
+    if isinstance(value, Real):
+        return float(value)
+    return _not_numbers(value)
+
+
+def _not_numbers(value: Any) -> dict[str, str]:
+    return {"failed": f"must return numbers or None, got {shown(value, 240)}"}
+
+
+def _from_dict(item: dict[str, Any]) -> StepRewards | CallFailedError:
+    if "steps" in item:
+        return StepRewards(*item["steps"])
+    return CallFailedError(printable(str(item["failed"]))[:1000])
