@@ -14,7 +14,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from evogrpo.reporting.lineage import ancestors, best_member
+from evogrpo.reporting.lineage import ancestors
 from evogrpo.reporting.summary import summarise
 from evogrpo.storage.journal import read_journal
 
@@ -51,7 +51,7 @@ def row(seed: int, fixed: bool, folder: Path) -> str:
         for m in event["members"]
     }
     replaced = sum(1 for member in births.values() if member["parent"] is not None)
-    line = [ancestor.index for ancestor in ancestors(summary, best_member(summary.generations))]
+    line = [ancestor.index for ancestor in ancestors(summary, summary.best)]
     mutations = sum(len(births[index]["changes"]) for index in line if index in births)
     before = test["before"]
     after = test["after"]

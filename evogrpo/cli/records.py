@@ -1,7 +1,7 @@
 """Commands on a recorded run: `lineage`, `best`, `compare`, `report`, `video` and `export`."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +13,14 @@ from evogrpo.evolution.history import MemberRecord
 from evogrpo.extras import install_hint
 from evogrpo.reporting.compare import ComparedRun, TestDifference, compare_runs, interval
 from evogrpo.reporting.lineage import (
+    BestSchedule,
     ancestors,
-    best_member,
     best_schedule,
     birth_text,
-    fitness_estimate,
-    reports_by_member,
     selection_score,
     tree_lines,
 )
-from evogrpo.reporting.records import MemberReport
+from evogrpo.reporting.records import Estimate
 from evogrpo.reporting.report import report as run_report
 from evogrpo.reporting.summary import RunSummary, read_summary
 from evogrpo.safe_parsing import read_yaml_file
@@ -38,22 +36,18 @@ def lineage(args: argparse.Namespace) -> int:
     """Print the tree of a run's members."""
     console = make_console()
     summary = read_summary(args.run_dir)
-    winner = best_member(summary.generations)
-    reports = reports_by_member(summary.generations)
-    path = {report.index for report in ancestors(summary, winner)}
+    path = {report.index for report in ancestors(summary, summary.best)}
     for indent, birth in tree_lines(summary.births, path):
-        origin = birth_text(birth, summary.evolvable)
-        lifetime = _lifetime(birth, reports.get(birth.index, ()), winner, summary)
-        on_path = birth.index in path
+        mark, style = ("★ ", "bold") if birth.index in path else ("· ", "")
         line = Text.assemble(
             ("│ " * indent, "dim"),
-            ("★ ", "bold") if on_path else ("· ", "dim"),
-            (f"#{birth.index}", "bold" if on_path else ""),
-            f"  {printable(origin)}",
-            (f"  {lifetime}", "dim"),
+            (mark, style or "dim"),
+            (f"#{birth.index}", style),
+            f"  {printable(birth_text(birth, summary.evolvable))}",
+            (f"  {_lifetime(birth, summary)}", "dim"),
         )
         console.print(line, soft_wrap=not console.is_terminal)
-    if winner is None:
+    if summary.best is None:
         console.print("No member has been evaluated yet.")
     return OK
 
@@ -64,81 +58,92 @@ def best(args: argparse.Namespace) -> int:
     summary = read_summary(args.run_dir)
     schedule = best_schedule(summary)
     member = schedule.member
-    stages = schedule.stages
-    stored = args.run_dir / "best"
-    values = member.hyperparameters.to_json()
-    shown = {name: number_text(value) for name, value in values.items() if value is not None}
-    if schedule.calibrated is not None:
-        first, last = schedule.calibrated
-        shown["lr"] = f"{number_text(first)} to {number_text(last)} (calibrated, first and last)"
     # 1. Facts about the member. It may have further fitness measures, such as training rewards.
-    fitness = fitness_estimate(member)
-    untrained = summary.baseline and {summary.terms.untrained: summary.baseline}
-    measure = summary.fitness_text
-    others = [
-        f"{name} {estimate}" for name, estimate in member.measured.items() if estimate != fitness
-    ]
+    fitness = [f"{member.estimate or '–'}, {summary.fitness_text}"]
+    for name, estimate in member.measured.items():
+        if estimate != member.estimate:
+            fitness.append(f"{name} {estimate}")
     rows = {
         "run": summary.title,
         "best member": f"#{member.index}, as it was after generation {member.generation}",
-        "fitness": "; ".join([f"{_fitness_score(member)}, {measure}", *others]),
-        **{name: str(baseline.fitness) for name, baseline in (untrained or {}).items()},
-        "test": _test_text(summary),
-        "stored in": (
-            str(stored) if stored.is_dir() else f"missing. {_remedy_for_best(args.run_dir)}"
-        ),
-        "ended": summary.ending,
-        "hyperparameters": ", ".join(f"{name} {text}" for name, text in shown.items()),
+        "fitness": "; ".join(fitness),
     }
+    if summary.start is not None:
+        rows[summary.terms.untrained] = str(summary.start)
+    rows["test"] = _test_text(summary)
+    rows["stored in"] = str(args.run_dir / "best")
+    if not (args.run_dir / "best").is_dir():
+        rows["stored in"] = f"missing. {_remedy_for_best(args.run_dir)}"
+    rows["ended"] = summary.ending
+    # 2. Its hyperparameters, and how they changed in its lineage.
+    rows["hyperparameters"] = _hyperparameters_text(schedule)
     print_rows(console, rows)
-    # 2. The stages of its lineage, with the hyperparameters that evolve or differ between stages.
-    stage_values = [stage.hyperparameters.to_json() for stage in stages]
-    changing = [
-        name
-        for name in values
-        if name in summary.evolvable or len({own[name] for own in stage_values}) > 1
-    ]
-    table = _table("from step", "steps", "samples per step", *changing)
-    first_step = 0
-    for stage, own in zip(stages, stage_values, strict=True):
-        numbers = (Text(number_text(own[name])) for name in changing)
-        table.add_row(str(first_step), str(stage.steps), str(stage.samples_per_step), *numbers)
-        first_step += stage.steps
     console.print(Text("\nHyperparameters of its lineage", "bold"))
-    console.print(table)
+    console.print(_stages_table(schedule, summary))
     console.print()
-    show_command(
-        console, "export schedule", command("export", args.run_dir, "--schedule", "schedule.yaml")
-    )
+    # 3. Commands that use them.
+    export = command("export", args.run_dir, "--schedule", "schedule.yaml")
+    show_command(console, "export schedule", export)
     show_command(console, "train again", command("replay", args.run_dir))
     return OK
 
 
+def _hyperparameters_text(schedule: BestSchedule) -> str:
+    """Return the hyperparameters of the best member as one text."""
+    texts = []
+    for name, value in schedule.member.hyperparameters.to_json().items():
+        if name == "lr" and schedule.calibrated is not None:
+            first, last = map(number_text, schedule.calibrated)
+            texts.append(f"lr {first} to {last} (calibrated, first and last)")
+        elif value is not None:
+            texts.append(f"{name} {number_text(value)}")
+    return ", ".join(texts)
+
+
+def _stages_table(schedule: BestSchedule, summary: RunSummary) -> Table:
+    """Return the stages of a lineage with the hyperparameters that evolve or differ between them."""
+    values = [stage.hyperparameters.to_json() for stage in schedule.stages]
+    first, *others = values
+    differing = {name for own in others for name in own if own[name] != first[name]}
+    shown = [name for name in first if name in summary.evolvable or name in differing]
+    table = _table("from step", "steps", "samples per step", *shown)
+    first_step = 0
+    for stage, own in zip(schedule.stages, values, strict=True):
+        counts = [first_step, stage.steps, stage.samples_per_step]
+        numbers = [number_text(own[name]) for name in shown]
+        table.add_row(*map(str, counts), *map(Text, numbers))
+        first_step += stage.steps
+    return table
+
+
 def compare(args: argparse.Namespace) -> int:
     """Print several runs side by side."""
+    # 1. Compare the runs; those started in Python have no configuration.
     folders: Sequence[Path] = args.run_dirs
+    configurations = []
     for folder in folders:
         check_folder(folder)
-    configured = [folder / CONFIG_FILE for folder in folders]
-    # 1. Compare the runs; those started in Python have no configuration.
-    compared = compare_runs(
-        folders, [read_yaml_file(path) if path.is_file() else None for path in configured]
-    )
+        path = folder / CONFIG_FILE
+        configurations.append(read_yaml_file(path) if path.is_file() else None)
+    compared = compare_runs(folders, configurations)
     # 2. Print one column per run: settings that differ, results, and the difference of the tests.
-    console = make_console()
     table = _table("", *(str(run.path) for run in compared.runs))
+
+    def add_row(name: str, values: Iterable[str | Text]) -> None:
+        cells = [value if isinstance(value, Text) else Text(value) for value in values]
+        table.add_row(Text(printable(name), "dim"), *cells)
+
     for name, values in compared.settings.items():
-        table.add_row(
-            Text(printable(name), "dim"), *(Text(_setting_text(value)) for value in values)
-        )
+        add_row(name, map(_setting_text, values))
     if not compared.settings:
-        table.add_row(Text("settings", "dim"), *(Text("the same") for _ in compared.runs))
+        add_row("settings", ["the same"] * len(folders))
     table.add_section()
     columns = [_run_rows(run) for run in compared.runs]
     for name in columns[0]:
-        table.add_row(Text(name, "dim"), *(Text(column[name]) for column in columns))
-    differences = [Text("the first"), *map(_difference_text, compared.differences)]
-    table.add_row(Text("test, difference to first run", "dim"), *differences)
+        add_row(name, [column[name] for column in columns])
+    differences = map(_difference_text, compared.differences)
+    add_row("test, difference to first run", ["the first", *differences])
+    console = make_console()
     console.print(table)
     console.print(
         "± is one standard error; intervals are 95 %. Best fitness is the maximum over members and"
@@ -177,25 +182,20 @@ def video(args: argparse.Namespace) -> int:
         from evogrpo.training.task_types import task_type_of
 
         config = load_config(args.run_dir / CONFIG_FILE)
+        task_type = task_type_of(config.task)
+        best_dir = args.run_dir / "best"
         try:
-            episodes = task_type_of(config.task).record_videos(
-                config, args.run_dir / "best", folder, args.episodes
-            )
+            episodes = task_type.record_videos(config, best_dir, folder, args.episodes)
         except ImportError as error:
             raise ValueError(str(error)) from error
     for episode in episodes:
-        per_agent = ", ".join(
-            f"{agent} {number_text(value)}" for agent, value in episode.returns.items()
-        )
-        result = (
-            f"return {number_text(episode.episode_return)}{f' ({per_agent})' if per_agent else ''}"
-        )
-        console.print(
-            Text.assemble(
-                printable(str(episode.path)), (f"  {result}, {episode.length} steps", "dim")
-            ),
-            soft_wrap=True,
-        )
+        agents = [f"{agent} {number_text(value)}" for agent, value in episode.returns.items()]
+        result = f"return {number_text(episode.episode_return)}"
+        if agents:
+            result += f" ({', '.join(agents)})"
+        path = printable(str(episode.path))
+        line = Text.assemble(path, (f"  {result}, {episode.length} steps", "dim"))
+        console.print(line, soft_wrap=True)
     return OK
 
 
@@ -219,35 +219,26 @@ def _remedy_for_best(run_dir: Path) -> str:
 # ---- texts of members
 
 
-def _fitness_score(member: MemberReport) -> str:
-    return str(fitness_estimate(member) or "–")
-
-
-def _lifetime(
-    birth: MemberRecord,
-    reports: Sequence[MemberReport],
-    winner: MemberReport | None,
-    summary: RunSummary,
-) -> str:
+def _lifetime(birth: MemberRecord, summary: RunSummary) -> str:
     """Describe a member's generations and last fitness.
 
     For the winner of the run, that with which it won.
     """
-    if not reports:
+    history = summary.histories.get(birth.index)
+    if history is None:
         return "not evaluated"
+    winner = summary.best
     if winner is not None and winner.index == birth.index:
-        return (
-            f"{selection_score(winner, summary)} in generation {winner.generation}, the best member"
-        )
-    first = reports[0].generation
-    last = reports[-1].generation
-    if first == last:
-        span = f"generation {first}"
-    else:
-        span = f"generations {first}–{last}"
-    if failed := reports[-1].failed:
-        return f"failed in {span}: {printable(failed)}"
-    return f"{selection_score(reports[-1], summary)} after {span}"
+        score = selection_score(winner, summary)
+        return f"{score} in generation {winner.generation}, the best member"
+    first = history.results[0].generation
+    last = history.results[-1]
+    span = f"generation {first}"
+    if last.generation > first:
+        span = f"generations {first}–{last.generation}"
+    if last.failed:
+        return f"failed in {span}: {printable(last.failed)}"
+    return f"{selection_score(last, summary)} after {span}"
 
 
 def _test_text(summary: RunSummary) -> str:
@@ -255,16 +246,21 @@ def _test_text(summary: RunSummary) -> str:
     test = summary.test
     if test is None:
         return "none yet"
-    low, high = interval(test.after)
-    text = f"{test.after} [{number_text(low)}, {number_text(high)}]"
-    if test.beyond_noise:
-        noise = "beyond noise"
-    else:
-        noise = "within noise"
-    questions = pluralize(test.questions, summary.terms.questions[:-1])
+    terms = summary.terms
+    questions = pluralize(test.questions, terms.questions.removesuffix("s"))
     return (
-        f"{text} on {questions}; {test.gain} compared with the {summary.terms.untrained}, {noise}"
+        f"{test.after} {_interval_text(test.after)} on {questions}; {test.gain} compared with the"
+        f" {terms.untrained}, {_noise_text(test.beyond_noise)}"
     )
+
+
+def _interval_text(estimate: Estimate) -> str:
+    low, high = interval(estimate)
+    return f"[{number_text(low)}, {number_text(high)}]"
+
+
+def _noise_text(beyond_noise: bool | None) -> str:
+    return "beyond noise" if beyond_noise else "within noise"
 
 
 # ---- the table of `compare`
@@ -273,57 +269,59 @@ def _test_text(summary: RunSummary) -> str:
 def _run_rows(run: ComparedRun) -> dict[str, str]:
     """Return the values of one column of the comparison, by row."""
     summary = run.summary
-    member = run.best
-    test = run.summary.test
+    rows = {
+        "generations": "–",
+        "learning steps": "–",
+        "environment steps": "–",
+        "processed": "–",
+        "evaluations": "–",
+        "time": "–",
+        "ended": printable(summary.ending),
+        "best fitness": "–",
+        "test": "–",
+        "  interval": "–",
+        "  questions": "–",
+    }
     if summary.generations:
         last = summary.generations[-1]
-    else:
-        last = None
-    if last is None:
-        done = {}
-    else:
-        done = {**vars(last), "evaluation": last.evaluation.tokens}
-    low, high = (None, None) if test is None else interval(test.after)
-    if member is None:
-        best_text = "–"
-    else:
-        best_text = f"#{member.index} {_fitness_score(member)}"
-    return {
-        "generations": count_text(done.get("generation")),
-        "learning steps": count_text(done.get("step")),
-        "environment steps": count_text(done.get("timesteps")),
-        "processed": f"{count_text(done.get('tokens'))} {summary.terms.tokens}",
-        "evaluations": count_text(done.get("evaluation")),
-        "time": duration_text(done.get("seconds")),
-        "ended": printable(summary.ending),
-        "best fitness": best_text,
-        "test": "–" if test is None else str(test.after),
-        "  interval": "–" if low is None else f"[{number_text(low)}, {number_text(high)}]",
-        "  questions": "–" if test is None else count_text(test.questions),
-    }
+        rows |= {
+            "generations": count_text(last.generation),
+            "learning steps": count_text(last.step),
+            "environment steps": count_text(last.timesteps),
+            "processed": f"{count_text(last.tokens)} {summary.terms.tokens}",
+            "evaluations": count_text(last.evaluation.tokens),
+            "time": duration_text(last.seconds),
+        }
+    if summary.best is not None:
+        rows["best fitness"] = f"#{summary.best.index} {summary.best.estimate or '–'}"
+    if summary.test is not None:
+        rows |= {
+            "test": str(summary.test.after),
+            "  interval": _interval_text(summary.test.after),
+            "  questions": count_text(summary.test.questions),
+        }
+    return rows
 
 
 def _difference_text(difference: TestDifference) -> Text:
     """Describe the difference between the tests of a run and of the first run."""
     if difference.gain is None:
         return Text(f"not comparable: {printable(difference.why)}", "yellow")
-    if difference.beyond_noise:
-        noise = "beyond noise"
-    else:
-        noise = "within noise"
-    gain = difference.gain
+    method = f"unpaired, {printable(difference.why)}"
     if difference.paired:
         method = f"paired on {difference.questions}"
-    else:
-        method = f"unpaired, {printable(difference.why)}"
-    return Text(f"{'+' if gain.mean > 0 else ''}{gain}, {noise} ({method})")
+    noise = _noise_text(difference.beyond_noise)
+    return Text(f"{difference.gain:+}, {noise} ({method})")
 
 
 def _setting_text(value: Any) -> str:
+    """Return a setting as short text."""
+    text = str(value)
     if isinstance(value, list):
-        value = ", ".join(map(str, value))
-    is_number = isinstance(value, int | float | None) and not isinstance(value, bool)
-    return shorten(printable(number_text(value) if is_number else str(value)), _MAX_VALUE_WIDTH)
+        text = ", ".join(map(str, value))
+    elif isinstance(value, int | float | None) and not isinstance(value, bool):
+        text = number_text(value)
+    return shorten(printable(text), _MAX_VALUE_WIDTH)
 
 
 def _table(*heads: str) -> Table:
@@ -354,10 +352,9 @@ def _export_schedule(run_dir: Path, file: Path) -> None:
     console = make_console()
     schedule = HyperparameterSchedule.read(run_dir)
     schedule.write(file)
-    stages = len(schedule.stages)
-    steps = sum(stage.steps for stage in schedule.stages)
-    words = f"wrote {file}: {pluralize(stages, 'stage')} over {pluralize(steps, 'learning step')}"
-    console.print(Text(printable(words)), soft_wrap=True)
+    stages = pluralize(len(schedule.stages), "stage")
+    steps = pluralize(sum(stage.steps for stage in schedule.stages), "learning step")
+    console.print(Text(f"wrote {file}: {stages} over {steps}"), soft_wrap=True)
     show_command(console, "replay it", command("replay", file))
 
 
@@ -382,9 +379,10 @@ def _export_member(run_dir: Path, folder: Path) -> None:
         _, record = read_checkpoint(run_dir / "best", kind="agent")
         with checkpoint_errors(best):
             index = int(record["member"]["index"])
-            agent_class = AGENT_CLASSES[record["shared"]["kind"]]
-            kind = record["shared"]["kind"]
-            base = str(record["shared"].get("source"))
+            shared = record["shared"]
+            kind = shared["kind"]
+            agent_class = AGENT_CLASSES[kind]
+            base = str(shared.get("source"))
         if kind != "language":
             loading = f"{agent_class}.load({str(best)!r})"
             raise ValueError(
@@ -399,10 +397,8 @@ def _export_member(run_dir: Path, folder: Path) -> None:
     make_folder(folder)
     for name in exported.files:
         write_synced(folder / name, (best / name).read_bytes())
-    console.print(
-        Text(f"wrote member #{index} to {folder}, {exported.what} {base}; {checked}"),
-        soft_wrap=True,
-    )
+    line = f"wrote member #{index} to {folder}, {exported.what} {base}; {checked}"
+    console.print(Text(line), soft_wrap=True)
     loading = exported.loader.format(repr(str(folder)))
     console.print(Text.assemble(("load it with ", "dim"), (loading, "cyan")), soft_wrap=True)
 

@@ -27,7 +27,7 @@ from evogrpo.extras import install_hint
 from evogrpo.interruption import stopping_on_signals
 from evogrpo.members.bank import SamplerError
 from evogrpo.members.devices import single_threaded
-from evogrpo.reporting.lineage import ancestors, best_member, birth_text, selection_score
+from evogrpo.reporting.lineage import ancestors, birth_text, selection_score
 from evogrpo.reporting.records import terms_of
 from evogrpo.reporting.report import report
 from evogrpo.reporting.summary import RunSummary, read_summary
@@ -495,7 +495,7 @@ _OTHER_LIMITS = ("max_timesteps", "max_tokens", "max_seconds", "target_fitness")
 
 def show_lineage(console: Console, summary: RunSummary) -> None:
     """Print the best member's ancestors: origin, changes, and the last fitness before the next birth."""
-    best = best_member(summary.generations)
+    best = summary.best
     if best is None:
         return
     console.print(Text(f"Lineage of member #{best.index}", "bold"))

@@ -1,17 +1,18 @@
 """Charts of a run as plain data, which the figure and the page draw."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
-from evogrpo.reporting.lineage import MemberHistory, ancestors, best_member, member_histories
-from evogrpo.reporting.records import Estimate, MemberReport, StepRecord
-from evogrpo.reporting.summary import METRICS, RunSummary
+from evogrpo.reporting.lineage import ancestors
+from evogrpo.reporting.records import Estimate, MemberReport
+from evogrpo.reporting.summary import METRICS, MemberHistory, RunSummary
+from evogrpo.text import number_text
 
 # Colour-blind safe palette of Okabe and Ito, adjusted so that each colour is visible on white and
-# on black. the best member's lineage, the untrained base
+# on black: the best member's lineage, the untrained base, and the slots.
 BEST = "#D55E00"
 BASE = "#7D8590"
 _SLOT_COLOURS = (
@@ -27,6 +28,29 @@ _SLOT_COLOURS = (
 _SHARED_COLOUR = "#7B93AD"  # of all slots, if there are more slots than colours
 _MAX_MARKED = 80  # generations or steps; more markers would cover the lines
 _MAX_POINTS = 6000  # per chart of learning steps; of more points, neighbouring ones are averaged
+
+
+class Style(NamedTuple):
+    """Style of lines.
+
+    Attributes:
+        width: Width of lines.
+        opacity: Opacity of lines.
+        shade: Opacity of bands of ± one standard error.
+        marker: Size of points.
+        birth: Size of births.
+    """
+
+    width: float
+    opacity: float
+    shade: float
+    marker: float
+    birth: float
+
+
+_BEST_STYLE = Style(3.2, 1.0, 0.16, 7, 8)
+_SLOT_STYLE = Style(1.5, 0.9, 0.1, 4, 5)
+_CROWDED_STYLE = Style(0.9, 0.5, 0.03, 3, 3)
 
 
 class Point(NamedTuple):
@@ -60,6 +84,14 @@ class Line:
     points: tuple[Point, ...]
 
 
+def by_colour(lines: Iterable[Line]) -> dict[str, list[Line]]:
+    """Return lines by colour. Renderers draw those of one colour at once, which is fast."""
+    groups: dict[str, list[Line]] = {}
+    for line in lines:
+        groups.setdefault(line.colour, []).append(line)
+    return groups
+
+
 @dataclass(frozen=True, kw_only=True)
 class Chart:
     """A chart with one or several lines per member.
@@ -75,7 +107,7 @@ class Chart:
         births: Points at births, as lines of one point.
         log: True for a logarithmic y axis.
         ticks: Ticks of the y axis; empty for any.
-        names: Names of the ticks; empty for numbers.
+        names: Names of the values 0, 1, ...; empty for numbers.
         marked: True if the points of lines are marked.
         errors: True if the lines have bands of ± one standard error.
     """
@@ -92,6 +124,13 @@ class Chart:
     marked: bool = False
     errors: bool = False
 
+    def value_text(self, y: float) -> str:
+        """Return a value of the y axis as text."""
+        if not self.names:
+            return number_text(float(y))
+        position = round(y)
+        return self.names[position] if 0 <= position < len(self.names) else ""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunCharts:
@@ -99,8 +138,6 @@ class RunCharts:
 
     Attributes:
         summary: The run.
-        best: Index of the best member, or None.
-        histories: History of every member.
         generations: First and last generation.
         crowded: True if there are more slots than colours; all slots then share one.
         fitness: Fitness by generation.
@@ -111,8 +148,6 @@ class RunCharts:
     """
 
     summary: RunSummary
-    best: int | None
-    histories: tuple[MemberHistory, ...]
     generations: tuple[int, int]
     crowded: bool
     fitness: Chart
@@ -121,88 +156,74 @@ class RunCharts:
     metrics: tuple[Chart, ...]
     hyperparameters: tuple[Chart, ...]
 
+    def style(self, colour: str) -> Style:
+        """Return the style of lines of a colour."""
+        if colour == BEST:
+            return _BEST_STYLE
+        return _CROWDED_STYLE if self.crowded else _SLOT_STYLE
+
     def label(self, colour: str) -> str:
         """Return the meaning of a line's colour."""
-        if colour == BEST:
-            return f"best member #{self.best} and its ancestors"
-        if self.crowded:
-            return "other members"
-        return "other members, one colour per slot"
+        best = self.summary.best
+        if colour == BEST and best is not None:
+            return f"best member #{best.index} and its ancestors"
+        return "other members" if self.crowded else "other members, one colour per slot"
 
     @property
     def tests(self) -> tuple[tuple[str, str, float, Estimate], ...]:
-        """Test scores as (label, colour, x, estimate): of the untrained base and of the best member."""
+        """Tests of the untrained base and of the best member: (label, colour, x, estimate)."""
         test = self.summary.test
         if test is None:
             return ()
         # The base is one generation left of the first, and the member slightly right of the last.
         first, last = self.generations
+        right = last + 0.07 * (last - first + 1)
         return (
             (f"{self.summary.terms.untrained}, test", BASE, first - 1, test.before),
-            (f"member #{test.index}, test", BEST, last + 0.07 * (last - first + 1), test.after),
+            (f"member #{test.index}, test", BEST, right, test.after),
         )
 
 
 def run_charts(summary: RunSummary) -> RunCharts:
     """Return the charts of a run."""
-    # 1. Colours, and limits of the fitness chart.
-    histories = member_histories(summary)
-    best = best_member(summary.generations)
-    numbers = [generation.generation for generation in summary.generations] or [1]
-    styles = _Styles(
+    # 1. Colours of the lines.
+    histories = tuple(summary.histories.values())
+    path = ancestors(summary, summary.best)
+    colours = _Colours(
         slots=tuple(sorted({history.results[0].slot for history in histories})),
-        lineage={ancestor.index: ancestor.generation for ancestor in ancestors(summary, best)},
+        lineage={ancestor.index: ancestor.generation for ancestor in path},
     )
-    results = [result for history in histories for result in history.results]
-    limits = _fitness_limits(results, summary)
-    edge = limits[0] + 0.03 * (limits[1] - limits[0])  # height of the marks of failures
-    marked = numbers[-1] - numbers[0] < _MAX_MARKED
-    failures = [
-        (result.index, result.slot, result.generation)
-        for result in results
-        if result.fitness is None
-    ]
-    # 2. Hyperparameters that have a value; the search space may list others.
-    spaces = {
-        name: space
-        for name, space in summary.evolvable.items()
-        if any(_value(result, name) is not None for result in results)
-    }
-    # 3. Charts.
+    # 2. Fitness, with marks of failures slightly above the lower edge.
+    numbers = [generation.generation for generation in summary.generations] or [1]
+    fitness = _fitness_chart(summary, colours)
+    low, high = fitness.limits
+    failures = []
+    for result in summary.members:
+        if result.fitness is None:
+            number = result.generation
+            mark = Point(number, low + 0.03 * (high - low), number)
+            colour = colours.of(result.slot)
+            failures.append(Line(index=result.index, colour=colour, points=(mark,)))
+    # 3. Hyperparameters that have a value; the search space may list others.
+    hyperparameters = []
+    for name, space in summary.evolvable.items():
+        if any(_value(result, name) is not None for result in summary.members):
+            hyperparameters.append(_hyperparameter_chart(name, space, summary, colours))
+    metrics = summary.metrics if histories else ()
     return RunCharts(
         summary=summary,
-        best=None if best is None else best.index,
-        histories=histories,
         generations=(numbers[0], numbers[-1]),
-        crowded=styles.crowded,
-        fitness=Chart(
-            title="fitness",
-            unit=f"{summary.fitness_text} ± SE",
-            limits=limits,
-            lines=styles.lines(
-                (history.index, history.results[0].slot, stretch)
-                for history in histories
-                for stretch in _fitness_stretches(history, summary.start)
-            ),
-            marked=marked,
-            errors=True,
-        ),
-        failures=tuple(
-            Line(index=index, colour=styles.colour(slot), points=(Point(number, edge, number),))
-            for index, slot, number in failures
-        ),
-        lineage=_lineage_chart(histories, styles),
-        metrics=tuple(
-            _metric_chart(name, summary.steps, styles) for name in summary.metrics if histories
-        ),
-        hyperparameters=tuple(
-            _hyperparameter_chart(name, space, histories, styles) for name, space in spaces.items()
-        ),
+        crowded=colours.crowded,
+        fitness=fitness,
+        failures=tuple(failures),
+        lineage=_lineage_chart(histories, colours),
+        metrics=tuple(_metric_chart(name, summary, colours) for name in metrics),
+        hyperparameters=tuple(hyperparameters),
     )
 
 
 @dataclass(frozen=True)
-class _Styles:
+class _Colours:
     """Colours of lines.
 
     Attributes:
@@ -217,58 +238,65 @@ class _Styles:
     def crowded(self) -> bool:
         return len(self.slots) > len(_SLOT_COLOURS)
 
-    def colour(self, slot: int) -> str:
-        if self.crowded:
-            return _SHARED_COLOUR
-        return _SLOT_COLOURS[self.slots.index(slot)]
+    def of(self, slot: int) -> str:
+        return _SHARED_COLOUR if self.crowded else _SLOT_COLOURS[self.slots.index(slot)]
 
     def lines(self, stretches: Iterable[tuple[int, int, Sequence[Point]]]) -> tuple[Line, ...]:
-        """Return the lines of stretches (index, slot, points), split where the best member's lineage ends in them."""
+        """Return the lines of stretches (index, slot, points).
+
+        They are split where the best member's lineage ends in them.
+        """
         best = []
         others = []
         for index, slot, points in stretches:
-            inherited = sum(point.generation <= self.lineage.get(index, -1) for point in points)
+            last = self.lineage.get(index, -1)
+            inherited = sum(point.generation <= last for point in points)
             if inherited:
                 best.append(Line(index=index, colour=BEST, points=tuple(points[:inherited])))
             if inherited < len(points):  # starts at the last point of the lineage
                 rest = tuple(points[max(0, inherited - 1) :])
-                others.append(Line(index=index, colour=self.colour(slot), points=rest))
+                others.append(Line(index=index, colour=self.of(slot), points=rest))
         return (*others, *best)
 
 
-def _fitness_stretches(history: MemberHistory, start: Estimate | None) -> list[list[Point]]:
-    """Return the points of a member from its origin on, split at generations without fitness."""
-    first = history.results[0]
-    stretches: list[list[Point]] = [[]]
-    if first.parent is None and start is not None:
-        # A founder starts as the untrained base, one generation before its first result.
-        before = first.generation - 1
-        stretches[-1].append(Point(before, start.mean, before, start.standard_error))
-    for result in (history.origin, *history.results):
-        if result is None:
-            continue
-        if result.fitness is None:
-            stretches.append([])
-        else:
+def _fitness_chart(summary: RunSummary, colours: _Colours) -> Chart:
+    """Return the fitness of every member by generation."""
+    # 1. Each member's points, split at generations without fitness.
+    stretches = []
+    for history in summary.histories.values():
+        first = history.results[0]
+        points: list[Point] = []
+        if first.parent is None and summary.start is not None:
+            # A founder starts as the untrained base, one generation before its first result.
+            before = first.generation - 1
+            points.append(Point(before, summary.start.mean, before, summary.start.standard_error))
+        origin = [history.origin] if history.origin else []
+        for result in (*origin, *history.results):
             number = result.generation
-            stretches[-1].append(
-                Point(number, result.fitness, number, result.standard_error or 0.0)
-            )
-    return [stretch for stretch in stretches if stretch]
-
-
-def _fitness_limits(results: Sequence[MemberReport], summary: RunSummary) -> tuple[float, float]:
-    """Return the limits of the fitness axis: all results, the untrained base and the tests, with their errors."""
-    shown = [
-        (result.fitness, result.standard_error or 0.0)
-        for result in results
-        if result.fitness is not None
-    ]
-    fixed = [summary.start, *([summary.test.before, summary.test.after] if summary.test else [])]
-    shown += [
-        (estimate.mean, estimate.standard_error) for estimate in fixed if estimate is not None
-    ]
-    return _limits([mean + sign * error for mean, error in shown for sign in (-1, 1)] or [0.0, 1.0])
+            if result.fitness is None:
+                stretches.append((history.index, first.slot, points))
+                points = []
+            else:
+                error = result.standard_error or 0.0
+                points.append(Point(number, result.fitness, number, error))
+        stretches.append((history.index, first.slot, points))
+    # 2. Limits of all results, the untrained base and the tests, with their errors.
+    shown = [summary.start, *(result.estimate for result in summary.members)]
+    if summary.test is not None:
+        shown += [summary.test.before, summary.test.after]
+    bounds = []
+    for estimate in shown:
+        if estimate is not None:
+            bounds.append(estimate.mean - estimate.standard_error)
+            bounds.append(estimate.mean + estimate.standard_error)
+    return Chart(
+        title="fitness",
+        unit=f"{summary.fitness_text} ± SE",
+        limits=_limits(bounds or [0.0, 1.0]),
+        lines=colours.lines(stretches),
+        marked=len(summary.generations) <= _MAX_MARKED,
+        errors=True,
+    )
 
 
 def _limits(values: Sequence[float], *, log: bool = False) -> tuple[float, float]:
@@ -282,133 +310,172 @@ def _limits(values: Sequence[float], *, log: bool = False) -> tuple[float, float
     return low - space, high + space
 
 
-def _lineage_chart(histories: Sequence[MemberHistory], styles: _Styles) -> Chart:
-    """Return the slot of every member by generation; a line from another slot is a birth."""
-    position = {slot: height for height, slot in enumerate(styles.slots)}
-    stretches = []
+def _log_ticks(limits: tuple[float, float]) -> tuple[float, ...]:
+    """Return ticks of a logarithmic axis: powers of ten, 1, 2, 5 times them, or equal steps."""
+    low, high = limits
+    powers = [10.0**power for power in range(math.floor(math.log10(low)), 39) if 10.0**power < high]
+    for factors in ((1,), (1, 2, 5)):
+        multiples = [[factor * power for factor in factors] for power in powers]
+        ticks = [tick for tick in chain.from_iterable(multiples) if low <= tick <= high]
+        if len(ticks) > 3:
+            return tuple(ticks)
+    # The axis spans less than a decade: between 4 and 10 equal steps.
+    step = 10.0 ** math.floor(math.log10(high - low))
+    if high - low < 2 * step:
+        step /= 5
+    elif high - low < 4 * step:
+        step /= 2
+    numbers = range(math.ceil(low / step), math.floor(high / step) + 1)
+    return tuple(step * number for number in numbers)
+
+
+def _history_lines(
+    histories: Iterable[MemberHistory],
+    colours: _Colours,
+    height: Callable[[MemberReport], float | None],
+) -> tuple[tuple[Line, ...], tuple[Line, ...]]:
+    """Return lines of a value that changes at births only, and points at the births.
+
+    Args:
+        histories: The members.
+        colours: Colours of lines.
+        height: Returns the value of a member; None if it has none.
+    """
+    lines = []
     births = []
     for history in histories:
         first = history.results[0]
-        start = Point(first.generation - 1, position[first.slot], first.generation)
-        births.append((history.index, first.slot, [start]))
-        origin = history.origin
-        if origin is None:
-            parent = []
-        else:
-            parent = [Point(origin.generation, position[origin.slot], first.generation)]
-        points = [
-            Point(result.generation, position[result.slot], result.generation)
-            for result in history.results
-        ]
-        stretches.append((history.index, first.slot, [*parent, start, *points]))
+        number = first.generation
+        value = height(first)
+        if value is None:  # such as clip_low of a founder that uses clip_coef instead
+            continue
+        # From the parent's value before the birth to the member's own.
+        birth = Point(number - 1, value, number)
+        points = [birth]
+        before = height(history.origin) if history.origin else None
+        if history.origin is not None and before is not None:
+            points.insert(0, Point(history.origin.generation, before, number))
+        for result in history.results:
+            value = height(result)
+            if value is not None:
+                points.append(Point(result.generation, value, result.generation))
+        lines.append((history.index, first.slot, points))
+        births.append((history.index, first.slot, [birth]))
+    return colours.lines(lines), colours.lines(births)
+
+
+def _lineage_chart(histories: Sequence[MemberHistory], colours: _Colours) -> Chart:
+    """Return the slot of every member by generation; a line from another slot is a birth."""
+    slots = colours.slots
+    lines, births = _history_lines(histories, colours, lambda result: slots.index(result.slot))
+    named = not colours.crowded
     return Chart(
         title="lineage",
         unit="slot of every member",
-        limits=(-0.5, len(position) - 0.5),
-        lines=styles.lines(stretches),
-        births=styles.lines(births),
-        ticks=tuple(position.values()) if not styles.crowded else (),
-        names=tuple(map(str, position)) if not styles.crowded else (),
+        limits=(-0.5, len(slots) - 0.5),
+        lines=lines,
+        births=births,
+        ticks=tuple(range(len(slots))) if named else (),
+        names=tuple(map(str, slots)) if named else (),
     )
 
 
-def _metric_chart(name: str, steps: Sequence[StepRecord], styles: _Styles) -> Chart:
+def _metric_chart(name: str, summary: RunSummary, colours: _Colours) -> Chart:
     """Return one metric of every member by learning step."""
-    title, unit = METRICS[name]
+    # 1. Points of each member.
     curves: dict[tuple[int, int], list[Point]] = {}
-    for step in steps:
+    for step in summary.steps:
         for member in step.members:
             value = member.metrics.get(name)
-            if value is not None and member.slot in styles.slots:
+            if value is not None and member.slot in colours.slots:
                 points = curves.setdefault((member.index, member.slot), [])
                 points.append(Point(step.step + 1, value, step.generation))
-    # Average windows of `stride` steps, so that the chart has at most about `_MAX_POINTS` points.
-    stride = max(1, math.ceil(sum(map(len, curves.values())) / _MAX_POINTS))
-    values = [point.y for points in curves.values() for point in points] or [0.0]
+    values = [point.y for point in chain.from_iterable(curves.values())] or [0.0]
+    # 2. Averages of `stride` steps, so that the chart has at most about `_MAX_POINTS` points.
+    stride = max(1, math.ceil(len(values) / _MAX_POINTS))
+    stretches = []
+    for (index, slot), points in curves.items():
+        averages = []
+        for start in range(0, len(points), stride):
+            window = points[start : start + stride]
+            mean = sum(point.y for point in window) / len(window)
+            averages.append(window[-1]._replace(y=mean))
+        stretches.append((index, slot, averages))
+    # 3. Axis.
+    title, unit = METRICS[name]
+    terms = summary.terms
+    token = terms.tokens.removesuffix("s")
+    sample = terms.samples.removesuffix("s")
     log = name == "learning_rate" and min(values) > 0
-
-    def averaged(points: Sequence[Point]) -> list[Point]:
-        windows = [points[start : start + stride] for start in range(0, len(points), stride)]
-        return [each[-1]._replace(y=sum(point.y for point in each) / len(each)) for each in windows]
-
+    limits = _limits(values, log=log)
     return Chart(
         title=title,
-        unit=unit,
-        limits=_limits(values, log=log),
-        lines=styles.lines(
-            (index, slot, averaged(points)) for (index, slot), points in curves.items()
-        ),
+        unit=unit.format(samples=terms.samples, sample=sample, token=token),
+        limits=limits,
+        lines=colours.lines(stretches),
         x_title="learning step",
         log=log,
-        marked=len(steps) <= _MAX_MARKED,
+        ticks=_log_ticks(limits) if log else (),
+        marked=len(summary.steps) <= _MAX_MARKED,
     )
 
 
 def _hyperparameter_chart(
-    name: str, space: Mapping[str, Any], histories: Sequence[MemberHistory], styles: _Styles
+    name: str, space: Mapping[str, Any], summary: RunSummary, colours: _Colours
 ) -> Chart:
     """Return one hyperparameter of every member by generation.
 
     `space` has the fields of its search space.
     """
-    # 1. Choose the axis: names, or numbers on a linear or logarithmic scale.
-    results = [result for history in histories for result in history.results]
-    values = [value for result in results if (value := _value(result, name)) is not None]
-    choices = space.get("choices")
-    choices = choices if isinstance(choices, list) else []
-    # Names come from members, which are validated, instead of the search space in the journal,
-    # which is not.
+    # 1. Values of all members. Names are those of members, which are validated, instead of those
+    #    of the search space in the journal, which are not.
+    values = [_value(result, name) for result in summary.members]
     names = sorted({value for value in values if isinstance(value, str)})
-    numbers = [value for value in values if not isinstance(value, str)]
-    ticks = sorted({choice for choice in choices if isinstance(choice, int | float)})
-    # Choices with equal ratios, such as 4, 8, 16, are evenly spaced on a log axis.
-    ratios = [after / before for before, after in pairwise(ticks) if before > 0]
-    geometric = (
-        len(ratios) > 1 and len(ratios) == len(ticks) - 1 and max(ratios) < 1.01 * min(ratios)
-    )
-    log = not names and min(numbers) > 0 and (space.get("scale") == "log" or geometric)
+    numbers = [value for value in values if isinstance(value, int | float)]
 
-    def height(result: MemberReport) -> float:
+    def height(result: MemberReport) -> float | None:
         value = _value(result, name)
-        if isinstance(value, str):
-            return float(names.index(value))
-        return float(value or 0.0)
+        return names.index(value) if isinstance(value, str) else value
 
-    # 2. Collect the points of each member, from its parent's last value before the birth, and its
-    #    birth.
-    stretches = []
-    births = []
-    for history in histories:
-        first = history.results[0]
-        origin = history.origin
-        if _value(first, name) is None:  # such as clip_low of a founder that uses clip_coef instead
-            continue
-        points = [Point(first.generation - 1, height(first), first.generation)]
-        if origin is not None:
-            births.append((history.index, first.slot, list(points)))
-            if _value(origin, name) is not None:
-                points.insert(0, Point(origin.generation, height(origin), first.generation))
-        points += [
-            Point(result.generation, height(result), result.generation)
-            for result in history.results
-        ]
-        stretches.append((history.index, first.slot, points))
-    # 3. Set limits and ticks.
-    if names:
-        limits = (-0.5, len(names) - 0.5)
-        ticks = list(range(len(names)))
-    else:
-        limits = _limits([*numbers, *(tick for tick in ticks if not log or tick > 0)], log=log)
+    # 2. Axis: names, or numbers on a linear or logarithmic scale.
+    ticks: tuple[float, ...] = tuple(range(len(names)))
+    limits = (-0.5, len(names) - 0.5)
+    log = False
+    if not names:
+        ticks = _choices(space)
+        log = min(numbers) > 0 and (space.get("scale") == "log" or _is_geometric(ticks))
+        limits = _limits([*numbers, *(tick for tick in ticks if tick > 0 or not log)], log=log)
+        if not 2 <= len(ticks) <= 10:
+            ticks = _log_ticks(limits) if log else ()
+    # 3. Lines.
+    histories = summary.histories
+    lines, births = _history_lines(histories.values(), colours, height)
     return Chart(
         title=name,
         unit="",
         limits=limits,
-        lines=styles.lines(stretches),
-        births=styles.lines(births),
+        lines=lines,
+        births=tuple(birth for birth in births if histories[birth.index].origin),
         log=log,
-        ticks=tuple(ticks) if names or 2 <= len(ticks) <= 10 else (),
+        ticks=ticks,
         names=tuple(names),
     )
+
+
+def _choices(space: Mapping[str, Any]) -> tuple[float, ...]:
+    """Return the numbers that a search space lists, which is untrusted."""
+    choices = space.get("choices")
+    if not isinstance(choices, list):
+        return ()
+    return tuple(sorted({choice for choice in choices if isinstance(choice, int | float)}))
+
+
+def _is_geometric(ticks: Sequence[float]) -> bool:
+    """Return True for numbers with equal ratios, such as 4, 8, 16."""
+    if len(ticks) < 3 or ticks[0] <= 0:
+        return False
+    ratios = [after / before for before, after in pairwise(ticks)]
+    return max(ratios) < 1.01 * min(ratios)
 
 
 def _value(result: MemberReport, name: str) -> float | str | None:

@@ -3,12 +3,12 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from evogrpo.evolution.fitness import Fitness, paired_difference
-from evogrpo.reporting.lineage import best_member
-from evogrpo.reporting.records import Estimate, MemberReport
+from evogrpo.reporting.records import Estimate
 from evogrpo.reporting.summary import RunSummary, read_summary
 from evogrpo.validation import flat
 
@@ -33,13 +33,11 @@ class ComparedRun:
     Attributes:
         path: Run directory.
         summary: Content of its journal.
-        best: Its best member; None before the first evaluation.
         settings: All settings by dotted name.
     """
 
     path: Path
     summary: RunSummary
-    best: MemberReport | None
     settings: Mapping[str, Any]
 
 
@@ -102,43 +100,33 @@ def compare_runs(
         names = ", ".join(map(str, folders))
         raise ValueError(f"compare needs at least two different run directories, got {names}.")
     summaries = [read_summary(folder) for folder in folders]
-    # Settings are those of the configurations. If a run has none, they are those of all run events,
-    # because configurations and run events have different names for settings. Limits are those of
-    # the last resume.
-    configured = [
-        {**values, "schedule": summary.facts.get("schedule", values.get("schedule"))}
-        for values, summary in zip(configurations, summaries, strict=True)
-        if values is not None
-    ]
-    settings_of_runs = (
-        configured if len(configured) == len(folders) else [summary.facts for summary in summaries]
-    )
-    runs = tuple(
-        ComparedRun(
-            path=folder,
-            summary=summary,
-            best=best_member(summary.generations),
-            settings=flat(
-                {name: value for name, value in values.items() if name not in _NO_SETTINGS}
-            ),
-        )
-        for folder, summary, values in zip(folders, summaries, settings_of_runs, strict=True)
-    )
-    settings = dict.fromkeys(name for run in runs for name in run.settings)
-    rows = {name: tuple(run.settings.get(name) for run in runs) for name in settings}
+    # 1. Settings are those of the configurations. If a run has none, they are those of all run
+    #    events, because configurations and run events have different names for settings.
+    runs = []
+    for folder, summary, configuration in zip(folders, summaries, configurations, strict=True):
+        settings = dict(summary.facts)
+        if configuration is not None and None not in configurations:
+            settings = dict(configuration)
+            # Limits are those of the last resume.
+            settings["schedule"] = summary.facts.get("schedule", settings.get("schedule"))
+        for name in _NO_SETTINGS:
+            settings.pop(name, None)
+        runs.append(ComparedRun(path=folder, summary=summary, settings=flat(settings)))
+    # 2. Keep the settings that differ.
+    differing = {}
+    for name in dict.fromkeys(chain.from_iterable(run.settings for run in runs)):
+        values = tuple(run.settings.get(name) for run in runs)
+        if any(value != values[0] for value in values):
+            differing[name] = values
     return Comparison(
-        runs=runs,
-        settings={
-            name: values
-            for name, values in rows.items()
-            if any(value != values[0] for value in values)
-        },
-        differences=tuple(difference_of_tests(run.summary, runs[0].summary) for run in runs[1:]),
+        runs=tuple(runs),
+        settings=differing,
+        differences=tuple(difference_of_tests(each, summaries[0]) for each in summaries[1:]),
     )
 
 
 def difference_of_tests(run: RunSummary, first: RunSummary) -> TestDifference:
-    """Compare the tests of two runs: paired if their questions are the same, by means if only the questions differ.
+    """Compare the tests of two runs: paired if their questions are the same, otherwise by means.
 
     Runs with different environments, rewards or measures are not comparable.
     """
@@ -147,9 +135,8 @@ def difference_of_tests(run: RunSummary, first: RunSummary) -> TestDifference:
     if test is None or first_test is None:
         return TestDifference(gain=None, why="one of the runs has no test yet")
     if test.measure != first_test.measure:
-        return TestDifference(
-            gain=None, why=f"measured differently: {test.measure} and {first_test.measure}"
-        )
+        why = f"measured differently: {test.measure} and {first_test.measure}"
+        return TestDifference(gain=None, why=why)
     data = run.facts.get("data")
     reference = first.facts.get("data")
     if not isinstance(data, Mapping) or not isinstance(reference, Mapping):
@@ -157,30 +144,29 @@ def difference_of_tests(run: RunSummary, first: RunSummary) -> TestDifference:
     # 1. Different tasks: fingerprints, named such as "test questions" or "reward score", differ in
     #    more than questions.
     differs = {str(name) for name in (*data, *reference) if data.get(name) != reference.get(name)}
-    other_task = sorted(
-        name
-        for name in differs
-        if not (name in ("seed", "prompts", "date") or name.endswith((" starts", " questions")))
-    )
+    about_questions = ("seed", "prompts", "date")
+    endings = (" starts", " questions")
+    other_task = [each for each in differs if each not in about_questions]
+    other_task = sorted(each for each in other_task if not each.endswith(endings))
     if other_task or run.changed_data or first.changed_data:
         reason = ", ".join(other_task) or "data changed when a run was resumed"
         return TestDifference(gain=None, why=f"not the same task: {reason}")
     # 2. Different test questions: compare the means. A dataset has a fingerprint per split, so its
-    # test questions can be the same with another seed. Reset seeds depend on the seed and on the
-    # sizes of all splits.
+    #    test questions can be the same with another seed. Reset seeds depend on the seed and on the
+    #    sizes of all splits.
     irrelevant = set()
     if "test questions" in data:
-        irrelevant = {"seed", "prompts", "date", "train questions", "validation questions"}
+        irrelevant = {*about_questions, "train questions", "validation questions"}
     if differs - irrelevant:
-        standard_error = math.hypot(test.after.standard_error, first_test.after.standard_error)
-        gain = Estimate(mean=test.after.mean - first_test.after.mean, standard_error=standard_error)
-        return TestDifference(
-            gain=gain, why=f"different test questions: {', '.join(sorted(differs))}"
-        )
+        # The variances of independent means add up.
+        error = math.hypot(test.after.standard_error, first_test.after.standard_error)
+        gain = Estimate(mean=test.after.mean - first_test.after.mean, standard_error=error)
+        why = f"different test questions: {', '.join(sorted(differs))}"
+        return TestDifference(gain=gain, why=why)
     # 3. Equal test questions, of which one run may have used fewer: compare question by question.
     count = min(len(test.scores), len(first_test.scores))
-    pairs = Fitness.from_scores(test.scores[:count]), Fitness.from_scores(first_test.scores[:count])
-    mean, standard_error = paired_difference(*pairs)
-    return TestDifference(
-        gain=Estimate(mean=mean, standard_error=standard_error), paired=True, questions=count
-    )
+    scores = Fitness.from_scores(test.scores[:count])
+    first_scores = Fitness.from_scores(first_test.scores[:count])
+    mean, error = paired_difference(scores, first_scores)
+    gain = Estimate(mean=mean, standard_error=error)
+    return TestDifference(gain=gain, paired=True, questions=count)

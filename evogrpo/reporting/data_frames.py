@@ -2,22 +2,25 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES, is_categorical, is_integer
 from evogrpo.evolution.fitness import ROLLOUTS
-from evogrpo.evolution.history import MemberRecord
 from evogrpo.extras import require
-from evogrpo.reporting.lineage import best_member, lineage_of, member_histories, reports_by_member
+from evogrpo.reporting.lineage import lineage_of
 from evogrpo.reporting.records import Estimate
 from evogrpo.reporting.summary import RunSummary, read_summary
 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-WHOLE, REAL, TEXT, FLAG = "Int64", "float64", "string", "boolean"
-"""Nullable pandas types of columns."""
+# Nullable pandas types of columns.
+WHOLE = "Int64"
+REAL = "float64"
+TEXT = "string"
+FLAG = "boolean"
 
 COLUMNS: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "members": {
@@ -48,7 +51,7 @@ COLUMNS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         ),
         "tokens": (
             WHOLE,
-            "tokens (small networks: transitions) processed in the generation, without evaluations",
+            "tokens (small networks: actions) processed in the generation, without evaluations",
         ),
         "seconds": (REAL, "its share of the generation's wall-clock time"),
         "evaluation_tokens": (
@@ -159,14 +162,13 @@ def read_run(run_dir: str | Path) -> RunFrames:
         "members": _members(summary),
         "steps": _steps(summary),
         "births": _births(summary),
-        "changes": _changes(summary.births),
+        "changes": _changes(summary),
         "evaluations": _evaluations(summary),
     }
     frames = {name: _frame(pd, name, list(each)) for name, each in rows.items()}
-    best = best_member(summary.generations)
     return RunFrames(
         facts=summary.facts,
-        best=None if best is None else best.index,
+        best=summary.best.index if summary.best else None,
         stopped=summary.stopped,
         resumes=summary.resumes,
         **frames,
@@ -175,51 +177,50 @@ def read_run(run_dir: str | Path) -> RunFrames:
 
 def _members(summary: RunSummary) -> Iterator[dict[str, Any]]:
     """Yield one row per member and generation."""
-    # Fitness of a member's state at the start of each generation: that of the previous generation.
-    # In its first generation it is that of its parent before the birth, or for a founder the
-    # baseline.
-    if summary.start is None:
-        baseline = None
-    else:
-        baseline = summary.start.mean
-    earlier_fitness: dict[tuple[int, int], float | None] = {}
-    for history in member_histories(summary):
-        founder = history.results[0].parent is None
+    # 1. Fitness of each state at the start of its generation: that of the previous generation. In
+    #    the first generation of a member it is that of its parent before the birth, or for a
+    #    founder the baseline.
+    fitness_before = {}
+    for history in summary.histories.values():
+        before = None
         if history.origin is not None:
             before = history.origin.fitness
-        elif founder:
-            before = baseline
-        else:
-            before = None
+        elif summary.start is not None and history.results[0].parent is None:
+            before = summary.start.mean
         for result in history.results:
-            earlier_fitness[result.index, result.generation] = before
+            fitness_before[result.index, result.generation] = before
             before = result.fitness
-    winner = best_member(summary.generations)
-    lineage = () if winner is None else lineage_of(summary.generations, winner)
-    states = {(member.index, member.generation) for member in lineage}
+    # 2. States that the best member descends from.
+    states = set()
+    if summary.best is not None:
+        for result in lineage_of(summary, summary.best):
+            states.add((result.index, result.generation))
+    # 3. The rows.
     for generation in summary.generations:
         for member in generation.members:
-            state = member.index, member.generation
-            hyperparameters = member.hyperparameters.to_json()
-            used_lr = member.metrics.get("learning_rate")
-            if member.hyperparameters.target_kl is not None and used_lr is not None:
-                hyperparameters["lr"] = used_lr
-            yield {
-                **{
-                    name: getattr(member, name)
-                    for name in COLUMNS["members"]
-                    if hasattr(member, name)
-                },
+            state = (member.index, member.generation)
+            row = _documented(member, "members")
+            row |= {
                 "member": member.index,
                 "step": generation.step,
-                "fitness_before": earlier_fitness[state],
-                "best": member.index == generation.best.index,
+                "fitness_before": fitness_before[state],
+                "best": member.index == generation.best_index,
                 "in_best_lineage": state in states,
                 "evaluation_tokens": member.evaluation.tokens,
                 "evaluation_seconds": member.evaluation.seconds,
-                **hyperparameters,
-                **{f"mean/{name}": value for name, value in member.metrics.items()},
+                **member.hyperparameters.to_json(),
             }
+            for name, value in member.metrics.items():
+                row[f"mean/{name}"] = value
+            used_lr = member.metrics.get("learning_rate")
+            if member.hyperparameters.target_kl is not None and used_lr is not None:
+                row["lr"] = used_lr
+            yield row
+
+
+def _documented(record: object, frame: str) -> dict[str, Any]:
+    """Return the attributes of a record that are columns of a frame."""
+    return {name: getattr(record, name) for name in COLUMNS[frame] if hasattr(record, name)}
 
 
 def _steps(summary: RunSummary) -> Iterator[dict[str, Any]]:
@@ -238,80 +239,76 @@ def _steps(summary: RunSummary) -> Iterator[dict[str, Any]]:
 
 def _births(summary: RunSummary) -> Iterator[dict[str, Any]]:
     """Yield one row per member."""
-    founders: dict[int, int] = {}
-    best = best_member(summary.generations)
-    reports = reports_by_member(summary.generations)
+    founders: dict[int | None, int] = {}
     for birth in summary.births:
-        founders[birth.index] = (
-            founders.get(birth.parent, birth.index) if birth.parent is not None else birth.index
-        )
-        member_reports = reports.get(birth.index, [])
+        founders[birth.index] = founders.get(birth.parent, birth.index)
+        history = summary.histories.get(birth.index)
+        results = history.results if history else ()
+        scores = [result.fitness for result in results if result.fitness is not None]
         yield {
-            **{name: getattr(birth, name) for name in ("parent", "born", "slot", "reason")},
+            **_documented(birth, "births"),
             "member": birth.index,
             "founder": founders[birth.index],
-            "last": max((member.generation for member in member_reports), default=None),
-            "best_fitness": max(
-                (m.fitness for m in member_reports if m.fitness is not None), default=None
-            ),
-            "winner": best is not None and birth.index == best.index,
+            "last": results[-1].generation if results else None,
+            "best_fitness": max(scores, default=None),
+            "winner": summary.best is not None and birth.index == summary.best.index,
             **birth.hyperparameters.to_json(),
         }
 
 
-def _changes(births: Sequence[MemberRecord]) -> Iterator[dict[str, Any]]:
+def _changes(summary: RunSummary) -> Iterator[dict[str, Any]]:
     """Yield one row per hyperparameter that changed at a birth."""
-    for birth in births:
-        for name, pair in birth.changes.items():
-            row: dict[str, Any] = {
+    for birth in summary.births:
+        for name, (old, new) in birth.changes.items():
+            yield {
                 "member": birth.index,
                 "parent": birth.parent,
                 "born": birth.born,
                 "name": name,
+                "old_name" if isinstance(old, str) else "old": old,
+                "new_name" if isinstance(new, str) else "new": new,
             }
-            for column, value in zip(("old", "new"), pair, strict=True):
-                row[f"{column}_name" if isinstance(value, str) else column] = value
-            yield row
 
 
 def _evaluations(summary: RunSummary) -> Iterator[dict[str, Any]]:
     """Yield one row per measured mean: baseline, members and test."""
-
-    def row(
-        who: str, measure: str, estimate: Estimate, questions: int | None, **others: Any
-    ) -> dict[str, Any]:
-        split = "train" if measure == ROLLOUTS else "validation"
-        values = {"split": split, "who": who, "measure": measure, "questions": questions, **others}
-        return {**values, "fitness": estimate.mean, "standard_error": estimate.standard_error}
-
     baseline = summary.baseline
-    test = summary.test
     if baseline is not None:
-        yield row("untrained", baseline.measure, baseline.fitness, baseline.questions, generation=0)
-    for generation in summary.generations:
-        for member in generation.members:
-            for measure, estimate in member.measured.items():
+        yield {
+            **_measured("untrained", baseline.measure, baseline.fitness),
+            "questions": baseline.questions,
+            "generation": 0,
+        }
+    for member in summary.members:
+        for measure, estimate in member.measured.items():
+            yield {
+                **_measured("member", measure, estimate),
                 # Training groups are not counted.
-                if measure == ROLLOUTS:
-                    questions = None
-                else:
-                    questions = member.questions
-                yield row(
-                    "member",
-                    measure,
-                    estimate,
-                    questions,
-                    member=member.index,
-                    generation=generation.generation,
-                )
+                "questions": None if measure == ROLLOUTS else member.questions,
+                "member": member.index,
+                "generation": member.generation,
+            }
+    test = summary.test
     if test is not None:
-        for who, estimate in {
-            "untrained": test.before,
-            "member": test.after,
-            "gain": test.gain,
-        }.items():
-            index = None if who == "untrained" else test.index
-            yield row(who, test.measure, estimate, test.questions, split="test", member=index)
+        means = {"untrained": test.before, "member": test.after, "gain": test.gain}
+        for who, estimate in means.items():
+            yield {
+                **_measured(who, test.measure, estimate),
+                "questions": test.questions,
+                "split": "test",
+                "member": None if who == "untrained" else test.index,
+            }
+
+
+def _measured(who: str, measure: str, estimate: Estimate) -> dict[str, Any]:
+    """Return the columns of a measured mean that all rows share."""
+    return {
+        "split": "train" if measure == ROLLOUTS else "validation",
+        "who": who,
+        "measure": measure,
+        "fitness": estimate.mean,
+        "standard_error": estimate.standard_error,
+    }
 
 
 def _frame(pd: Any, name: str, rows: Sequence[Mapping[str, Any]]) -> "DataFrame":
@@ -319,11 +316,13 @@ def _frame(pd: Any, name: str, rows: Sequence[Mapping[str, Any]]) -> "DataFrame"
     types = {column: kind for column, (kind, _) in COLUMNS[name].items()}
     if name in ("members", "births"):
         for hyperparameter in HYPERPARAMETER_NAMES:
-            number = WHOLE if is_integer(hyperparameter) else REAL
-            types[hyperparameter] = TEXT if is_categorical(hyperparameter) else number
-    types |= {column: REAL for row in rows for column in row if column not in types}
-    columns = {
-        name: pd.Series([row.get(name) for row in rows], dtype=kind) for name, kind in types.items()
-    }
+            kind = WHOLE if is_integer(hyperparameter) else REAL
+            types[hyperparameter] = TEXT if is_categorical(hyperparameter) else kind
+    for column in dict.fromkeys(chain.from_iterable(rows)):
+        types.setdefault(column, REAL)
+    columns = {}
+    for column, kind in types.items():
+        values = [row.get(column) for row in rows]
+        columns[column] = pd.Series(values, dtype=kind)
     frame: DataFrame = pd.DataFrame(columns)
     return frame

@@ -5,17 +5,32 @@ import math
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from itertools import chain
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
 
 from evogrpo.extras import require
-from evogrpo.reporting.charts import BASE, BEST, Chart, Line, Point, RunCharts, run_charts
+from evogrpo.reporting.charts import (
+    BASE,
+    BEST,
+    Chart,
+    Line,
+    Point,
+    RunCharts,
+    by_colour,
+    run_charts,
+)
 from evogrpo.reporting.records import processed
 from evogrpo.reporting.summary import RunSummary
-from evogrpo.text import duration_text, number_text, printable, score_text, shorten
+from evogrpo.text import duration_text, printable, score_text, shorten
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+Array = npt.NDArray[np.float64]
 
 _STYLE = {
     "font.size": 10,
@@ -70,191 +85,156 @@ def _styled() -> Iterator[None]:
 
 
 def _figure(run: RunCharts) -> "Figure":
-    """Lay out the panels and draw them: fitness above, then learning steps in one row, then hyperparameters."""
+    """Draw fitness above, then learning steps in one row, then hyperparameters."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    # 1. Choose the rows and their heights. At most three panels share a row; four fill two rows of
-    #    two.
-    count = len(run.hyperparameters)
-    columns = {1: 1, 2: 2, 4: 2}.get(count, 3)
-    rows = [
-        run.metrics,
-        *(run.hyperparameters[start : start + columns] for start in range(0, count, columns)),
-    ]
-    rows = [row for row in rows if row]
+    # 1. Rows of panels. At most three share a row; four fill two rows of two.
+    small = run.hyperparameters
+    columns = {1: 1, 2: 2, 4: 2}.get(len(small), 3)
+    rows = [(run.metrics, len(run.metrics))] if run.metrics else []
+    # Panels in a last row that is not full are as wide as those above.
+    starts = range(0, len(small), columns)
+    rows += [(small[start : start + columns], columns) for start in starts]
     heights = [_HEADER_HEIGHT + _FITNESS_HEIGHT, *(_ROW_HEIGHT for _ in rows)]
+    # 2. Draw the panels.
     figure = Figure(figsize=(_WIDTH, sum(heights)), layout="constrained")
     FigureCanvasAgg(figure)
-    # 2. Draw the panels.
     grid = figure.add_gridspec(len(heights), 1, height_ratios=heights)
     axes = figure.add_subplot(grid[0])
     _draw_fitness(axes, run)
-    for number, charts in enumerate(rows, start=1):
-        # Charts in a last row that is not full are as wide as those above.
-        cells = grid[number].subgridspec(1, len(charts) if charts is run.metrics else columns)
+    for number, (charts, width) in enumerate(rows, start=1):
+        cells = grid[number].subgridspec(1, width)
         for column, chart in enumerate(charts):
             draw_chart(figure.add_subplot(cells[0, column]), chart, run)
     # 3. Add title and legend. `parse_math=False` shows dollar signs in texts of the run as they
     #    are.
-    figure.suptitle(
-        _one_line(run.summary.title, 120),
-        x=0.01,
-        ha="left",
-        size=13.5,
-        weight="bold",
-        parse_math=False,
-    )
+    title = _one_line(run.summary.title, 120)
+    figure.suptitle(title, x=0.01, ha="left", size=13.5, weight="bold", parse_math=False)
     legend = axes.legend(
         # without them, matplotlib warns about a run without generations
         *axes.get_legend_handles_labels(),
-        title=_facts(run.summary), alignment="left", loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=4,
-        frameon=False, fontsize=8.8, title_fontsize=9.5,
-    )  # fmt: skip
+        title=_facts(run.summary),
+        alignment="left",
+        loc="lower left",
+        bbox_to_anchor=(-0.02, 1.0),
+        ncols=4,
+        frameon=False,
+        fontsize=8.8,
+        title_fontsize=9.5,
+    )
     legend.get_title().set_parse_math(False)
     return figure
 
 
 def draw_chart(axes: "Axes", chart: Chart, run: RunCharts) -> None:
     """Plot the lines of a chart; the lineage of the best member is highlighted."""
-    from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
+    from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-    # 1. Lines of equal colour are plotted as one line with gaps, because thousands of lines take
-    #    minutes.
-    for colour in dict.fromkeys(line.colour for line in chart.lines):
-        lines = [line for line in chart.lines if line.colour == colour]
-        x, y, errors = _joined(lines)
-        best = colour == BEST
-        width, alpha = (3.0, 1.0) if best else (0.8, 0.5) if run.crowded else (1.4, 0.9)
-        if chart.marked:
-            style: dict[str, Any] = {"marker": "o", "markersize": 6 if best else 3}
-        else:
-            style = {}
-        if best or colour == chart.lines[0].colour:
-            label = run.label(colour)
-        else:
-            label = None
+    # 1. Lines. The best member and the first of the other slots are in the legend.
+    for number, (colour, lines) in enumerate(by_colour(chart.lines).items()):
+        style = run.style(colour)
+        order = 3.0 if colour == BEST else 2.0
+        x, y, error = _joined(lines)
         axes.plot(
             x,
             y,
             color=colour,
-            linewidth=width,
-            alpha=alpha,
-            zorder=3 if best else 2,
-            label=label,
-            **style,
+            linewidth=style.width,
+            alpha=style.opacity,
+            zorder=order,
+            marker="o" if chart.marked else "",
+            markersize=style.marker,
+            label=run.label(colour) if number == 0 or colour == BEST else None,
         )
         if chart.errors:
-            low = [mean - error for mean, error in zip(y, errors, strict=True)]
-            high = [mean + error for mean, error in zip(y, errors, strict=True)]
-            shade = 0.16 if best else 0.03 if run.crowded else 0.1
-            axes.fill_between(x, low, high, color=colour, alpha=shade, linewidth=0)
+            band = (y - error, y + error)
+            axes.fill_between(x, *band, color=colour, alpha=style.shade, linewidth=0)
     # 2. Births.
-    for colour in dict.fromkeys(birth.colour for birth in chart.births):
-        x, y, _ = _joined([birth for birth in chart.births if birth.colour == colour])
-        if colour == BEST:
-            size = 6.5
-        elif run.crowded:
-            size = 2.5
-        else:
-            size = 4.5
-        axes.plot(
-            x,
-            y,
-            "o",
-            color=colour,
-            markersize=size,
-            mec="white",
-            mew=0.7,
-            zorder=4 if colour == BEST else 2.5,
-        )
+    for colour, births in by_colour(chart.births).items():
+        x, y, _ = _joined(births)
+        size = run.style(colour).birth
+        order = 4.0 if colour == BEST else 2.5
+        axes.plot(x, y, "o", color=colour, markersize=size, mec="white", mew=0.7, zorder=order)
     # 3. Axes.
-    if chart.log:
-        axes.set_yscale("log")
+    wide = chart is run.fitness
+    axes.set_yscale("log" if chart.log else "linear")
     axes.set_ylim(*chart.limits)
     if chart.ticks:
         axes.yaxis.set_major_locator(FixedLocator(list(chart.ticks)))
-    elif chart.log:
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     else:
-        axes.yaxis.set_major_locator(
-            MaxNLocator(8 if chart is run.fitness else 5, steps=[1, 2, 2.5, 5, 10])
-        )
-    names = dict(enumerate(chart.names))
-    axes.yaxis.set_major_formatter(
-        FuncFormatter(
-            lambda value, _: names.get(round(value), "") if names else number_text(float(value))
-        )
-    )
+        axes.yaxis.set_major_locator(MaxNLocator(8 if wide else 5, steps=[1, 2, 2.5, 5, 10]))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: chart.value_text(value)))
     axes.yaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_locator(
-        MaxNLocator(12 if chart is run.fitness else 5, integer=True, min_n_ticks=1)
-    )
+    axes.xaxis.set_major_locator(MaxNLocator(12 if wide else 5, integer=True, min_n_ticks=1))
     axes.set_title(chart.title)
     axes.set_ylabel(chart.unit)
     axes.set_xlabel(chart.x_title)
 
 
-def _joined(lines: Sequence[Line]) -> tuple[list[float], list[float], list[float]]:
+def _joined(lines: Sequence[Line]) -> tuple[Array, Array, Array]:
     """Return x, y and error of the points of all lines, with gaps between the lines."""
     gap = Point(math.nan, math.nan, 0, math.nan)
-    points = [point for line in lines for point in (*line.points, gap)]
-    return (
-        [point.x for point in points],
-        [point.y for point in points],
-        [point.error for point in points],
-    )
+    points = list(chain.from_iterable((*line.points, gap) for line in lines))
+    x = np.array([point.x for point in points])
+    y = np.array([point.y for point in points])
+    error = np.array([point.error for point in points])
+    return x, y, error
 
 
 def _draw_fitness(axes: "Axes", run: RunCharts) -> None:
     """Plot the fitness of every member, failures, the untrained base and the test scores."""
     summary = run.summary
-    first, last = run.generations
+    # 1. Members, with the index of the best one at its end.
     draw_chart(axes, run.fitness, run)
     axes.set_title("")
     axes.set_ylabel(f"fitness ({run.fitness.unit})")
-    if summary.start is not None:
-        words = f"{summary.terms.untrained}, {summary.split}"
-        axes.axhline(
-            summary.start.mean,
-            color=BASE,
-            linestyle=(0, (6, 4)),
-            linewidth=1.4,
-            zorder=1.5,
-            label=words,
+    best = summary.best
+    if best is not None and best.fitness is not None:
+        end = (best.generation, best.fitness)
+        axes.annotate(
+            f"#{best.index}", end, (8, 4), textcoords="offset points", color=BEST, weight="bold"
         )
-    for label, colour, x, estimate in run.tests:
+    # 2. The untrained base and the tests.
+    if summary.start is not None:
+        name = f"{summary.terms.untrained}, {summary.split}"
+        base = summary.start.mean
+        axes.axhline(base, color=BASE, linestyle="--", linewidth=1.4, zorder=1.5, label=name)
+    for name, colour, x, estimate in run.tests:
         axes.errorbar(
-            [x], [estimate.mean], yerr=[estimate.standard_error], fmt="D", color=colour, markersize=8, capsize=4,
-            zorder=6, label=f"{label} {score_text(estimate.mean, None)}",
-        )  # fmt: skip
+            [x],
+            [estimate.mean],
+            [estimate.standard_error],
+            fmt="D",
+            color=colour,
+            markersize=8,
+            capsize=4,
+            zorder=6,
+            label=f"{name} {score_text(estimate.mean, None)}",
+        )
+    # 3. Failures and births; those of hyperparameters get an entry in the legend here.
     if run.failures:
         generations, heights, _ = _joined(run.failures)
         axes.plot(generations, heights, "x", color=BASE, mew=2, label="failed")
     if any(chart.births for chart in run.hyperparameters):
-        # Without points: only an entry in the legend.
         axes.plot([], [], "o", color="#999999", markersize=4.5, label="birth")
+    # 4. Space for the tests; a word instead of lines.
+    first, last = run.generations
     width = last - first + 1
-    axes.set_xlim(first - 1 - 0.03 * width, last + (0.14 if summary.test else 0.07) * width)
-    best = [line.points[-1] for line in run.fitness.lines if line.colour == BEST]
-    if best:
-        end = max(best, key=lambda point: point.x)
-        axes.annotate(
-            f"#{run.best}", end[:2], (8, 4), textcoords="offset points", color=BEST, weight="bold"
-        )
+    right = 0.14 if summary.test else 0.07
+    axes.set_xlim(first - 1 - 0.03 * width, last + right * width)
     if not run.fitness.lines:
-        if run.histories:
-            words = "no member has a fitness yet"
-        else:
+        words = "no member has a fitness yet"
+        if not summary.generations:
             words = "no generation has finished yet"
         axes.text(0.5, 0.7, words, transform=axes.transAxes, ha="center", color="#777777", size=12)
 
 
 def _facts(summary: RunSummary) -> str:
     """Return a line of facts about the run."""
-    size, seed, samples = (
-        summary.facts.get(name, "?") for name in ("population_size", "seed", "samples_per_step")
-    )
+    size = summary.facts.get("population_size", "?")
+    seed = summary.facts.get("seed", "?")
+    samples = summary.facts.get("samples_per_step", "?")
     parts = [_one_line(f"population of {size} · seed {seed} · samples_per_step {samples}", 180)]
     if summary.generations:
         last = summary.generations[-1]

@@ -7,85 +7,43 @@ from pathlib import Path
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.evolution.history import NETWORK, MemberRecord
 from evogrpo.evolution.strategies import ScheduleStage
-from evogrpo.reporting.records import Estimate, GenerationReport, MemberReport
+from evogrpo.reporting.records import MemberReport
 from evogrpo.reporting.summary import RunSummary, read_summary
-from evogrpo.text import number_text, origin_text, score_text
+from evogrpo.text import number_text, origin_text
 
 
-def best_member(generations: Sequence[GenerationReport]) -> MemberReport | None:
-    """Return the report with which the run's best member became the best.
-
-    None before the first evaluation.
-
-    Args:
-        generations: In order, as `evogrpo.storage.journal.latest_generations` returns them.
-    """
-    if generations:
-        best_ever = generations[-1].best_ever
-    else:
-        best_ever = None
-    members = (member for generation in generations for member in generation.members)
-    return next(
-        (member for member in members if (member.index, member.generation) == best_ever), None
-    )
-
-
-def fitness_estimate(member: MemberReport) -> Estimate | None:
-    """Return the fitness of a member with its standard error; None if it failed."""
-    if member.fitness is None or member.standard_error is None:
-        return None
-    return Estimate(mean=member.fitness, standard_error=member.standard_error)
-
-
-def reports_by_member(generations: Sequence[GenerationReport]) -> dict[int, list[MemberReport]]:
-    """Return the reports of every member in order, by its index."""
-    reports: dict[int, list[MemberReport]] = {}
-    for generation in generations:
-        for member in generation.members:
-            reports.setdefault(member.index, []).append(member)
-    return reports
-
-
-def lineage_of(
-    generations: Sequence[GenerationReport], member: MemberReport
-) -> tuple[MemberReport, ...]:
+def lineage_of(summary: RunSummary, member: MemberReport) -> tuple[MemberReport, ...]:
     """Return the reports of every generation in which a member's state was trained.
 
     Args:
-        generations: In order.
-        member: The member's report of one of them.
+        summary: The run.
+        member: The member's report of one generation.
 
     Returns:
         In order, from the founder's first report to `member`. Training of an ancestor after its
         child's birth is left out.
     """
-    by_member = reports_by_member(generations)
     line: list[MemberReport] = []
     current: MemberReport | None = member
     while current is not None:
-        reports = [
-            report for report in by_member[current.index] if report.generation <= current.generation
-        ]
-        line = [*reports, *line]
-        parent = reports[0].parent
-        current = origin_of(reports[0], by_member.get(parent, []) if parent is not None else [])
+        history = summary.histories[current.index]
+        own = [each for each in history.results if each.generation <= current.generation]
+        line = own + line
+        current = history.origin
     return tuple(line)
 
 
-def origin_of(first: MemberReport, parents: Sequence[MemberReport]) -> MemberReport | None:
-    """Return the parent's report of the state that a member began with.
+def ancestors(summary: RunSummary, member: MemberReport | None) -> tuple[MemberReport, ...]:
+    """Return the last report of each ancestor of a member: the one that its child started from.
 
     Args:
-        first: The member's first report.
-        parents: All reports of its parent, in order.
-
-    Returns:
-        The parent's last report before the member's first; None if there is none. Its generation is
-        always earlier, even in a damaged journal, so a loop over origins ends.
+        summary: The run.
+        member: The member's report of one generation, which is the last result; None returns ().
     """
-    return next(
-        (report for report in reversed(parents) if report.generation < first.generation), None
-    )
+    if member is None:
+        return ()
+    # Later reports of a member replace earlier ones.
+    return tuple({report.index: report for report in lineage_of(summary, member)}.values())
 
 
 def calibrated_rates(
@@ -97,23 +55,19 @@ def calibrated_rates(
         summary: The run.
         line: Result of `lineage_of`.
     """
-    trained = {
-        (report.index, report.generation)
-        for report in line
-        if report.hyperparameters.target_kl is not None
-    }
-    first = last = None
+    trained = set()
+    for report in line:
+        if report.hyperparameters.target_kl is not None:
+            trained.add((report.index, report.generation))
+    rates: list[float] = []
     for step in summary.steps:
         for member in step.members:
-            if (member.index, step.generation) not in trained:
-                continue
-            if first is None:
-                first = last = member.metrics.get("calibrated_lr")
-            else:
-                last = member.metrics.get("learning_rate") or last
-    if first is None or last is None:
-        return None
-    return (first, last)
+            # The first rate is the calibrated one, later ones are those that were used.
+            name = "learning_rate" if rates else "calibrated_lr"
+            rate = member.metrics.get(name)
+            if rate and (member.index, step.generation) in trained:
+                rates.append(rate)
+    return (rates[0], rates[-1]) if rates else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,41 +103,34 @@ def best_schedule(summary: RunSummary) -> BestSchedule:
             f"A schedule needs all generations from 1 on, but the journal has {numbers}. Restore"
             " the journal from a copy."
         )
-    member = best_member(generations)
+    member = summary.best
     if member is None:
         raise ValueError(
             "The run has no evaluated member, so there is no best one. If its directory has a"
             " folder `best`, load that with evogrpo.GRPO.load."
         )
     # 2. Build one stage per sequence of generations with equal settings.
-    # learning steps after each generation
-    ends = [
-        0,
-        *(generation.step for generation in generations),
-    ]
-    line = lineage_of(generations, member)
+    line = lineage_of(summary, member)
     calibrated = calibrated_rates(summary, line)
+    ends = [0, *(generation.step for generation in generations)]  # steps after each generation
     stages: list[ScheduleStage] = []
     for report in line:
+        number = report.generation
         hyperparameters = report.hyperparameters
         if calibrated is not None and hyperparameters.target_kl is not None:
             hyperparameters = replace(hyperparameters, lr=calibrated[0])
-        number = report.generation
-        stage = ScheduleStage(
-            hyperparameters=hyperparameters,
-            generations=(ends[number] - ends[number - 1],),
-            samples_per_step=generations[number - 1].samples_per_step or 0,
-        )
-        last = stages[-1] if stages else None
-        if last and (last.hyperparameters, last.samples_per_step) == (
-            stage.hyperparameters,
-            stage.samples_per_step,
-        ):
-            stages[-1] = ScheduleStage(
-                **{**vars(last), "generations": (*last.generations, *stage.generations)}
+        samples = generations[number - 1].samples_per_step or 0
+        steps: tuple[int, ...] = (ends[number] - ends[number - 1],)
+        if stages:
+            last = stages[-1]
+            if last.hyperparameters == hyperparameters and last.samples_per_step == samples:
+                steps = last.generations + steps
+                stages.pop()
+        stages.append(
+            ScheduleStage(
+                hyperparameters=hyperparameters, generations=steps, samples_per_step=samples
             )
-        else:
-            stages.append(stage)
+        )
     # 3. List architecture changes. Every report of a member repeats the changes of its birth.
     born = {report.index: report.changes[NETWORK] for report in line if NETWORK in report.changes}
     networks = tuple(f"{old} -> {new}" for old, new in born.values())
@@ -207,100 +154,43 @@ def best_hyperparameters(run_dir: str | Path) -> tuple[Hyperparameters, ...]:
         ValueError: If there is no run, no member was evaluated, or a journal value is invalid.
     """
     summary = read_summary(run_dir)
-    generations = summary.generations
-    best = best_member(generations)
+    best = summary.best
     if best is None:
         raise ValueError(
             f"{run_dir} has no evaluated member yet. Wait for its first generation, or give another"
             " run."
         )
-    healthy = [member for member in generations[-1].members if member.fitness is not None]
-    ranked = sorted(healthy, key=lambda member: (-(member.fitness or 0.0), member.slot))
-    # Members with equal hyperparameters may have calibrated to different rates: the best of them
-    # counts.
-    distinct: dict[Hyperparameters, MemberReport] = {}
+    newest = summary.generations[-1].members
+    ranked = sorted(newest, key=lambda member: (-(member.fitness or 0.0), member.slot))
+    # Members with equal hyperparameters may have calibrated to different rates: those of the best
+    # of them count.
+    found: dict[Hyperparameters, Hyperparameters] = {}
     for member in (best, *ranked):
-        distinct.setdefault(member.hyperparameters, member)
-    found = []
-    for hyperparameters, member in distinct.items():
-        calibrated = None
-        if hyperparameters.target_kl is not None:
-            calibrated = calibrated_rates(summary, lineage_of(generations, member))
-        found.append(
-            hyperparameters if calibrated is None else replace(hyperparameters, lr=calibrated[1])
-        )
-    return tuple(found)
-
-
-@dataclass(frozen=True, kw_only=True)
-class MemberHistory:
-    """Results of one member in all its generations.
-
-    Attributes:
-        index: The member.
-        origin: Its parent's report of the state that it began with; None for a founder.
-        results: Its reports, one per generation, in order.
-    """
-
-    index: int
-    origin: MemberReport | None
-    results: tuple[MemberReport, ...]
-
-
-def member_histories(summary: RunSummary) -> tuple[MemberHistory, ...]:
-    """Return the history of every member that finished a generation.
-
-    Parents come before their children.
-    """
-    reports = reports_by_member(summary.generations)
-    histories: dict[int, MemberHistory] = {}
-    for index in sorted(reports, key=lambda index: (reports[index][0].generation, index)):
-        first = reports[index][0]
-        if first.parent is not None:
-            parent = histories.get(first.parent)
-        else:
-            parent = None
-        histories[index] = MemberHistory(
-            index=index,
-            origin=origin_of(first, parent.results) if parent else None,
-            results=tuple(reports[index]),
-        )
-    return tuple(histories.values())
-
-
-def ancestors(summary: RunSummary, member: MemberReport | None) -> tuple[MemberReport, ...]:
-    """Return the last report of each ancestor of a member: the one that its child started from.
-
-    Args:
-        summary: The run.
-        member: The member's report of one generation, which is the last result; None returns ().
-    """
-    line = () if member is None else lineage_of(summary.generations, member)
-    return tuple({report.index: report for report in line}.values())
+        own = member.hyperparameters
+        if member.fitness is None or own in found:
+            continue
+        rates = None
+        if own.target_kl is not None:
+            rates = calibrated_rates(summary, lineage_of(summary, member))
+        found[own] = own if rates is None else replace(own, lr=rates[1])
+    return tuple(found.values())
 
 
 def selection_score(member: MemberReport, summary: RunSummary) -> str:
     """Return the fitness that selection used of a member, such as `training fitness 41.2 ± 3.0`."""
-    if summary.split == "training":
-        label = "training fitness "
-    else:
-        label = ""
-    return label + score_text(member.fitness, member.standard_error)
+    label = "training fitness " if summary.split == "training" else ""
+    return f"{label}{member.estimate or '–'}"
 
 
 def birth_text(member: MemberRecord | MemberReport, evolvable: Iterable[str]) -> str:
     """Describe the origin of a member, a founder with its hyperparameters, as one line."""
     if member.parent is not None:
         return origin_text(member.parent, member.changes)
-    if member.hyperparameters.target_kl is None:
-        step_size = "lr"
-    else:
-        step_size = "target_kl"
+    own = member.hyperparameters
+    step_size = "lr" if own.target_kl is None else "target_kl"
     names = list(evolvable) or [step_size, "clip_coef", "group_size"]
-    return (
-        "founder with"
-        f" {', '.join(f'{name} {number_text(getattr(member.hyperparameters, name))}' for name in names)}"
-    )
+    values = [f"{name} {number_text(getattr(own, name))}" for name in names]
+    return f"founder with {', '.join(values)}"
 
 
 def tree_lines(
@@ -319,39 +209,36 @@ def tree_lines(
     Raises:
         ValueError: If a child is older than its parent.
     """
-    # 1. List the children of each member, and count its descendants and itself.
-    indices = {birth.index for birth in births}
-    children: dict[int | None, list[MemberRecord]] = {}
-    # a parent that is missing from the journal makes its children roots of the tree
+    # 1. List the children of each member. If its parent is missing from the journal, a member is
+    #    the first of a tree.
+    children: dict[int | None, list[MemberRecord]] = {birth.index: [] for birth in births}
+    children[None] = []
     for birth in births:
         if birth.parent is not None and birth.parent >= birth.index:
             raise ValueError(
                 f"A parent must be older than its child, got #{birth.parent} of #{birth.index}."
             )
-        children.setdefault(birth.parent if birth.parent in indices else None, []).append(birth)
+        children[birth.parent if birth.parent in children else None].append(birth)
+    # 2. Count the descendants of each member and itself, children before their parents.
     sizes: dict[int, int] = {}
-    for birth in reversed(births):  # children before their parents
-        sizes[birth.index] = 1 + sum(sizes[child.index] for child in children.get(birth.index, ()))
-    # 2. Add the lines of each founder. The recursion is as deep as the indentation.
+    for birth in reversed(births):
+        sizes[birth.index] = 1 + sum(sizes[child.index] for child in children[birth.index])
+    # 3. Add the lines of each founder. The recursion is as deep as the indentation.
     lines: list[tuple[int, MemberRecord]] = []
 
-    def add_line(first: MemberRecord, indent: int) -> None:
-        """Add a line for a member, its heir, the heir's heir and so on.
-
-        Other children are indented by one.
-        """
-        member: MemberRecord | None = first
-        while member is not None:
+    def add_lines(member: MemberRecord, indent: int) -> None:
+        """Add the lines of a member, of its other children indented by one, and of its heirs."""
+        while True:
             lines.append((indent, member))
-            below = children.get(member.index, [])
-            heir = max(
-                below, key=lambda child: (child.index in path, sizes[child.index]), default=None
-            )
+            below = children[member.index]
+            if not below:
+                return
+            heir = max(below, key=lambda child: (child.index in path, sizes[child.index]))
             for child in below:
                 if child is not heir:
-                    add_line(child, indent + 1)
+                    add_lines(child, indent + 1)
             member = heir
 
-    for founder in children.get(None, []):
-        add_line(founder, 0)
+    for founder in children[None]:
+        add_lines(founder, 0)
     return lines

@@ -43,8 +43,12 @@ class Estimate(JournalRecord):
     def __str__(self) -> str:
         return score_text(self.mean, self.standard_error)
 
+    def __format__(self, spec: str) -> str:
+        """Return the text; with "+" as the specification, positive means have a sign."""
+        return f"+{self}" if spec == "+" and self.mean > 0 else str(self)
+
     def __repr__(self) -> str:
-        return f"Estimate({score_text(self.mean, self.standard_error)})"
+        return f"Estimate({self})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,16 +261,20 @@ class MemberReport(JournalRecord):
     evaluation: EvaluationCost
     scores: Mapping[str, Fitness] = field(default_factory=dict, compare=False)
 
+    @property
+    def estimate(self) -> Estimate | None:
+        """Fitness with its standard error; None if the member failed."""
+        if self.fitness is None or self.standard_error is None:
+            return None
+        return Estimate(mean=self.fitness, standard_error=self.standard_error)
+
     def record(self) -> MemberRecord:
         """Return the member as strategies see it."""
         names = [each.name for each in fields(MemberRecord) if each.name != "architecture"]
         return MemberRecord(**{name: getattr(self, name) for name in names})
 
     def __repr__(self) -> str:
-        if self.failed:
-            score = f"failed={self.failed!r}"
-        else:
-            score = f"fitness={score_text(self.fitness, self.standard_error)}"
+        score = f"failed={self.failed!r}" if self.failed else f"fitness={self.estimate}"
         return (
             f"MemberReport(index={self.index}, slot={self.slot}, generation={self.generation},"
             f" {score})"
@@ -324,6 +332,23 @@ class GenerationReport(JournalRecord):
     def best(self) -> MemberReport:
         """The member with the highest fitness."""
         return next(member for member in self.members if member.index == self.best_index)
+
+    @property
+    def retired(self) -> dict[int, int]:
+        """Index of every member that the plan retires, by slot."""
+        vacant = self.plan.vacant if self.plan else ()
+        return {member.slot: member.index for member in self.members if member.slot in vacant}
+
+    @property
+    def new_budgets(self) -> list[str]:
+        """Budgets that the plan changes, as text."""
+        if self.plan is None:
+            return []
+        budgets = {
+            "samples per step": self.plan.samples_per_step,
+            "steps per generation": self.plan.steps_per_generation,
+        }
+        return [f"{value} {name}" for name, value in budgets.items() if value is not None]
 
     def __repr__(self) -> str:
         scores = ", ".join(
@@ -404,7 +429,7 @@ class Result:
         steps: Learning steps taken.
         timesteps: Environment steps that all members trained on, without evaluations; None for
             language models.
-        tokens: Tokens (or transitions) processed by all members, without evaluations.
+        tokens: Tokens (or actions) processed by all members, without evaluations.
         seconds: Wall-clock time, including resumed parts.
         evaluation: Cost of all evaluations, including the untrained base and the test.
         baseline: Fitness of the untrained base on the validation split; None if the run stopped
@@ -430,21 +455,14 @@ class Result:
     run_dir: Path | None
 
     def __repr__(self) -> str:
-        if self.best is None:
-            best = ""
-        else:
-            best = f", best=#{self.best.index} {number_text(self.best.fitness.mean)}"
-        before, after = (
-            (None, None) if self.test is None else (self.test.before.mean, self.test.after.mean)
-        )
-        if before is None:
-            test = ""
-        else:
-            test = f", test: {number_text(before)} → {number_text(after)}"
-        return (
-            f"Result({self.reason!r}, generations={self.generations},"
-            f" steps={self.steps}{best}{test})"
-        )
+        shown = f"{self.reason!r}, generations={self.generations}, steps={self.steps}"
+        if self.best is not None:
+            shown += f", best=#{self.best.index} {number_text(self.best.fitness.mean)}"
+        if self.test is not None:
+            before = number_text(self.test.before.mean)
+            after = number_text(self.test.after.mean)
+            shown += f", test: {before} → {after}"
+        return f"Result({shown})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -454,12 +472,14 @@ class Terms:
     Attributes:
         untrained: The baseline.
         questions: Units of evaluation.
+        samples: Units of training.
         tokens: Units of work, including updates.
         fitness: Definition of fitness.
     """
 
     untrained: str
     questions: str
+    samples: str
     tokens: str
     fitness: str
 
@@ -467,13 +487,15 @@ class Terms:
 LANGUAGE = Terms(
     untrained="untrained base",
     questions="questions",
+    samples="completions",
     tokens="tokens",
     fitness="mean reward per validation question",
 )
 NETWORKS = Terms(
     untrained="untrained network",
     questions="starts",
-    tokens="transitions",
+    samples="episodes",
+    tokens="actions",
     fitness="mean return per validation start",
 )
 TEAM = replace(NETWORKS, untrained="untrained team", fitness="mean score per validation start")
@@ -483,18 +505,15 @@ TERMS: Mapping[str, Terms] = {"language": LANGUAGE, "networks": NETWORKS, "joint
 
 def terms_of(kind: object) -> Terms:
     """Return the terms of a kind of members; for an unknown kind, those of language models."""
-    if isinstance(kind, str):
-        return TERMS.get(kind, LANGUAGE)
-    return LANGUAGE
+    return TERMS.get(str(kind), LANGUAGE)
 
 
 def processed(report: GenerationReport, terms: Terms) -> str:
     """Describe the work of a run so far: environment steps, if members take any, and tokens."""
+    done = f"{count_text(report.tokens)} {terms.tokens} processed"
     if report.timesteps is None:
-        played = ""
-    else:
-        played = f"{count_text(report.timesteps)} environment steps, "
-    return f"{played}{count_text(report.tokens)} {terms.tokens} processed"
+        return done
+    return f"{count_text(report.timesteps)} environment steps, {done}"
 
 
 def verdict(test: TestReport, terms: Terms) -> str | None:

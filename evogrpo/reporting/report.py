@@ -2,19 +2,19 @@
 
 import base64
 import hashlib
-import html
-import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from jinja2 import Environment, StrictUndefined
 
 from evogrpo.extras import install_hint
-from evogrpo.reporting.charts import BASE, BEST, Chart, Line, RunCharts, run_charts
 from evogrpo.reporting.figure import figure_png, run_figure
-from evogrpo.reporting.lineage import ancestors, best_member, fitness_estimate, reports_by_member
+from evogrpo.reporting.lineage import ancestors
+from evogrpo.reporting.page_charts import page_charts
 from evogrpo.reporting.records import (
     Estimate,
     Example,
@@ -23,13 +23,7 @@ from evogrpo.reporting.records import (
     processed,
     verdict,
 )
-from evogrpo.reporting.summary import (
-    METRICS,
-    RunSummary,
-    changed_budgets,
-    read_summary,
-    retired_members,
-)
+from evogrpo.reporting.summary import METRICS, RunSummary, read_summary
 from evogrpo.storage.atomic_files import replace_file
 from evogrpo.text import (
     changes_text,
@@ -45,12 +39,10 @@ from evogrpo.text import (
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-    from plotly.graph_objects import Figure as PlotlyFigure
 
 _MAX_TABLES = 100  # generations with a table of members
 _MAX_TEXT = 4000  # characters of one prompt or completion
 _MAX_TOTAL_TEXT = 100_000  # characters of all of them; with many, each is cut further
-_MAX_NAMED = 60  # members; a lineage chart of more has no labels
 _DRAW = """"use strict";
 const charts = JSON.parse(document.getElementById("charts").textContent);
 for (const [name, { data, layout }] of Object.entries(charts))
@@ -99,7 +91,7 @@ class RunReport:
 
 
 def report(run_dir: str | Path) -> RunReport:
-    """Return the report of a run: fitness by lineage, metrics of learning steps, and hyperparameters.
+    """Return the report of a run: fitness by lineage, learning steps and hyperparameters.
 
     Args:
         run_dir: Run directory; the run may still be active.
@@ -123,626 +115,348 @@ def html_page(summary: RunSummary) -> str:
         The HTML text of a self-contained page. Values are escaped, the charts have no text of the
         run, and the content security policy allows only the page's own scripts.
     """
-    title = escape(shorten(summary.title, 400))
-    charts, scripts = _charts(summary)
-    body = [
-        f"<header><h1>{title}</h1>\n{_outcome(summary)}</header>",
-        charts,
-        _costs(summary),
-        _ancestry(summary),
-        _generations(summary),
-        _completions(summary),
-        _facts(summary),
-    ]
-    style = files("evogrpo.reporting").joinpath("page.css").read_text("utf-8")
-    hashes = " ".join(
-        f"'sha256-{base64.b64encode(hashlib.sha256(script.encode('utf-8')).digest()).decode()}'"
-        for script in scripts
-    )
-    # plotly.js writes style elements, so styles cannot be listed by their hashes.
-    allowed = hashes or "'none'"
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src {allowed}; base-uri 'none'"
-    return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{title} · evogrpo</title>\n<style>{style}</style>\n</head>\n<body>\n<main>\n"
-        + "\n".join(part for part in body if part)
-        + "\n</main>\n"
-        + "\n".join(f"<script>{script}</script>" for script in scripts)
-        + "\n</body>\n</html>\n"
-    )
+    # 1. Charts and the scripts that draw them, or how to install plotly.
+    charts = {}
+    scripts = []
+    missing = install_hint("Charts", "plotly")
+    if missing is None and summary.generations:
+        from plotly.offline import get_plotlyjs
 
-
-# ---- charts
-
-
-def _charts(summary: RunSummary) -> tuple[str, list[str]]:
-    """Return the sections of the charts and the scripts that draw them.
-
-    Without plotly, a line on how to install it.
-    """
-    if not summary.generations:
-        return "", []
-    message = install_hint("Charts", "plotly")
-    if message is not None:
-        return _section("Charts", message), []
-    from plotly.offline import get_plotlyjs
-
-    # 1. Make the figures by element id: in full width, and small ones side by side.
-    run = run_charts(summary)
-    details = {
-        (result.index, result.generation): _hover_text(
-            result, history.results[0].generation, summary
-        )
-        for history in run.histories
-        for result in history.results
+        charts = page_charts(summary)
+        scripts = [get_plotlyjs(), _DRAW]
+    # 2. A security policy that lists the scripts by their hashes. plotly.js writes style elements,
+    #    so styles cannot be listed.
+    hashes = []
+    for script in scripts:
+        digest = hashlib.sha256(script.encode("utf-8")).digest()
+        hashes.append(f"'sha256-{base64.b64encode(digest).decode()}'")
+    policy = {
+        "default-src": "'none'",
+        "style-src": "'unsafe-inline'",
+        "script-src": " ".join(hashes) or "'none'",
+        "base-uri": "'none'",
     }
-    whole = {"fitness": _fitness_figure(run, details), "lineage": _lineage_figure(run, details)}
-    small = {
-        title: {
-            f"{title.split()[0]}-{number}": _chart_figure(chart, run, {})
-            for number, chart in enumerate(charts)
+    # 3. Fill the template. All values are escaped but the style sheet and the scripts, which are
+    #    files of this package and of plotly.
+    package = files("evogrpo.reporting")
+    page = Environment(autoescape=True, finalize=_printable, undefined=StrictUndefined)
+    completions = _completions(summary)
+    texts = 2 * sum(map(len, completions.values())) or 1
+    limit = max(200, min(_MAX_TEXT, _MAX_TOTAL_TEXT // texts))
+    page.filters["columns"] = _columns
+    page.filters["number"] = number_text
+    page.filters["cut"] = lambda text: shorten(text, limit)
+    page.policies["json.dumps_kwargs"] = {"allow_nan": False}
+    template = page.from_string(package.joinpath("page.html").read_text("utf-8"))
+    figures: dict[str, Any] = {}
+    for section in charts.values():
+        figures |= section
+    return template.render(
+        summary=summary,
+        title=shorten(summary.title, 400),
+        policy="; ".join(f"{name} {value}" for name, value in policy.items()),
+        style=package.joinpath("page.css").read_text("utf-8"),
+        scripts=scripts,
+        missing=missing,
+        charts=charts,
+        figures=figures,
+        result=_result(summary),
+        lead=_lead(summary),
+        scores=list(_scores(summary)),
+        costs=list(_costs(summary)),
+        speed=_speed(summary),
+        lineage=list(_lineage(summary)),
+        generations=list(_generations(summary)),
+        members=list(_members(summary)),
+        max_tables=_MAX_TABLES,
+        completions=completions,
+        facts=list(_facts(summary)),
+    )
+
+
+def _printable(value: object) -> object:
+    """Escape control characters of a value that the template shows; markup stays."""
+    return value if hasattr(value, "__html__") else printable(str(value))
+
+
+class Row(NamedTuple):
+    """A row of a table.
+
+    Attributes:
+        cells: Values by heading.
+        kind: Class of the row: "best", "failed" or empty.
+    """
+
+    cells: Mapping[str, object]
+    kind: str = ""
+
+
+def _columns(rows: Sequence[Row]) -> list[str]:
+    """Return the headings of a table; columns without values are left out."""
+    filled: set[str] = set()
+    for row in rows:
+        filled.update(head for head, value in row.cells.items() if value not in ("", "–"))
+    return [head for head in rows[0].cells if head in filled]
+
+
+def _result(summary: RunSummary) -> dict[str, object] | None:
+    """Return the main result: the test, or before it the best validation fitness."""
+    test = summary.test
+    best = summary.best
+    if test is not None:
+        return {
+            "before": test.before,
+            "after": test.after,
+            "index": test.index,
+            "gain": f"{test.gain:+}",
+            "questions": f"{count_text(test.questions)} test {summary.terms.questions}",
+            "warning": verdict(test, summary.terms),
         }
-        for title, charts in (
-            ("Hyperparameters", run.hyperparameters),
-            ("Learning steps", run.metrics),
-        )
+    if summary.start is None or best is None or best.estimate is None:
+        return None
+    return {
+        "before": summary.start,
+        "after": best.estimate,
+        "index": best.index,
+        "gain": None,
+        "questions": f"{_questions(best, summary)} {summary.split} {summary.terms.questions}",
+        "warning": "The best of several members: its fitness is biased upwards until the test.",
     }
-    # 2. Write the sections, with an empty element for each figure.
-    lead = "Bands: ± one standard error. "
-    lead += "In the lineage, a line from another slot is a birth. Hover or tap to see a member."
-    parts = []
-    for title, group in {"Fitness and lineage": whole, **small}.items():
-        kind = "chart whole" if group is whole else "chart"
-        elements = "".join(f'<div class="{kind}" id="{name}"></div>' for name in group)
-        if group:
-            parts.append(
-                _section(
-                    title, lead if group is whole else "", f'<div class="charts">{elements}</div>'
-                )
-            )
-    # 3. Embed the figures as JSON, which the script draws into the elements.
-    figures = {name: figure for group in (whole, *small.values()) for name, figure in group.items()}
-    data = _embedded({name: figure.to_plotly_json() for name, figure in figures.items()})
-    parts.append(f'<script type="application/json" id="charts">{data}</script>')
-    without = (
-        "<noscript><p>Charts need JavaScript. The tables contain the same values.</p></noscript>"
-    )
-    return "\n".join([without, *parts]), [get_plotlyjs(), _DRAW]
 
 
-def _hover_text(result: MemberReport, first: int, summary: RunSummary) -> str:
-    """Return the hover text of a result, which has numbers and names of hyperparameters but no untrusted text.
-
-    Args:
-        result: The result.
-        first: First generation of the member in this run. `born` may be a generation of an earlier
-            run.
-        summary: The run.
-    """
-    values = result.hyperparameters.to_json()
-    if first > 1:
-        birth = f", born after generation {first - 1}"
-    else:
-        birth = ""
-    lines = [
-        f"fitness {score_text(result.fitness, result.standard_error)}",
-        *(f"{name} {number_text(values[name])}" for name in summary.evolvable),
-        "founder" if result.parent is None else f"child of #{result.parent}{birth}",
-        (
-            f"slot {result.slot}, {count_text(result.tokens)} {summary.terms.tokens},"
-            f" {duration_text(result.seconds)}"
-        ),
-    ]
-    return "<br>".join(lines)
+def _questions(member: MemberReport, summary: RunSummary) -> int:
+    """Return the number of questions that a fitness is measured on."""
+    if summary.baseline is None:
+        return member.questions
+    return member.questions or summary.baseline.questions
 
 
-def _fitness_figure(run: RunCharts, details: Mapping[tuple[int, int], str]) -> "PlotlyFigure":
-    """Return the fitness chart with the untrained base, failures and tests."""
-    figure = _chart_figure(run.fitness, run, details)
-    summary = run.summary
-    first, last = run.generations
-    if summary.start is not None:
-        base = [summary.start.mean] * 2
-        words = f"{summary.terms.untrained}, {summary.split}"
-        line = {"color": BASE, "dash": "dash", "width": 1.5}
-        figure.add_scatter(
-            x=[first - 1, last], y=base, mode="lines", line=line, name=words, hoverinfo="name+y"
-        )
-    if run.failures:
-        marks = _points(run.failures, run.fitness, details)
-        figure.add_scatter(
-            **marks, mode="markers", marker={"symbol": "x", "size": 9, "color": BASE}, name="failed"
-        )
-    for label, colour, x, estimate in run.tests:
-        marker = {"symbol": "diamond", "size": 11, "color": colour}
-        error = {"type": "data", "array": [estimate.standard_error], "thickness": 1.5}
-        name = f"{label} {estimate}"
-        figure.add_scatter(
-            x=[x],
-            y=[estimate.mean],
-            mode="markers",
-            marker=marker,
-            error_y=error,
-            name=name,
-            hoverinfo="name",
-        )
-    figure.update_layout(
-        height=440,
-        showlegend=True,
-        legend={"orientation": "h", "y": -0.14},
-        hoverlabel={"namelength": -1},
-    )
-    return figure
-
-
-def _lineage_figure(run: RunCharts, details: Mapping[tuple[int, int], str]) -> "PlotlyFigure":
-    """Return the lineage chart; births of few members are labelled."""
-    figure = _chart_figure(run.lineage, run, details)
-    births = run.lineage.births
-    if len(births) <= _MAX_NAMED:
-        points = [birth.points[0] for birth in births]
-        figure.add_scatter(
-            x=[point.x for point in points],
-            y=[point.y for point in points],
-            text=[f"#{birth.index}" for birth in births],
-            mode="text",
-            textposition="top right",
-            hoverinfo="skip",
-        )
-    slots = round(run.lineage.limits[1] + 0.5)
-    figure.update_layout(height=min(130 + 32 * slots, 480))
-    return figure
-
-
-def _chart_figure(
-    chart: Chart, run: RunCharts, details: Mapping[tuple[int, int], str]
-) -> "PlotlyFigure":
-    """Return a chart as a plotly figure.
-
-    `details` are hover texts of members by (index, generation).
-    """
-    import plotly.graph_objects as go
-
-    figure = go.Figure(layout_template="none")
-    # 1. Lines of equal colour are one trace with gaps.
-    for colour in dict.fromkeys(line.colour for line in chart.lines):
-        lines = [line for line in chart.lines if line.colour == colour]
-        best = colour == BEST
-        if chart.errors:
-            shade = 0.16 if best else 0.03 if run.crowded else 0.1
-            figure.add_scatter(
-                **_bands(lines), fill="toself", fillcolor=colour, opacity=shade, mode="none"
-            )
-        width, opacity = (3.5, 1.0) if best else (1.0, 0.5) if run.crowded else (1.6, 0.9)
-        figure.add_scatter(
-            **_points(lines, chart, details),
-            mode="lines+markers" if chart.marked else "lines",
-            line={"color": colour, "width": width},
-            marker={"size": 8 if best else 3 if run.crowded else 5},
-            opacity=opacity,
-            name=run.label(colour),
-            showlegend=best or colour == chart.lines[0].colour,
-        )
-    # 2. Births.
-    for colour in dict.fromkeys(birth.colour for birth in chart.births):
-        births = [birth for birth in chart.births if birth.colour == colour]
-        marker = {"color": colour, "size": 9 if colour == BEST else 3 if run.crowded else 6}
-        figure.add_scatter(**_points(births, chart, details), mode="markers", marker=marker)
-    # 3. Axes.
-    ends = [point.x for line in chart.lines for point in (line.points[0], line.points[-1])] or [
-        0,
-        1,
-    ]
-    if max(ends) - min(ends) < 9:
-        whole_numbers = {"dtick": 1}
-    else:
-        whole_numbers = {"nticks": 9}
-    limits = [math.log10(limit) if chart.log else limit for limit in chart.limits]
-    grid = {"gridcolor": "rgba(128,128,128,0.25)", "zeroline": False}
-    values = chart.ticks
-    if chart.log and not values:  # plotly would label 0.02 as "2"
-        steps = (1, 2, 5) if limits[1] - limits[0] < 3 else (1,)
-        powers = range(math.floor(limits[0]), math.ceil(limits[1]))
-        values = tuple(step * 10.0**power for power in powers for step in steps)
-        low, high = chart.limits
-        if sum(low <= value <= high for value in values) < 2:  # a narrow range: evenly spaced ticks
-            unit = 10.0 ** math.floor(math.log10(high - low))
-            unit *= 1.0 if high - low >= 5 * unit else 0.5 if high - low >= 2 * unit else 0.2
-            values = tuple(
-                unit * number
-                for number in range(math.ceil(low / unit), math.floor(high / unit) + 1)
-            )
-    ticks: dict[str, Any] = {"nticks": 6}
-    if values:
-        ticks = {
-            "tickvals": values,
-            "ticktext": chart.names or [number_text(value) for value in values],
-        }
-    figure.update_layout(
-        title={"text": f"<b>{chart.title}</b> {chart.unit}", "font": {"size": 13}, "x": 0.01},
-        xaxis={"title": {"text": chart.x_title, "standoff": 4}, **whole_numbers, **grid},
-        yaxis={
-            "range": limits,
-            "type": "log" if chart.log else "linear",
-            "exponentformat": "e",
-            **ticks,
-            **grid,
-        },
-        font={"size": 12, "family": "system-ui, sans-serif"},
-        paper_bgcolor="rgba(0,0,0,0)",
-        plot_bgcolor="rgba(0,0,0,0)",
-        hoverlabel={"bgcolor": "#30363d", "align": "left"},
-        margin={"l": 55, "r": 15, "t": 40, "b": 45},
-        height=250,
-        hovermode="closest",
-        dragmode=False,  # so that a finger scrolls the page
-        showlegend=False,
-    )
-    return figure
-
-
-def _points(
-    lines: Iterable[Line], chart: Chart, details: Mapping[tuple[int, int], str]
-) -> dict[str, Any]:
-    """Return the points of lines as x, y and hover texts, with gaps between the lines."""
-    x: list[float | None] = []
-    y: list[float | None] = []
-    texts: list[str] = []
-    for line in lines:
-        for point in line.points:
-            if chart.names:
-                value = chart.names[round(point.y)]
-            else:
-                value = number_text(point.y)
-            details_text = details.get((line.index, point.generation), f"{chart.title} {value}")
-            x.append(point.x)
-            y.append(float(f"{point.y:.5g}"))
-            texts.append(f"<b>#{line.index}</b> in generation {point.generation}<br>{details_text}")
-        x.append(None)
-        y.append(None)
-        texts.append("")
-    return {"x": x, "y": y, "hovertext": texts, "hoverinfo": "text"}
-
-
-def _bands(lines: Iterable[Line]) -> dict[str, Any]:
-    """Return the outlines of ± one standard error around lines."""
-    x: list[float | None] = []
-    y: list[float | None] = []
-    for line in lines:
-        x += [point.x for point in (*line.points, *reversed(line.points))]
-        y += [point.y + point.error for point in line.points]
-        y += [point.y - point.error for point in reversed(line.points)]
-        x.append(None)
-        y.append(None)
-    return {"x": x, "y": y, "hoverinfo": "skip", "showlegend": False}
-
-
-def _embedded(values: Any) -> str:
-    """Return JSON that is safe inside a script element; numbers must be finite."""
-    text = json.dumps(values, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
-    # No tag or comment can start or end in it; these characters occur in JSON strings only.
-    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
-
-
-# ---- markup: every value of a run is escaped text
-
-
-def escape(value: Any) -> str:
-    """Return a value as escaped HTML text."""
-    return html.escape(printable(str(value)))
-
-
-def _table(heads: Sequence[str], rows: Iterable[tuple[str, Sequence[Any]]]) -> str:
-    """Return a table of headings and rows; a row is a CSS class and its cells."""
-    head = "".join(f'<th scope="col">{escape(text)}</th>' for text in heads)
-    body = "".join(
-        f'<tr class="{kind}">{"".join(map(_cell, cells))}</tr>\n' for kind, cells in rows
-    )
-    label = escape(f"table of {', '.join(text for text in heads if text) or 'facts'}")
-    # The frame scrolls, so it must be focusable by keyboard.
-    return (
-        f'<div class="wide" role="region" aria-label="{label}" tabindex="0"><table>'
-        f"<thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table></div>"
-    )
-
-
-def _cell(value: Any) -> str:
-    text = str(value)
-    if len(text) > 24:
-        return f'<td class="long">{escape(text)}</td>'
-    return f"<td>{escape(text)}</td>"
-
-
-def _section(title: str, lead: str, *inside: str) -> str:
-    """Return a section; title and lead are text, the content is markup."""
-    if lead:
-        words = f'<p class="quiet">{escape(lead)}</p>\n'
-    else:
-        words = ""
-    return f"<section><h2>{escape(title)}</h2>\n{words}" + "\n".join(inside) + "</section>"
-
-
-def _folded(summary: str, inside: str, *, opened: bool) -> str:
-    """Return a collapsible block; the summary is text, `inside` is markup."""
-    return f"<details{' open' if opened else ''}><summary>{escape(summary)}</summary>\n{inside}</details>"
-
-
-# ---- tables
-
-
-def _outcome(summary: RunSummary) -> str:
-    """Return the summary line and the table of the main results."""
-    # 1. Write the summary line.
-    terms = summary.terms
-    lead = "No generation has finished yet."
+def _lead(summary: RunSummary) -> str:
+    """Return the sentences below the result: work, definition of fitness, and the end."""
+    parts = ["No generation has finished yet."]
     if summary.generations:
         last = summary.generations[-1]
         count = pluralize(len(summary.generations), "generation")
-        lead = f"{count}, {processed(last, terms)}, {duration_text(last.seconds)}."
+        done = processed(last, summary.terms)
+        parts = [f"{count}, {done}, {duration_text(last.seconds)}."]
     if summary.resumes:
-        lead += f" Resumed {pluralize(summary.resumes, 'time')}."
+        parts.append(f"Resumed {pluralize(summary.resumes, 'time')}.")
     if summary.changed_data:
-        lead += (
-            " Questions, rewards or environment changed during the run (see below), so fitness"
-            " before and after "
+        parts.append(
+            "Questions, rewards or environment changed during the run (see below), so fitness"
+            " before and after cannot be compared."
         )
-        lead += "cannot be compared."
-    lead += f" Fitness: {summary.fitness_text}. End: {summary.ending}."
-    # 2. Collect the rows of the table; the test adds its verdict to the summary line.
+    parts.append(f"Fitness: {summary.fitness_text}. End: {summary.ending}.")
+    return " ".join(parts)
+
+
+def _scores(summary: RunSummary) -> Iterator[Row]:
+    """Yield the rows of the main results."""
+    untrained = summary.terms.untrained
+
+    def row(name: str, estimate: Estimate, questions: int, kind: str = "") -> Row:
+        cells = {"result": name, "fitness ± SE": estimate, summary.terms.questions: questions}
+        return Row(cells, kind)
+
     baseline = summary.baseline
-    test = summary.test
-    best = best_member(summary.generations)
-    rows: list[tuple[str, str, Estimate | None, int]] = []
     if baseline is not None:
-        rows.append(
-            (f"{terms.untrained}, {summary.split}", "", baseline.fitness, baseline.questions)
-        )
-    if best is not None:
-        words = f"member #{best.index} after generation {best.generation}, {summary.split}"
-        rows.append(
-            (
-                words,
-                "best",
-                fitness_estimate(best),
-                best.questions or (baseline.questions if baseline else 0),
-            )
-        )
+        yield row(f"{untrained}, {summary.split}", baseline.fitness, baseline.questions)
+    best = summary.best
+    if best is not None and best.estimate is not None:
+        name = f"member #{best.index} after generation {best.generation}, {summary.split}"
+        yield row(name, best.estimate, _questions(best, summary), "best")
+    test = summary.test
     if test is not None:
-        rows.append((f"{terms.untrained}, test", "", test.before, test.questions))
-        rows.append((f"member #{test.index}, test", "best", test.after, test.questions))
-        rows.append(("paired difference, test", "", test.gain, test.questions))
-        warning = verdict(test, terms)
-        lead += f" {warning}" if warning else ""
-    cells = [
-        (kind, [name, estimate, questions])
-        for name, kind, estimate, questions in rows
-        if estimate is not None
-    ]
-    return f'<p class="quiet">{escape(lead)}</p>\n{_table(["", "fitness ± SE", terms.questions], cells)}'
+        yield row(f"{untrained}, test", test.before, test.questions)
+        yield row(f"member #{test.index}, test", test.after, test.questions, "best")
+        yield row("paired difference, test", test.gain, test.questions)
 
 
-def _costs(summary: RunSummary) -> str:
-    """Return the table of time and tokens by kind of work: phases of learning steps, evaluations and the test."""
+def _phases(summary: RunSummary) -> dict[str, float]:
+    """Return the seconds of each phase of the learning steps."""
+    phases = {}
+    last = summary.generations[-1].step
+    for name in ("sampling", "scoring", "learning"):
+        seconds = [step.phases.get(name) or 0.0 for step in summary.steps if step.step < last]
+        phases[name] = math.fsum(seconds)
+    return phases
+
+
+def _costs(summary: RunSummary) -> Iterator[Row]:
+    """Yield the rows of time and tokens by kind of work."""
+    if not summary.generations:
+        return
+    # 1. Learning steps, evaluations and the test.
+    last = summary.generations[-1]
+    seconds = _phases(summary)
+    steps = last.timesteps is not None
+    tokens = {"sampling": last.timesteps} if steps else {"learning": last.tokens}
+    costs = {"evaluations": last.evaluation}
+    if summary.test is not None:
+        costs["test"] = summary.test.cost
+    for name, cost in costs.items():
+        seconds[name] = cost.seconds
+        tokens[name] = cost.tokens
+    # 2. Shares of the time.
+    whole = math.fsum(seconds.values()) or 1.0
+    unit = "environment steps" if steps else summary.terms.tokens
+    for name, spent in seconds.items():
+        share = 100 * spent / whole
+        yield Row(
+            {
+                "work": name,
+                "time": duration_text(spent),
+                "share of time": "< 1 %" if 0 < share < 0.5 else f"{share:.0f} %",
+                unit: count_text(tokens.get(name)),
+            }
+        )
+
+
+def _speed(summary: RunSummary) -> str:
+    """Return the speed of learning steps."""
     if not summary.generations:
         return ""
     last = summary.generations[-1]
-    terms = summary.terms
-    test = summary.test
-    steps = [step for step in summary.steps if step.step < last.step]
-    seconds = {
-        name: math.fsum(step.phases.get(name) or 0.0 for step in steps)
-        for name in ("sampling", "scoring", "learning")
-    }
-    learning = math.fsum(seconds.values())
-    if last.timesteps is None:
-        tokens = {"learning": last.tokens}
-    else:
-        tokens = {"sampling": last.timesteps}
-    for name, cost in {
-        "evaluations": last.evaluation,
-        **({"test": test.cost} if test else {}),
-    }.items():
-        seconds[name], tokens[name] = cost.seconds, cost.tokens
-    whole = math.fsum(seconds.values()) or 1.0
-    rows = []
-    for name, spent in seconds.items():
-        share = 100 * spent / whole
-        if 0 < share < 0.5:
-            share_text = "< 1 %"
-        else:
-            share_text = f"{share:.0f} %"
-        rows.append(("", [name, duration_text(spent), share_text, count_text(tokens.get(name))]))
+    tokens = summary.terms.tokens
+    parts = []
+    learning = math.fsum(_phases(summary).values())
     if learning:
-        lead = f"{count_text(last.tokens / learning)} {terms.tokens} per second of learning steps."
-    else:
-        lead = ""
+        speed = count_text(last.tokens / learning)
+        parts.append(f"{speed} {tokens} per second of learning steps.")
     if last.timesteps is None:
-        lead += f" The {terms.tokens} of learning include those of sampling."
-    if last.timesteps is not None:
-        unit = "environment steps"
-    else:
-        unit = terms.tokens
-    return _section("Costs", lead, _table(["work", "time", "share of time", unit], rows))
+        parts.append(f"The {tokens} of learning include those of sampling.")
+    return " ".join(parts)
 
 
-def _ancestry(summary: RunSummary) -> str:
-    """Return the table of the best member's ancestors; empty before the first evaluation."""
-    best = best_member(summary.generations)
-    if best is None:
-        return ""
-    reports = reports_by_member(summary.generations)
-    rows = [
-        ("best" if ancestor.index == best.index else "",
-         [f"#{ancestor.index}", _parent_text(ancestor.parent),
-          f"{reports[ancestor.index][0].generation} to {ancestor.generation}",
-          changes_text(ancestor.changes) or "–", *_values(ancestor, summary),
-          score_text(ancestor.fitness, ancestor.standard_error), ancestor.reason])
-        for ancestor in ancestors(summary, best)
-    ]  # fmt: skip
-    heads = [
-        "member",
-        "parent",
-        "generations",
-        "changed at birth",
-        *summary.evolvable,
-        "fitness at the end",
-        "reason",
-    ]
-    return _section(f"Lineage of member #{best.index}", "", _table(heads, rows))
+def _lineage(summary: RunSummary) -> Iterator[Row]:
+    """Yield the rows of the best member's ancestors; none for one agent."""
+    best = summary.best
+    if best is None or len(summary.histories) == 1:
+        return
+    for ancestor in ancestors(summary, best):
+        first = summary.histories[ancestor.index].results[0]
+        cells = {
+            "member": f"#{ancestor.index}",
+            "parent": _parent_text(ancestor),
+            "generations": f"{first.generation} to {ancestor.generation}",
+            "changed at birth": changes_text(ancestor.changes) or "–",
+            **_values(ancestor, summary),
+            "fitness at the end": ancestor.estimate or "–",
+            "reason": ancestor.reason,
+        }
+        yield Row(cells, "best" if ancestor.index == best.index else "")
 
 
-def _generations(summary: RunSummary) -> str:
-    """Return the table of generations, and tables of the members of the latest."""
-    if not summary.generations:
-        return ""
-    shown = summary.generations[-_MAX_TABLES:]
-    tables = [_generation_table(summary, each) for each in shown]
-    if len(shown) < len(summary.generations):
-        lead = f"Members are listed for the last {len(shown)} generations."
-    else:
-        lead = ""
-    heads = ["", "best", "fitness ± SE", "mean", "retired", "new budgets", "time so far"]
-    rows = []
+def _generations(summary: RunSummary) -> Iterator[Row]:
+    """Yield one row per generation."""
+    alone = len(summary.histories) == 1
     for generation in summary.generations:
         best = generation.best
         scores = [member.fitness for member in generation.members if member.fitness is not None]
-        cells = [
-            generation.generation,
-            f"#{best.index}",
-            score_text(best.fitness, best.standard_error),
-            score_text(sum(scores) / len(scores), None) if scores else "–",
-            ", ".join(f"#{index}" for index in retired_members(generation).values()),
-            ", ".join(changed_budgets(generation.plan)),
-            duration_text(generation.seconds),
-        ]
-        rows.append(("", cells))
-    return _section(
-        "Generations", lead, _folded("All generations", _table(heads, rows), opened=True), *tables
-    )
-
-
-def _generation_table(summary: RunSummary, generation: GenerationReport) -> str:
-    """Return the collapsible table of one generation's members."""
-    terms = summary.terms
-    best = generation.best
-    measures = sorted(
-        {name for each in generation.members for name in each.measured if len(each.measured) > 1}
-    )
-    rows = []
-    for member in generation.members:
-        if member.fitness is None:
-            kind = "failed"
-        elif member.index == best.index:
-            kind = "best"
-        else:
-            kind = ""
-        cells = [
-            member.slot,
-            f"#{member.index}",
-            _parent_text(member.parent),
-            *_values(member, summary),
-            *(number_text(member.metrics.get(name)) for name in summary.metrics),
-            (
-                f"failed: {member.failed}"
-                if member.failed
-                else score_text(member.fitness, member.standard_error)
-            ),
-            *(member.measured.get(name, "–") for name in measures),
-            count_text(member.tokens),
-            count_text(member.evaluation.tokens),
-            duration_text(member.seconds),
-            member.reason,
-        ]
-        rows.append((kind, cells))
-    heads = [
-        "slot",
-        "member",
-        "parent",
-        *summary.evolvable,
-        *(METRICS[name][0] for name in summary.metrics),
-    ]
-    heads += ["fitness ± SE", *measures, terms.tokens, "evaluation", "time", "reason of birth"]
-    words = (
-        f"Generation {generation.generation}: best #{best.index},"
-        f" {score_text(best.fitness, best.standard_error)}"
-    )
-    budgets = ", ".join(changed_budgets(generation.plan))
-    words += f"; then {budgets}" if budgets else ""
-    return _folded(words, _table(heads, rows), opened=generation is summary.generations[-1])
-
-
-def _values(result: MemberReport, summary: RunSummary) -> Iterator[str]:
-    """Yield the evolving hyperparameters of a member."""
-    return (number_text(getattr(result.hyperparameters, name)) for name in summary.evolvable)
-
-
-def _parent_text(parent: int | None) -> str:
-    return "founder" if parent is None else f"#{parent}"
-
-
-def _facts(summary: RunSummary) -> str:
-    """Return the table of run facts: version, seed, task, schedule and so on."""
-    rows = []
-    for name, value in summary.facts.items():
-        if name == "time" and isinstance(value, int | float) and 0 <= value < 1e11:
-            rows.append(
-                ("", ["started", f"{datetime.fromtimestamp(value, UTC):%Y-%m-%d %H:%M:%S} UTC"])
-            )
-        elif name not in ("time", "members", "lineage"):  # members have their own tables
-            if isinstance(value, str):
-                text = value
-            else:
-                text = json.dumps(value, ensure_ascii=False)
-            rows.append(("", [name.replace("_", " "), shorten(text, 2000)]))
-    rows += [("", ["changed data", shorten(change, 2000)]) for change in summary.changed_data]
-    return _section("Run", "", _table(["", ""], rows))
-
-
-def _completions(summary: RunSummary) -> str:
-    """Return one completion of each generation's best member, and of all members of the last.
-
-    Empty without any.
-    """
-    examples_by_generation: dict[int, Sequence[Example]] = {}
-    for generation in summary.generations:
-        best = [
-            example for example in generation.examples if example.index == generation.best.index
-        ]
-        last = generation is summary.generations[-1]
-        if last:
-            chosen = generation.examples
-        else:
-            chosen = tuple(best) or generation.examples[:1]
-        if chosen:
-            examples_by_generation[generation.generation] = chosen
-    if not examples_by_generation:
-        return ""
-    texts = 2 * sum(map(len, examples_by_generation.values()))
-    limit = max(200, min(_MAX_TEXT, _MAX_TOTAL_TEXT // texts))
-    parts = []
-    for number, examples in examples_by_generation.items():
-        blocks = "".join(_example_block(example, limit) for example in examples)
-        parts.append(
-            _folded(f"Generation {number}", blocks, opened=number == max(examples_by_generation))
+        mean = sum(scores) / len(scores) if scores else None
+        yield Row(
+            {
+                "generation": generation.generation,
+                "best": "" if alone else f"#{best.index}",
+                "fitness ± SE": best.estimate or "–",
+                "mean": "" if alone else score_text(mean, None),
+                "retired": ", ".join(f"#{index}" for index in generation.retired.values()),
+                "new budgets": ", ".join(generation.new_budgets),
+                "time so far": duration_text(generation.seconds),
+            }
         )
-    lead = (
-        "One completion of each generation's best member, and of all members of the last one. Texts"
-        " are untrusted."
-    )
-    return _section("Sample completions", lead, *parts)
 
 
-def _example_block(example: Example, limit: int) -> str:
-    """Return the markup of one completion with its prompt, reward and advantage."""
-    prompt, completion = (
-        escape(shorten(text, limit)) for text in (example.prompt, example.completion)
-    )
-    score = f"reward {number_text(example.reward)}, advantage {number_text(example.advantage)}"
-    suffix = ", truncated" if example.truncated else ""
-    # Browsers drop a newline right after <pre>.
-    return (
-        f'<p class="quiet">member #{example.index}, prompt</p><pre>\n{prompt}</pre>'
-        f'<p class="quiet">completion, {escape(score)}{suffix}</p><pre>\n{completion}</pre><hr>'
-    )
+def _members(summary: RunSummary) -> Iterator[tuple[str, list[Row]]]:
+    """Yield a title and the rows of the members for each of the last generations."""
+    for generation in summary.generations[-_MAX_TABLES:]:
+        best = generation.best
+        title = f"Generation {generation.generation}: best #{best.index}, {best.estimate or '–'}"
+        if generation.new_budgets:
+            title += f"; then {', '.join(generation.new_budgets)}"
+        yield title, [_member_row(member, generation, summary) for member in generation.members]
+
+
+def _member_row(member: MemberReport, generation: GenerationReport, summary: RunSummary) -> Row:
+    """Return the row of a member in the table of its generation."""
+    alone = len(summary.histories) == 1
+    cells: dict[str, object] = {
+        "slot": "" if alone else member.slot,
+        "member": f"#{member.index}",
+        "parent": "" if alone else _parent_text(member),
+        **_values(member, summary),
+    }
+    for name in summary.metrics:
+        title, _ = METRICS[name]
+        cells[title] = number_text(member.metrics.get(name))
+    cells["fitness ± SE"] = f"failed: {member.failed}" if member.failed else member.estimate
+    # Measures beside fitness, if members have any.
+    measures: set[str] = set()
+    for each in generation.members:
+        if len(each.measured) > 1:
+            measures.update(each.measured)
+    for name in sorted(measures):
+        cells[name] = member.measured.get(name, "–")
+    cells |= {
+        summary.terms.tokens: count_text(member.tokens),
+        "evaluation": count_text(member.evaluation.tokens),
+        "time": duration_text(member.seconds),
+        "reason of birth": "" if alone else member.reason,
+    }
+    if member.fitness is None:
+        return Row(cells, "failed")
+    return Row(cells, "best" if member.index == generation.best.index else "")
+
+
+def _values(member: MemberReport, summary: RunSummary) -> dict[str, str]:
+    """Return the evolving hyperparameters of a member, as text."""
+    own = member.hyperparameters
+    return {name: number_text(getattr(own, name)) for name in summary.evolvable}
+
+
+def _parent_text(member: MemberReport) -> str:
+    return "founder" if member.parent is None else f"#{member.parent}"
+
+
+def _completions(summary: RunSummary) -> dict[int, list[Example]]:
+    """Return completions by generation: of its best member, and of all members of the last."""
+    chosen = {}
+    for generation in summary.generations:
+        examples = list(generation.examples)
+        if generation is not summary.generations[-1]:
+            best = [each for each in examples if each.index == generation.best_index]
+            examples = best or examples[:1]
+        if examples:
+            chosen[generation.generation] = examples
+    return chosen
+
+
+def _facts(summary: RunSummary) -> Iterator[Row]:
+    """Yield the rows of run facts: version, seed, task, schedule and so on."""
+    facts = dict(summary.facts)
+    # Members have their own tables.
+    for name in ("members", "lineage"):
+        facts.pop(name, None)
+    started = facts.pop("time", None)
+    if isinstance(started, int | float) and 0 <= started < 1e11:
+        facts = {
+            "started": f"{datetime.fromtimestamp(started, UTC):%Y-%m-%d %H:%M:%S} UTC",
+            **facts,
+        }
+    for number, change in enumerate(summary.changed_data, start=1):
+        facts[f"changed data {number}"] = change
+    for name, value in facts.items():
+        text = shorten(_readable(value), 2000)
+        yield Row({"setting": name.replace("_", " "), "value": text})
+
+
+def _readable(value: object, separator: str = " · ") -> str:
+    """Return plain values as text, a mapping as `min 0.001 · max 0.03 · scale log`."""
+    if isinstance(value, Mapping):
+        given = {name: each for name, each in value.items() if each is not None}
+        return separator.join(f"{name} {_readable(each, ', ')}" for name, each in given.items())
+    if isinstance(value, list):
+        return ", ".join(_readable(each, ", ") for each in value)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return number_text(value) if isinstance(value, int | float | None) else str(value)

@@ -2,17 +2,19 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES
 from evogrpo.evolution.fitness import ROLLOUTS
 from evogrpo.evolution.history import MemberRecord
-from evogrpo.evolution.plan import Plan
 from evogrpo.reporting.records import (
     BaselineReport,
     Estimate,
     GenerationReport,
+    MemberReport,
     StepRecord,
     Terms,
     TestReport,
@@ -23,32 +25,29 @@ from evogrpo.text import expand_user
 from evogrpo.validation import Record, refuse_unknown, validate
 from evogrpo.warnings import warn
 
-
-def retired_members(generation: GenerationReport) -> dict[int, int]:
-    """Return the index of every member that the plan of a generation retires, by slot."""
-    vacant = () if generation.plan is None else generation.plan.vacant
-    return {member.slot: member.index for member in generation.members if member.slot in vacant}
-
-
-def changed_budgets(plan: Plan | None) -> list[str]:
-    """Return the budgets that a plan changes, as text."""
-    if plan is None:
-        return []
-    changed = {
-        "samples per step": plan.samples_per_step,
-        "steps per generation": plan.steps_per_generation,
-    }
-    return [f"{value} {name}" for name, value in changed.items() if value is not None]
-
-
 METRICS: Mapping[str, tuple[str, str]] = {
-    "reward": ("reward", "mean of the samples"),
-    "kl": ("KL to the reference", "nats per action"),
-    "entropy": ("entropy", "nats per action"),
-    "completions/mean_length": ("length", "actions per sample"),
+    "reward": ("reward", "mean of the {samples}"),
+    "kl": ("KL to the reference", "nats per {token}"),
+    "entropy": ("entropy", "nats per {token}"),
+    "completions/mean_length": ("length", "{token}s per {sample}"),
     "learning_rate": ("learning rate", "AdamW step size"),
 }
 """Metrics shown for every learning step: name -> (title, unit)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemberHistory:
+    """Results of one member in all its generations.
+
+    Attributes:
+        index: The member.
+        origin: Its parent's report of the state that it began with; None for a founder.
+        results: Its reports, one per generation, in order.
+    """
+
+    index: int
+    origin: MemberReport | None
+    results: tuple[MemberReport, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +81,38 @@ class RunSummary:
     changed_data: tuple[str, ...] = ()
 
     @property
+    def members(self) -> tuple[MemberReport, ...]:
+        """Reports of all members in all generations, in order."""
+        return tuple(chain.from_iterable(each.members for each in self.generations))
+
+    @cached_property
+    def best(self) -> MemberReport | None:
+        """Report with which the run's best member became the best; None before the first."""
+        best_ever = self.generations[-1].best_ever if self.generations else None
+        for member in self.members:
+            if (member.index, member.generation) == best_ever:
+                return member
+        return None
+
+    @cached_property
+    def histories(self) -> Mapping[int, MemberHistory]:
+        """History of every member that finished a generation, by its index."""
+        reports: dict[int | None, list[MemberReport]] = {}
+        for member in self.members:
+            reports.setdefault(member.index, []).append(member)
+        histories = {}
+        for own in reports.values():
+            first = own[0]
+            # A child begins with its parent's last state before its own first generation. That
+            # is always earlier, even in a damaged journal, so a loop over origins ends.
+            parents = reports.get(first.parent, [])
+            before = [each for each in parents if each.generation < first.generation]
+            histories[first.index] = MemberHistory(
+                index=first.index, origin=before[-1] if before else None, results=tuple(own)
+            )
+        return histories
+
+    @property
     def terms(self) -> Terms:
         """Terms of the kind of members of this run."""
         return terms_of(self.facts.get("kind"))
@@ -92,28 +123,28 @@ class RunSummary:
 
         The learning rate only if it was calibrated.
         """
-        members = [member for step in self.steps for member in step.members]
-        values = {
-            name: {member.metrics.get(name) for member in members} - {None} for name in METRICS
-        }
+        values: dict[str, set[float]] = {name: set() for name in METRICS}
+        for step in self.steps:
+            for member in step.members:
+                for name, found in values.items():
+                    value = member.metrics.get(name)
+                    if value is not None:
+                        found.add(value)
         if "lr" in self.evolvable or len(values["learning_rate"]) < 2:
             del values["learning_rate"]
-        return tuple(name for name in values if values[name])
+        return tuple(name for name, found in values.items() if found)
 
     @property
     def split(self) -> str:
         """Split that fitness is measured on: "validation" or "training"."""
         config = self.facts.get("fitness")  # untrusted
-        if isinstance(config, Mapping) and config.get("by") == ROLLOUTS:
-            return "training"
-        return "validation"
+        by_rollouts = isinstance(config, Mapping) and config.get("by") == ROLLOUTS
+        return "training" if by_rollouts else "validation"
 
     @property
     def start(self) -> Estimate | None:
         """Fitness that founders start from: that of the untrained base."""
-        if self.baseline is None:
-            return None
-        return self.baseline.fitness
+        return self.baseline.fitness if self.baseline else None
 
     @property
     def fitness_text(self) -> str:
@@ -128,10 +159,8 @@ class RunSummary:
     @property
     def title(self) -> str:
         """Task and, if any, model; untrusted."""
-        return (
-            " · ".join(str(self.facts[name]) for name in ("task", "model") if self.facts.get(name))
-            or "run"
-        )
+        names = [self.facts.get("task"), self.facts.get("model")]
+        return " · ".join(str(name) for name in names if name) or "run"
 
 
 def read_summary(run_dir: str | Path) -> RunSummary:
@@ -153,10 +182,7 @@ def read_summary(run_dir: str | Path) -> RunSummary:
         events = error.events
     if all(event["event"] != "run" for event in events):
         best = path.parent / "best"
-        if best.is_dir():
-            hint = f" GRPO.load({str(best)!r}) loads its best member."
-        else:
-            hint = ""
+        hint = f" GRPO.load({str(best)!r}) loads its best member." if best.is_dir() else ""
         raise ValueError(
             f"{path} does not contain the start of the run: it was stopped too early, or lines were"
             f" removed. Restore it from a copy, or start another run.{hint}"
@@ -179,69 +205,64 @@ def summarise(events: Sequence[Mapping[str, Any]]) -> RunSummary:
     Raises:
         ValueError: If a value is invalid.
     """
-    # 1. Read the start of the run.
-    last = {event["event"]: event for event in events}  # the last event of each kind
-    started = next(event for event in events if event["event"] == "run")
+    by_kind: dict[str, list[Mapping[str, Any]]] = {}
+    for event in events:
+        by_kind.setdefault(event["event"], []).append(event)
+    # 1. Read the start of the run. Resuming may change the schedule: the last one counts.
+    started = by_kind["run"][0]
     run = validate(_RunRecord, started, "journal, run event")
     refuse_unknown(
         "hyperparameter in evolvable of the run event", run.evolvable, HYPERPARAMETER_NAMES
     )
-    # 2. Find the events of the end. A test and an end count only if no training follows.
-    names = [event["event"] for event in events]
-    last_training = max(
-        (n for n, name in enumerate(names) if name in ("step", "generation", "resumed")), default=-1
-    )
-    ending = {event["event"]: event for event in events[last_training + 1 :]}
-    reasons = [event for event in ending.values() if event["event"] in ("stopped", "ended")]
-    # 3. Read generations and learning steps.
+    facts = {name: value for name, value in started.items() if name != "event"}
+    changed_data = []
+    for event in by_kind.get("resumed", []):
+        if "schedule" in event:
+            facts["schedule"] = event["schedule"]
+        changes = event.get("changed_data", [])
+        changes = validate(tuple[str, ...], changes, "journal, changed_data")
+        changed_data += [f"before step {event.get('step')}: {change}" for change in changes]
+    # 2. Read what was measured.
+    baseline = None
+    if "baseline" in by_kind:
+        baseline = BaselineReport.from_json(by_kind["baseline"][-1])
     generations = tuple(map(GenerationReport.from_json, latest_generations(events)))
-    steps = {
-        step.step: step
-        for event in events
-        if event["event"] == "step"
-        for step in [validate(StepRecord, event, "journal, step event")]
-    }
-    # 4. Read the test and the reason of the end.
-    if "test" in ending:
-        test = TestReport.from_json(ending["test"])
-    else:
-        test = None
-    if reasons:
-        stopped = validate(str, reasons[-1].get("reason"), "journal, reason of the end")
-    else:
-        stopped = None
+    steps = {}
+    for event in by_kind.get("step", []):
+        step = validate(StepRecord, event, "journal, step event")
+        steps[step.step] = step
+    # 3. Read the test and the end, which count only if no training follows.
+    test = None
+    stopped = None
+    for event in events:
+        if event["event"] in ("step", "generation", "resumed"):
+            test = None
+            stopped = None
+        elif event["event"] == "test":
+            test = TestReport.from_json(event)
+        elif event["event"] in ("stopped", "ended"):
+            stopped = validate(str, event.get("reason"), "journal, reason of the end")
     if stopped is None and test is not None:  # killed between the test and the last event
         stopped = "the test is done"
-    resumed = [event for event in events if event["event"] == "resumed"]
-    schedules = [event["schedule"] for event in (started, *resumed) if "schedule" in event]
-    # 5. Collect the births. Members occur several times; the first record of each counts.
-    # the founders; children are in the plans, and all members in generations
-    births = list(run.lineage)
+    # 4. Collect the births: founders, children in plans, and all members of generations, which
+    #    include those of an earlier run. The first record of a member counts.
+    births = {birth.index: birth for birth in reversed(run.lineage)}
     for generation in generations:
-        births += [member.record() for member in generation.members]
-        births += () if generation.plan is None else generation.plan.children
-    by_index = {birth.index: birth for birth in reversed(births)}
+        for member in generation.members:
+            births.setdefault(member.index, member.record())
+        for child in generation.plan.children if generation.plan else ():
+            births.setdefault(child.index, child)
     return RunSummary(
-        facts={
-            name: schedules[-1] if name == "schedule" else value
-            for name, value in started.items()
-            if name != "event"
-        },
+        facts=facts,
         evolvable=run.evolvable,
-        baseline=BaselineReport.from_json(last["baseline"]) if "baseline" in last else None,
+        baseline=baseline,
         generations=generations,
-        births=tuple(by_index[index] for index in sorted(by_index)),
+        births=tuple(births[index] for index in sorted(births)),
         steps=tuple(steps[number] for number in sorted(steps)),
         test=test,
-        resumes=len(resumed),
+        resumes=len(by_kind.get("resumed", [])),
         stopped=stopped,
-        changed_data=tuple(
-            f"before step {event.get('step')}: {change}"
-            for event in resumed
-            for change in validate(
-                tuple[str, ...], event.get("changed_data", []), "journal, changed_data"
-            )
-        ),
+        changed_data=tuple(changed_data),
     )
 
 

@@ -25,7 +25,6 @@ from evogrpo.reporting.records import (
     verdict,
 )
 from evogrpo.reporting.records import TestReport as TestOutcome
-from evogrpo.reporting.summary import changed_budgets, retired_members
 from evogrpo.text import (
     count_text,
     duration_text,
@@ -596,8 +595,8 @@ def plan_lines(report: GenerationReport) -> list[Text]:
     if plan is None:
         return []
     members = {member.slot: member.index for member in report.members}
-    retired = retired_members(report)
-    budgets = changed_budgets(plan)
+    retired = report.retired
+    budgets = report.new_budgets
     if len(members) == 1 and not plan.children:
         return []
     if not (plan.children or retired or budgets):

@@ -12,7 +12,7 @@ from evogrpo.algorithms.population import Population
 from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.envs.protocol import GroupEnvironment
 from evogrpo.evolution.strategies import Replay, ScheduleStage
-from evogrpo.reporting.lineage import best_schedule, fitness_estimate
+from evogrpo.reporting.lineage import best_schedule
 from evogrpo.reporting.summary import read_summary
 from evogrpo.safe_parsing import dump_json, dump_yaml, read_yaml_file
 from evogrpo.storage.atomic_files import make_folder, write_synced
@@ -95,7 +95,7 @@ class HyperparameterSchedule:
         summary = read_summary(path)
         schedule = best_schedule(summary)
         member = schedule.member
-        fitness = fitness_estimate(schedule.member)
+        fitness = member.estimate
         if schedule.networks:
             warn(
                 f"The network of member #{member.index} changed ({'; '.join(schedule.networks)}). A"

@@ -84,7 +84,7 @@ def test_output_of_a_run_uses_the_terms_of_its_task(kind, tmp_path):
     output, errors = process.communicate(timeout=120)
     assert (process.returncode, errors) == (0, "")
     output = one_line(output)
-    common = f"untrained {noun}: fitness", "Generation 2 of 2", "transitions", "Finished: "
+    common = f"untrained {noun}: fitness", "Generation 2 of 2", "actions", "Finished: "
     for text in (*texts, *common, "Test: 6 starts that neither training nor selection saw"):
         assert text in output, text
     page = re.sub(

@@ -7,7 +7,7 @@ import pytest
 
 from evogrpo import best_hyperparameters, read_run
 from evogrpo.cli import main
-from evogrpo.reporting.lineage import ancestors, best_member
+from evogrpo.reporting.lineage import ancestors
 from evogrpo.reporting.summary import summarise
 from evogrpo.storage.journal import Journal, read_journal
 from evogrpo.training.replay import HyperparameterSchedule
@@ -71,9 +71,7 @@ def test_lineage_marks_the_winner_and_lists_all_members(run_dir, capsys):
     lines = capsys.readouterr().out.splitlines()
     summary = summarise(read_journal(run_dir / "journal.jsonl"))
     starred = {int(line.partition("#")[2].split()[0]) for line in lines if "★" in line}
-    assert starred == {
-        report.index for report in ancestors(summary, best_member(summary.generations))
-    }
+    assert starred == {report.index for report in ancestors(summary, summary.best)}
     assert len(lines) == len(summary.births)
 
 

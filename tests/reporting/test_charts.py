@@ -28,7 +28,7 @@ def charts_of(run_dir):
 
 
 def results_of(run):
-    return [result for history in run.histories for result in history.results]
+    return run.summary.members
 
 
 def chart_of(run, name):
@@ -66,7 +66,7 @@ def test_hyperparameters_are_constant_between_births(tmp_path, fake_run, name, l
     births = sorted(point[:2] for line in chart.births for point in line.points)
     expected = sorted(
         (history.origin.generation, getattr(history.results[0].hyperparameters, name))
-        for history in run.histories
+        for history in run.summary.histories.values()
         if history.origin is not None
     )
     assert births == expected
@@ -86,9 +86,10 @@ def test_every_member_is_in_its_slot_of_the_lineage(tmp_path, fake_run):
     run = charts_of(fake_run(tmp_path, size=4, generations=6, seed=2))
     births = {line.index: line.points[0][:2] for line in run.lineage.births}
     assert births == {
-        h.index: (h.results[0].generation - 1, h.results[0].slot) for h in run.histories
+        h.index: (h.results[0].generation - 1, h.results[0].slot)
+        for h in run.summary.histories.values()
     }
-    for history in run.histories:
+    for history in run.summary.histories.values():
         if history.origin is not None:
             points = [
                 point[:2]

@@ -11,7 +11,7 @@ from html.parser import HTMLParser
 import pytest
 
 from evogrpo.extras import extra_command
-from evogrpo.reporting.lineage import ancestors, best_member
+from evogrpo.reporting.lineage import ancestors
 from evogrpo.reporting.records import LANGUAGE, TestReport, verdict
 from evogrpo.reporting.report import html_page
 from evogrpo.reporting.summary import summarise
@@ -208,7 +208,7 @@ def test_the_page_shows_the_run(tmp_path, fake_run):
             assert member.reason in page.pieces
             for name in summary.evolvable:
                 assert number_text(getattr(member.hyperparameters, name)) in page.pieces
-    chain = ancestors(summary, best_member(summary.generations))
+    chain = ancestors(summary, summary.best)
     assert any(ancestor.changes for ancestor in chain)
     for ancestor in chain:
         assert (changes_text(ancestor.changes) or "–") in page.pieces
@@ -255,7 +255,7 @@ def test_hostile_names_of_a_changed_journal_are_escaped(tmp_path):
         changed = journals.member(
             0, 0, failed=HOSTILE, changes={"<u>$x_{": [1, 2]}, metrics={"<s>": 1.0}
         )
-        event = journals.generation(1, changed)
+        event = journals.generation(1, changed, journals.member(1, 1))
         journal.append(event.pop("event"), **event)
     page = page_of(tmp_path)
     assert not {"i", "u", "s"} & set(page.tags)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from evogrpo.reporting.lineage import ancestors, best_member, member_histories
-from evogrpo.reporting.summary import changed_budgets, retired_members, summarise
+from evogrpo.reporting.lineage import ancestors
+from evogrpo.reporting.summary import summarise
 from tests.reporting.journals import generation, member, outcome, plan
 
 RUN = {"event": "run", "time": 0.0, "evolvable": {"lr": {"min": 1e-6, "max": 1e-3, "scale": "log"}}}
@@ -28,7 +28,7 @@ def planned(**changes):
 
 
 def test_lines_of_children_start_at_the_parents_last_result():
-    lines = {line.index: line for line in member_histories(summarise(FAMILY))}
+    lines = summarise(FAMILY).histories
     assert sorted(lines) == [0, 1, 2, 3, 4]
     assert [(r.generation, r.fitness) for r in lines[2].results] == [(2, 0.4), (3, 0.6)]
     assert (lines[2].origin.index, lines[2].origin.generation) == (0, 1)
@@ -37,7 +37,7 @@ def test_lines_of_children_start_at_the_parents_last_result():
 
 
 def test_ancestors_are_listed_with_their_changes():
-    chain = ancestors(summarise(FAMILY), best_member(summarise(FAMILY).generations))
+    chain = ancestors(summarise(FAMILY), summarise(FAMILY).best)
     assert [ancestor.index for ancestor in chain] == [0, 2, 3]
     assert [ancestor.generation for ancestor in chain] == [1, 2, 3]
     assert [dict(ancestor.changes) for ancestor in chain] == [
@@ -50,14 +50,10 @@ def test_ancestors_are_listed_with_their_changes():
 
 
 def test_the_winner_is_the_best_of_any_generation():
-    assert best_member(summarise(FAMILY).generations).index == 3
-    assert best_member(summarise([RUN]).generations) is None
-    assert (
-        best_member(
-            summarise([RUN, generation(1, member(0, 0, fitness=None), best_ever=None)]).generations
-        )
-        is None
-    )
+    assert summarise(FAMILY).best.index == 3
+    assert summarise([RUN]).best is None
+    failed = generation(1, member(0, 0, fitness=None), best_ever=None)
+    assert summarise([RUN, failed]).best is None
 
 
 @pytest.mark.parametrize("more", [[], [generation(4, member(0, 7, 3, 0.8), best=7)]])
@@ -78,7 +74,7 @@ def test_a_lineage_with_a_cycle_ends():
         ancestor.index
         for ancestor in ancestors(summarise(events), summarise(events).generations[-1].members[0])
     ] == [2]
-    assert len(member_histories(summarise(events))) == 3
+    assert len(summarise(events).histories) == 3
 
 
 @pytest.mark.parametrize(
@@ -124,7 +120,7 @@ def test_members_neither_kept_nor_replaced_are_retired():
     (report,) = summarise(
         [RUN, generation(1, member(0, 0), member(1, 1), member(3, 3), plan=made)]
     ).generations
-    assert retired_members(report) == {1: 1}
-    assert changed_budgets(report.plan) == ["16 samples per step"]
+    assert report.retired == {1: 1}
+    assert report.new_budgets == ["16 samples per step"]
     (report,) = summarise([RUN, generation(1, member(0, 0), member(1, 1))]).generations
-    assert (retired_members(report), changed_budgets(report.plan)) == ({}, [])
+    assert (report.retired, report.new_budgets) == ({}, [])

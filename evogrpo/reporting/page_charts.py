@@ -1,0 +1,218 @@
+"""Interactive charts of the page: traces and layouts as plain data, which plotly.js draws."""
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from evogrpo.reporting.charts import BASE, BEST, Chart, Line, RunCharts, by_colour, run_charts
+from evogrpo.reporting.records import MemberReport
+from evogrpo.reporting.summary import RunSummary
+from evogrpo.text import count_text, duration_text, number_text
+
+Plot = dict[str, Any]
+"""A chart as plotly.js reads it: `data`, a list of traces, and `layout`."""
+Details = Mapping[tuple[int, int], str]
+"""Hover texts of members, by index and generation."""
+
+_MAX_NAMED = 60  # members; a lineage chart of more has no labels
+_GRID = {"gridcolor": "rgba(128,128,128,0.25)", "zeroline": False}
+_LAYOUT: Plot = {
+    "font": {"size": 12, "family": "system-ui, sans-serif"},
+    "paper_bgcolor": "rgba(0,0,0,0)",
+    "plot_bgcolor": "rgba(0,0,0,0)",
+    "hoverlabel": {"bgcolor": "#30363d", "align": "left", "namelength": -1},
+    "margin": {"l": 55, "r": 15, "t": 40, "b": 45},
+    "height": 250,
+    "hovermode": "closest",
+    "dragmode": False,  # so that a finger scrolls the page
+    "showlegend": False,
+}
+
+
+def page_charts(summary: RunSummary) -> dict[str, dict[str, Plot]]:
+    """Return the charts of the page by section and by the id of their element.
+
+    They have numbers, constants and names of hyperparameters, but no untrusted text.
+    """
+    run = run_charts(summary)
+    details = {}
+    for result in summary.members:
+        details[result.index, result.generation] = _hover_text(result, summary)
+    sections = {"Fitness": {"fitness": _fitness_plot(run, details)}}
+    if len(summary.histories) > 1:  # one agent has no lineage
+        lineage = {"lineage": _lineage_plot(run, details)}
+        sections = {"Fitness and lineage": sections["Fitness"] | lineage}
+    for title, charts in (
+        ("Hyperparameters", run.hyperparameters),
+        ("Learning steps", run.metrics),
+    ):
+        name = title.split()[0]
+        plots = {f"{name}-{number}": _plot(chart, run) for number, chart in enumerate(charts)}
+        if plots:
+            sections[title] = plots
+    return sections
+
+
+def _hover_text(result: MemberReport, summary: RunSummary) -> str:
+    """Return the hover text of a result: fitness, evolving hyperparameters, origin and cost."""
+    values = result.hyperparameters.to_json()
+    birth = "founder"
+    if result.parent is not None:
+        birth = f"child of #{result.parent}"
+        # `born` may be a generation of an earlier run.
+        first = summary.histories[result.index].results[0].generation
+        if first > 1:
+            birth += f", born after generation {first - 1}"
+    tokens = f"{count_text(result.tokens)} {summary.terms.tokens}"
+    lines = [
+        f"fitness {result.estimate or '–'}",
+        *(f"{name} {number_text(values[name])}" for name in summary.evolvable),
+        birth,
+        f"slot {result.slot}, {tokens}, {duration_text(result.seconds)}",
+    ]
+    return "<br>".join(lines)
+
+
+def _fitness_plot(run: RunCharts, details: Details) -> Plot:
+    """Return the fitness chart with the untrained base, failures and tests."""
+    plot = _plot(run.fitness, run, details)
+    traces = plot["data"]
+    summary = run.summary
+    # 1. The untrained base.
+    if summary.start is not None:
+        first, last = run.generations
+        traces.append(
+            {
+                "x": [first - 1, last],
+                "y": [summary.start.mean] * 2,
+                "mode": "lines",
+                "line": {"color": BASE, "dash": "dash", "width": 1.5},
+                "name": f"{summary.terms.untrained}, {summary.split}",
+                "hoverinfo": "name+y",
+            }
+        )
+    # 2. Failures.
+    if run.failures:
+        marker = {"symbol": "x", "size": 9, "color": BASE}
+        points = _points(run.failures, run.fitness, details)
+        traces.append({**points, "mode": "markers", "marker": marker, "name": "failed"})
+    # 3. Tests.
+    for label, colour, x, estimate in run.tests:
+        traces.append(
+            {
+                "x": [x],
+                "y": [estimate.mean],
+                "mode": "markers",
+                "marker": {"symbol": "diamond", "size": 11, "color": colour},
+                "error_y": {"array": [estimate.standard_error], "thickness": 1.5, "color": colour},
+                "name": f"{label} {estimate}",
+                "hoverinfo": "name",
+            }
+        )
+    legend = {"orientation": "h", "y": -0.14}
+    plot["layout"] |= {"height": 440, "showlegend": True, "legend": legend}
+    return plot
+
+
+def _lineage_plot(run: RunCharts, details: Details) -> Plot:
+    """Return the lineage chart; births of few members are labelled."""
+    chart = run.lineage
+    plot = _plot(chart, run, details)
+    if len(chart.births) <= _MAX_NAMED:
+        points = [birth.points[0] for birth in chart.births]
+        plot["data"].append(
+            {
+                "x": [point.x for point in points],
+                "y": [point.y for point in points],
+                "text": [f"#{birth.index}" for birth in chart.births],
+                "mode": "text",
+                "textposition": "top right",
+                "hoverinfo": "skip",
+            }
+        )
+    slots = chart.limits[1] + 0.5
+    plot["layout"]["height"] = min(130 + 32 * slots, 480)
+    return plot
+
+
+def _plot(chart: Chart, run: RunCharts, details: Details | None = None) -> Plot:
+    """Return the traces and the layout of a chart."""
+    traces: list[Plot] = []
+    # 1. Lines and their bands. The best member and the first of the other slots are in the legend.
+    for number, (colour, lines) in enumerate(by_colour(chart.lines).items()):
+        style = run.style(colour)
+        if chart.errors:
+            traces.append({**_bands(lines), "fillcolor": colour, "opacity": style.shade})
+        line = {
+            "mode": "lines+markers" if chart.marked else "lines",
+            "line": {"color": colour, "width": style.width},
+            "marker": {"size": style.marker},
+            "opacity": style.opacity,
+            "name": run.label(colour),
+            "showlegend": number == 0 or colour == BEST,
+        }
+        traces.append(_points(lines, chart, details) | line)
+    # 2. Births.
+    for colour, births in by_colour(chart.births).items():
+        marker = {"color": colour, "size": run.style(colour).birth}
+        points = _points(births, chart, details)
+        traces.append({**points, "mode": "markers", "marker": marker})
+    # 3. Axes. Few generations or steps have one tick each.
+    ends = [(line.points[0].x, line.points[-1].x) for line in chart.lines]
+    length = max((end for _, end in ends), default=1) - min((start for start, _ in ends), default=0)
+    x_axis = {"title": {"text": chart.x_title, "standoff": 4}, **_GRID}
+    x_axis |= {"dtick": 1} if length < 9 else {"nticks": 9}
+    y_axis = {"type": "log" if chart.log else "linear", "range": _range(chart), **_GRID}
+    if chart.ticks:  # plotly would label 0.02 as "2"
+        texts = [chart.value_text(tick) for tick in chart.ticks]
+        y_axis |= {"tickvals": chart.ticks, "ticktext": texts}
+    else:
+        y_axis |= {"nticks": 6, "exponentformat": "e"}
+    title = {"text": f"<b>{chart.title}</b> {chart.unit}", "font": {"size": 13}, "x": 0.01}
+    return {"data": traces, "layout": {**_LAYOUT, "title": title, "xaxis": x_axis, "yaxis": y_axis}}
+
+
+def _range(chart: Chart) -> list[float]:
+    """Return the limits of the y axis; those of a logarithmic axis are exponents of ten."""
+    if chart.log:
+        return [math.log10(limit) for limit in chart.limits]
+    return list(chart.limits)
+
+
+def _points(lines: Iterable[Line], chart: Chart, details: Details | None) -> Plot:
+    """Return the points of lines as x, y and hover texts, with gaps between the lines."""
+    x: list[float | None] = []
+    y: list[float | None] = []
+    texts: list[str] = []
+    for line in lines:
+        for point in line.points:
+            x.append(point.x)
+            y.append(float(f"{point.y:.5g}"))
+            text = f"{chart.title} {chart.value_text(point.y)}"
+            if details is not None:
+                text = details.get((line.index, point.generation), text)
+            texts.append(f"<b>#{line.index}</b> in generation {point.generation}<br>{text}")
+        x.append(None)
+        y.append(None)
+        texts.append("")
+    return {"x": x, "y": y, "hovertext": texts, "hoverinfo": "text"}
+
+
+def _bands(lines: Iterable[Line]) -> Plot:
+    """Return the areas of ± one standard error around lines."""
+    x: list[float | None] = []
+    y: list[float | None] = []
+    for line in lines:
+        # The outline runs along the upper edge, and back along the lower one.
+        back = line.points[::-1]
+        x += [point.x for point in line.points + back] + [None]
+        y += [point.y + point.error for point in line.points]
+        y += [point.y - point.error for point in back] + [None]
+    return {
+        "x": x,
+        "y": y,
+        "fill": "toself",
+        "mode": "none",
+        "hoverinfo": "skip",
+        "showlegend": False,
+    }
