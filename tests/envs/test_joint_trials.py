@@ -75,7 +75,7 @@ class Endless(Favours):
 )
 def test_endless_games_are_truncated_with_one_warning(monkeypatch, kwargs, limit, default):
     """A declared limit is used for planning; it is not kept by these games."""
-    monkeypatch.setattr("evogrpo.envs.control.pettingzoo_groups.DEFAULT_MAX_EPISODE_STEPS", 60)
+    monkeypatch.setattr("evogrpo.envs.control.seeded_groups.DEFAULT_MAX_EPISODE_STEPS", 60)
     env = PettingZooGroups(Endless, env_kwargs=kwargs)
     assert (env.max_episode_steps, env.uses_default_limit) == (limit, default)
     if limit < 3000:

@@ -318,7 +318,7 @@ def test_environments_that_ignore_their_seed_cause_a_warning():
 @EVERYWHERE
 def test_endless_episodes_are_truncated_with_one_warning(vectorization, monkeypatch):
     assert GymnasiumGroups(endless).max_episode_steps == 1000
-    monkeypatch.setattr("evogrpo.envs.control.gymnasium_groups.DEFAULT_MAX_EPISODE_STEPS", 60)
+    monkeypatch.setattr("evogrpo.envs.control.seeded_groups.DEFAULT_MAX_EPISODE_STEPS", 60)
     with GymnasiumGroups(endless, vectorization=vectorization, num_envs=2) as env:
         assert (env.max_episode_steps, env.uses_default_limit) == (60, True)
         with pytest.warns(UserWarning, match="max_episode_steps"):
@@ -335,7 +335,7 @@ def test_endless_episodes_are_truncated_with_one_warning(vectorization, monkeypa
     ("name", "declared"), [("max_steps", 7), ("max_cycles", np.int64(7)), ("max_steps", 200)]
 )
 def test_a_declared_limit_is_respected(name, declared, monkeypatch):
-    monkeypatch.setattr("evogrpo.envs.control.gymnasium_groups.DEFAULT_MAX_EPISODE_STEPS", 60)
+    monkeypatch.setattr("evogrpo.envs.control.seeded_groups.DEFAULT_MAX_EPISODE_STEPS", 60)
     env = GymnasiumGroups(endless, env_kwargs={name: declared})
     assert (env.max_episode_steps, env.uses_default_limit) == (declared, False)
     # its declared limit is not kept

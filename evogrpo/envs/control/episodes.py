@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from evogrpo.envs.control.policy_mapping import AGENT, PolicyMapping
 from evogrpo.envs.control.vector_env import PolicyInput, VectorStep
+from evogrpo.records import SampledActions
 from evogrpo.spaces import unflatten
 from evogrpo.text import short_repr
 
@@ -108,12 +109,6 @@ class Episodes:
         return result
 
 
-def _total(rewards: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Sum `[n, t]` step by step: a pairwise sum would depend on the padding, and so on the longest episode."""
-    total: NDArray[np.float64] = rewards.cumsum(axis=1)[:, -1]
-    return total
-
-
 class EpisodeRecorder:
     """Records n episodes step by step.
 
@@ -128,8 +123,9 @@ class EpisodeRecorder:
         self._mapping = mapping
         self._groups = groups
         self._agents: dict[str, int] = {}
+        # Values of each step, by policy and name; rewards and ends of all policies together.
         self._columns: dict[str, dict[str, list[Any]]] = {}
-        self._earned: list[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]] = []
+        self._rewards: list[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]] = []
         self._totals: list[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]] = []
         self._terminated: list[NDArray[np.int64]] = []
         self._truncated: list[NDArray[np.int64]] = []
@@ -139,7 +135,7 @@ class EpisodeRecorder:
     def _entries(self, rows: NDArray[np.int64], agents: Sequence[str]) -> NDArray[np.int64]:
         """Return the entries of agents in episodes `rows`; new agents get the next number.
 
-        No agents = a single one.
+        Without agents there is a single one.
         """
         if not agents:
             return rows
@@ -152,15 +148,14 @@ class EpisodeRecorder:
         rows: NDArray[np.int64],
         t: NDArray[np.int64],
         inputs: PolicyInput,
-        actions: NDArray[Any],
-        log_probs: NDArray[np.float32],
+        acted: SampledActions,
     ) -> None:
         """Record the actions of one policy, in episodes `rows` `[m]` at their steps `t` `[m]`."""
         columns = self._columns.setdefault(policy, defaultdict(list))
         columns["entries"].append(self._entries(rows, inputs.agents))
         columns["t"].append(t)
-        columns["actions"].append(actions)
-        columns["log_probs"].append(log_probs)
+        columns["actions"].append(acted.actions)
+        columns["log_probs"].append(acted.log_probs)
         columns["masks"].append(inputs.action_masks)
         for number, leaf in enumerate(inputs.observations):
             columns[f"leaf {number}"].append(leaf)
@@ -172,38 +167,33 @@ class EpisodeRecorder:
             self._totals.append((rows, t, step.totals))
             rows = rows[step.positions]
             t = t[step.positions]
-            for row, agent, reward in zip(
-                rows.tolist(), step.agents, step.rewards.tolist(), strict=True
-            ):
+            rewards = step.rewards.tolist()
+            for row, agent, reward in zip(rows.tolist(), step.agents, rewards, strict=True):
                 returns = self._returns[row]
                 returns[agent] = returns.get(agent, 0.0) + reward
         entries = self._entries(rows, step.agents)
-        self._earned.append((entries, t, step.rewards))
+        self._rewards.append((entries, t, step.rewards))
         self._terminated.append(entries[step.terminated])
         self._truncated.append(entries[step.truncated & ~step.terminated])
 
     def finish(self) -> Episodes:
         """Return the episodes once all have ended; empties the recorder."""
-        agents = list(self._agents) or [AGENT]
         n = len(self._groups)
         steps = max(1, int(self._lengths.max()))
-        earned = _table(self._earned, (len(agents) * n, steps))
+        agents = list(self._agents) or [AGENT]
+        rewards = _table(self._rewards, (len(agents) * n, steps))
         if self._agents:
             totals = _table(self._totals, (n, steps))
-        else:
-            totals = earned
-        rewards = _total(totals)
-        if self._agents:
             returns = self._returns
-        else:
-            returns = [{AGENT: reward} for reward in rewards.tolist()]
+        else:  # a single agent
+            totals = rewards
+            returns = [{AGENT: total} for total in _total(rewards).tolist()]
         policies = [policy for policy in self._mapping.specs if policy in self._columns]
+        episodes = {policy: self._episodes(policy, agents, rewards, totals) for policy in policies}
         return Episodes(
-            episodes={
-                policy: self._episodes(policy, agents, earned, totals) for policy in policies
-            },
+            episodes=episodes,
             returns=tuple(returns),
-            rewards=rewards,
+            rewards=_total(totals),
             lengths=self._lengths,
         )
 
@@ -211,7 +201,7 @@ class EpisodeRecorder:
         self,
         policy: str,
         agents: Sequence[str],
-        earned: NDArray[np.float64],
+        rewards: NDArray[np.float64],
         totals: NDArray[np.float64],
     ) -> PolicyEpisodes:
         """Return the episodes of one policy.
@@ -219,71 +209,74 @@ class EpisodeRecorder:
         Args:
             policy: The policy.
             agents: Names of all agents, by number.
-            earned: `[agents * n, steps]` rewards of each entry, which is agent number * n +
+            rewards: `[agents * n, steps]` rewards of each entry, which is agent number * n +
                 episode.
-            totals: `[n, steps]` rewards of all agents together; `earned` itself if there is a
+            totals: `[n, steps]` rewards of all agents together; `rewards` itself if there is a
                 single agent.
         """
-        # 1. Complete the masks.
+        spec = self._mapping.specs[policy]
         columns = self._columns.pop(policy)
-        n = len(self._groups)
-        masks = columns["masks"]
-        width = next((mask.shape[1] for mask in masks if mask is not None), None)
-        if width is not None:  # in steps without a mask, all actions are legal
-            all_legal = [np.ones((len(step), width), dtype=np.bool_) for step in columns["entries"]]
-            masks[:] = [
-                full if mask is None else mask for mask, full in zip(masks, all_legal, strict=True)
-            ]
         entries = np.concatenate(columns["entries"])
         t = np.concatenate(columns["t"])
-        # 2. Choose one row per episode and agent that acts in the episode's group: by episode, then
-        # in the order of agents. So the episodes of a group have the same agents, which are
-        # compared with each other.
-        acted = np.zeros(len(agents) * n, dtype=np.bool_)
-        acted[entries] = True
-        acting = acted.reshape(len(agents), n)
-        numbers = np.flatnonzero(acting.any(1)).tolist()
+        n = len(self._groups)
+        # 1. Choose one row per episode and agent that acts in the episode's group: by episode, then
+        #    in the order of agents. So the episodes of a group have the same agents, which are
+        #    compared with each other.
+        acted = np.zeros((len(agents), n), dtype=np.bool_)
+        acted.reshape(-1)[entries] = True
         # Agents known in advance come in their order, then all others by name.
-        order = {agent: place for place, agent in enumerate(self._mapping.specs[policy].agents)}
-        ordered = np.array(
-            sorted(
-                numbers, key=lambda number: (order.get(agents[number], len(order)), agents[number])
-            )
-        )
+        order = {agent: place for place, agent in enumerate(spec.agents)}
+        acting = np.flatnonzero(acted.any(axis=1)).tolist()
+        acting.sort(key=lambda number: (order.get(agents[number], len(order)), agents[number]))
+        numbers = np.array(acting)
         # `[groups, agents]` True if the agent acts in an episode of the group.
-        appears = np.zeros((1 + self._groups.max(), len(ordered)), dtype=np.bool_)
-        np.logical_or.at(appears, self._groups, acting[ordered].T)
-        rows, places = np.nonzero(appears[self._groups])
-        chosen = ordered[places] * n + rows
-        # 3. Scatter the recorded values to arrays `[rows, t]`, by their flat position
+        appears = np.zeros((1 + self._groups.max(), len(numbers)), dtype=np.bool_)
+        np.logical_or.at(appears, self._groups, acted[numbers].T)
+        rows, columns_of_rows = np.nonzero(appears[self._groups])
+        numbers_of_rows = numbers[columns_of_rows]
+        chosen = numbers_of_rows * n + rows
+        # 2. Scatter the recorded values to arrays `[rows, t]`, by their flat position
         #    `row * t + step`.
-        shape = len(rows), 1 + int(t.max())
-        row_of_entry = np.empty(len(acted), dtype=np.int64)
+        shape = (len(rows), 1 + int(t.max()))
+        row_of_entry = np.empty(acted.size, dtype=np.int64)
         row_of_entry[chosen] = np.arange(len(rows))
         cells = row_of_entry[entries] * shape[1] + t
         present = np.zeros(shape, dtype=np.bool_)
         present.reshape(-1)[cells] = True
-        own_rewards = _credited(earned[chosen], present)
-        leaves = [
-            _scatter(columns[name], shape, cells) for name in columns if name.startswith("leaf ")
-        ]
-        ends = [
-            np.isin(chosen, np.concatenate(each)) for each in (self._terminated, self._truncated)
-        ]
+        names = [name for name in columns if name.startswith("leaf ")]
+        leaves = [_scatter(columns[name], shape, cells) for name in names]
+        masks = _completed(columns["masks"], columns["entries"])
+        # 3. Credit the rewards to actions.
+        own_rewards = _credited(rewards[chosen], present)
+        team_rewards = own_rewards
+        if totals is not rewards:
+            team_rewards = _credited(totals[rows], present)
         return PolicyEpisodes(
             rows=rows,
-            agents=tuple(agents[number] for number in ordered[places].tolist()),
-            group_ids=self._groups[rows] * len(ordered) + places,
-            observations=unflatten(self._mapping.specs[policy].observation_space, leaves),
+            agents=tuple(agents[number] for number in numbers_of_rows.tolist()),
+            group_ids=self._groups[rows] * len(numbers) + columns_of_rows,
+            observations=unflatten(spec.observation_space, leaves),
             actions=_scatter(columns["actions"], shape, cells),
-            action_masks=None if width is None else _scatter(masks, shape, cells, fill=1),
+            action_masks=_scatter(masks, shape, cells, fill=1) if masks else None,
             log_probs=_scatter(columns["log_probs"], shape, cells),
             present=present,
             own_rewards=own_rewards,
-            team_rewards=own_rewards if totals is earned else _credited(totals[rows], present),
-            terminated=ends[0],
-            truncated=ends[1],
+            team_rewards=team_rewards,
+            terminated=np.isin(chosen, np.concatenate(self._terminated)),
+            truncated=np.isin(chosen, np.concatenate(self._truncated)),
         )
+
+
+def _completed(masks: list[Any], entries: list[NDArray[np.int64]]) -> list[NDArray[np.bool_]]:
+    """Return the masks of all steps; [] if no step has one. All actions of other steps are legal."""
+    width = next((mask.shape[1] for mask in masks if mask is not None), None)
+    if width is None:
+        return []
+    completed = []
+    for mask, step in zip(masks, entries, strict=True):
+        all_legal = np.ones((len(step), width), dtype=np.bool_)
+        completed.append(all_legal if mask is None else mask)
+    return completed
 
 
 def _scatter(
@@ -322,14 +315,32 @@ def _table(
     return result
 
 
-def _credited(earned: NDArray[np.float64], present: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """Add the rewards `[n, steps]` of steps without an action to the action before, and return them as `[n, t]`."""
+def _total(rewards: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Sum `[n, t]` step by step.
+
+    A pairwise sum would depend on the padding, and so on the longest episode.
+    """
+    total: NDArray[np.float64] = rewards.cumsum(axis=1)[:, -1]
+    return total
+
+
+def _credited(rewards: NDArray[np.float64], present: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """Add rewards of steps without an action to the action before.
+
+    Args:
+        rewards: `[n, steps]` rewards of all steps of the episode.
+        present: `[n, t]` True where an action was taken.
+
+    Returns:
+        `[n, t]` rewards of actions.
+    """
     t = present.shape[1]
-    if not np.where(present, 0.0, earned[:, :t]).any() and not earned[:, t:].any():
-        return earned[:, :t]
+    if not np.where(present, 0.0, rewards[:, :t]).any() and not rewards[:, t:].any():
+        return rewards[:, :t]
+    # `[n, steps]` step of the latest action; -1 before the first action.
     latest = np.maximum.accumulate(np.where(present, np.arange(t), -1), axis=1)
-    latest = np.pad(latest, ((0, 0), (0, earned.shape[1] - t)), mode="edge")
+    latest = np.pad(latest, ((0, 0), (0, rewards.shape[1] - t)), mode="edge")
     result = np.zeros(present.shape)
     row, step = np.nonzero(latest >= 0)
-    np.add.at(result, (row, latest[row, step]), earned[row, step])
+    np.add.at(result, (row, latest[row, step]), rewards[row, step])
     return result

@@ -4,24 +4,22 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import gymnasium
 
 from evogrpo.distributed import cores_per_rank
 from evogrpo.envs.control.classic import native_class
-from evogrpo.envs.control.policy_mapping import single_agent
+from evogrpo.envs.control.policy_mapping import PolicyMapping, single_agent
 from evogrpo.envs.control.random_play import check_determinism
 from evogrpo.envs.control.seeded_groups import (
-    DEFAULT_MAX_EPISODE_STEPS,
     SeededGroups,
-    declared_limit,
     make_example,
 )
 from evogrpo.envs.control.single_env import EnvFactory, Wrap, env_spec, time_limit, wrapper_name
 from evogrpo.envs.control.vector_env import GymnasiumVectorEnv, ProcessVectorEnv, VectorEnv
 from evogrpo.envs.fingerprint import canonical, code_hash, short_hash
-from evogrpo.envs.protocol import TEST_SIZE, VALIDATION_SIZE, Split
+from evogrpo.envs.protocol import TEST_SIZE, VALIDATION_SIZE
 from evogrpo.records import DEFAULT_POLICY
 from evogrpo.spaces import check_action_space, leaf_spaces
 from evogrpo.text import shown
@@ -111,28 +109,24 @@ class GymnasiumGroups(SeededGroups):
         seed: int = 0,
     ) -> None:
         # 1. Check the arguments.
-        sizes: dict[Split, int] = {
-            "train": train_size,
-            "validation": validation_size,
-            "test": test_size,
-        }
         super().__init__(
-            seed, sizes, env_kwargs, {"max_episode_steps": max_episode_steps, "num_envs": num_envs}
+            seed=seed,
+            train_size=train_size,
+            validation_size=validation_size,
+            test_size=test_size,
+            env_kwargs=env_kwargs,
+            max_episode_steps=max_episode_steps,
+            num_envs=num_envs,
+            recreate_env=recreate_env,
         )
         if isinstance(env, str) and "max_episode_steps" in self._kwargs:
             raise ValueError(
                 "env_kwargs must not contain max_episode_steps. Pass"
                 " GymnasiumGroups(max_episode_steps=...)."
             )
-        for name, value in (("recreate_env", recreate_env), ("reseed_noise", reseed_noise)):
-            if value is not None:
-                flag(name, value)
-        if not isinstance(vectorization, str) or vectorization not in (
-            "auto",
-            "native",
-            "serial",
-            "processes",
-        ):
+        if reseed_noise is not None:
+            flag("reseed_noise", reseed_noise)
+        if not isinstance(vectorization, str) or vectorization not in get_args(Vectorization):
             raise ValueError(
                 'vectorization must be "auto", "native", "serial" or "processes", got'
                 f" {shown(vectorization)}."
@@ -141,10 +135,7 @@ class GymnasiumGroups(SeededGroups):
             raise ValueError(f"wrappers must be a list, got {shown(wrappers)}.")
         for wrap in wrappers:
             check_wrapper(wrap, repr(wrap) if isinstance(wrap, str) else wrapper_name(wrap))
-        if isinstance(env, str):
-            self.name = env
-        else:
-            self.name = getattr(env, "__name__", type(env).__name__)
+        self.name = env if isinstance(env, str) else getattr(env, "__name__", type(env).__name__)
         self._make = EnvFactory(
             env=env,
             env_kwargs=self._kwargs,
@@ -152,128 +143,110 @@ class GymnasiumGroups(SeededGroups):
             noise_seed=None,
             wrappers=tuple(wrappers),
         )
-
         # 2. Create an example for the spaces and the step limit.
         example = make_example(self._make)
         self.observation_space: gymnasium.Space[Any] = example.observation_space
         self.action_space: gymnasium.Space[Any] = example.action_space
         self._code = code_hash(type(example.unwrapped))
-        # The first known limit is enforced: the argument, a TimeLimit wrapper's, or that of the
-        # registration.
-        limits = (
-            max_episode_steps,
-            time_limit(example),
-            example.spec and example.spec.max_episode_steps,
-        )
-        limit = next((each for each in limits if each is not None), None)
-        if limit is None:
-            # Environments with a limit of their own end their episodes themselves, so ours may be
-            # larger.
-            limit = declared_limit(example.unwrapped)
-            self._make = replace(
-                self._make, max_episode_steps=max(DEFAULT_MAX_EPISODE_STEPS, limit or 0)
-            )
-        self.max_episode_steps = limit or DEFAULT_MAX_EPISODE_STEPS
-        self.uses_default_limit = limit is None
+        known = max_episode_steps or time_limit(example)
+        if known is None and example.spec is not None:
+            known = example.spec.max_episode_steps
+        enforced = self._set_limits(known, example.unwrapped)
+        if known is None:
+            self._make = replace(self._make, max_episode_steps=enforced)
         example.close()
-        mapping = single_agent(self.observation_space, self.action_space)
-        try:
-            leaf_spaces(mapping.specs[DEFAULT_POLICY].observation_space)
-            check_action_space(self.action_space)
-        except ValueError as error:
-            options = (
-                'wrappers=[...], task.wrappers or --wrapper, e.g. "minigrid.wrappers:ImgObsWrapper"'
-            )
-            raise ValueError(f"{self.name}: {error} ({options})") from error
-
-        # 3. Choose the kind of vector environment.
-        self._native, self._spec_kwargs = None, self._kwargs
-        if isinstance(env, str) and vectorization in ("auto", "native") and not wrappers:
-            spec = env_spec(env)
-            self._native, self._spec_kwargs = (
-                native_class(spec, self._kwargs),
-                {
-                    **spec.kwargs,
-                    **self._kwargs,
-                },
-            )
+        mapping = self._mapping()
+        # 3. Choose the kind of vector environment, and check that episodes are deterministic.
+        #    Native environments carry no state and have no noise.
+        self._native = self._native_env() if vectorization in ("auto", "native") else None
         self.native = self._native is not None
         if vectorization == "native" and not self.native:
-            if wrappers:
-                where = " in wrappers"
-            else:
-                where = f" with {self._kwargs}"
+            where = "in wrappers" if wrappers else f"with {self._kwargs}"
             raise ValueError(
-                f'vectorization="native" is not available for {self.name}{where}. Use "auto".'
+                f'vectorization="native" is not available for {self.name} {where}. Use "auto".'
             )
         self._processes = vectorization == "processes"
-
-        # 4. Check that episodes are deterministic. Native environments carry no state and have no
-        #    noise.
         self.recreate_env = bool(recreate_env)
         self.reseed_noise = bool(reseed_noise)
         if not self.native:
             self.recreate_env, noisy = check_determinism(
                 self.name,
-                lambda recreate_env, noisy: GymnasiumVectorEnv(
-                    replace(self._make, noise_seed=0 if noisy else None), recreate_env=recreate_env
-                ),
+                self._create_trial_env,
                 mapping,
                 recreate_env=recreate_env,
                 interleaved=num_envs != 1 and not self._processes,
             )
-            if reseed_noise is None:
-                self.reseed_noise = noisy
-            else:
-                self.reseed_noise = reseed_noise
+            self.reseed_noise = noisy if reseed_noise is None else reseed_noise
         if self.reseed_noise:
             self._make = replace(self._make, noise_seed=seed)
-        # 5. Number of parallel environments.
-        if self.native:
-            default = _NATIVE_ENVS
+        # 4. Choose the number of parallel environments.
+        if num_envs is not None:
+            self._num_envs = num_envs
+        elif self.native:
+            self._num_envs = _NATIVE_ENVS
         elif self._processes:
-            default = cores_per_rank()
+            self._num_envs = cores_per_rank()
         else:
-            default = _SERIAL_ENVS
-        self._num_envs = default if num_envs is None else num_envs
-        # A truncation after this many steps causes a warning.
-        if self.uses_default_limit:
-            self._default_limit = self.max_episode_steps
-        else:
-            self._default_limit = None
+            self._num_envs = _SERIAL_ENVS
+
+    def _mapping(self) -> PolicyMapping:
+        """Return the mapping of the single agent; raise ValueError if a space is unsupported."""
+        mapping = single_agent(self.observation_space, self.action_space)
+        try:
+            leaf_spaces(mapping.specs[DEFAULT_POLICY].observation_space)
+            check_action_space(self.action_space)
+        except ValueError as error:
+            raise ValueError(
+                f"{self.name}: {error} (wrappers=[...], task.wrappers or --wrapper, e.g."
+                ' "minigrid.wrappers:ImgObsWrapper")'
+            ) from error
+        return mapping
+
+    def _native_env(self) -> Callable[[], VectorEnv] | None:
+        """Return what creates the native environment that equals this one; None if none does."""
+        env = self._make.env
+        if not isinstance(env, str) or self._make.wrappers:
+            return None
+        spec = env_spec(env)
+        native = native_class(spec, self._kwargs)
+        if native is None:
+            return None
+        options = {**spec.kwargs, **self._kwargs}
+        return partial(native, max_episode_steps=self.max_episode_steps, **options)
+
+    def _create_trial_env(self, recreate_env: bool, noisy: bool) -> VectorEnv:
+        """Return an environment for `check_determinism`."""
+        make = replace(self._make, noise_seed=0 if noisy else None)
+        return GymnasiumVectorEnv(make, recreate_env=recreate_env)
+
+    def _create_vector_env(self) -> VectorEnv:
+        if self._native is not None:
+            return self._native()
+        kind = ProcessVectorEnv if self._processes else GymnasiumVectorEnv
+        return kind(self._make, recreate_env=self.recreate_env, reseed=self.reseed_noise)
+
+    def _create(self, **env_kwargs: Any) -> "gymnasium.Env[Any, Any]":
+        return replace(self._make, env_kwargs={**self._kwargs, **env_kwargs})()
 
     def _identity(self) -> dict[str, str]:
-        make = self._make
-        wrappers = [
-            f"{wrapper_name(wrap)}{f' {canonical(wrap.keywords)}' if isinstance(wrap, partial) else ''},"
-            f" code {code_hash(wrap)}"
-            for wrap in make.wrappers
-        ]
-        return {
-            "environment": (
-                self.name
-                if isinstance(make.env, str)
-                else f"{self.name}, code {code_hash(make.env)}"
-            ),
+        env = self._make.env
+        identity = {"environment": self.name}
+        if not isinstance(env, str):
+            identity["environment"] += f", code {code_hash(env)}"
+        wrappers = []
+        for wrap in self._make.wrappers:
+            options = f" {canonical(wrap.keywords)}" if isinstance(wrap, partial) else ""
+            wrappers.append(f"{wrapper_name(wrap)}{options}, code {code_hash(wrap)}")
+        if wrappers:
+            identity["wrappers"] = "; ".join(wrappers)
+        return identity | {
             "code": self._code,
-            "env_kwargs": canonical(make.env_kwargs),
-            **({"wrappers": "; ".join(wrappers)} if wrappers else {}),
+            "env_kwargs": canonical(self._kwargs),
             "max_episode_steps": str(self.max_episode_steps),
             "reseed_noise": str(self.reseed_noise),
             "recreate_env": str(self.recreate_env),
             "spaces": short_hash(str(self.observation_space), str(self.action_space)),
         }
-
-    def _create(self, **env_kwargs: Any) -> "gymnasium.Env[Any, Any]":
-        return replace(self._make, env_kwargs={**self._kwargs, **env_kwargs})()
-
-    def _create_vector_env(self) -> VectorEnv:
-        if self._native is not None:
-            return self._native(max_episode_steps=self.max_episode_steps, **self._spec_kwargs)
-        options: dict[str, Any] = {"recreate_env": self.recreate_env, "reseed": self.reseed_noise}
-        if self._processes:
-            return ProcessVectorEnv(self._make, **options)
-        return GymnasiumVectorEnv(self._create, **options)
 
 
 def check_wrapper(wrap: object, name: str, options: Mapping[str, Any] | None = None) -> None:

@@ -18,18 +18,17 @@ from evogrpo.envs.control.policy_mapping import PolicyMapping, map_policies, pre
 from evogrpo.envs.control.random_play import check_determinism
 from evogrpo.envs.control.rollout import EpisodeRequest
 from evogrpo.envs.control.seeded_groups import (
-    DEFAULT_MAX_EPISODE_STEPS,
     SeededGroups,
     declared_limit,
     make_example,
 )
 from evogrpo.envs.control.vector_env import VectorEnv
 from evogrpo.envs.fingerprint import canonical, code_hash, short_hash
-from evogrpo.envs.protocol import TEST_SIZE, VALIDATION_SIZE, Split
+from evogrpo.envs.protocol import TEST_SIZE, VALIDATION_SIZE
 from evogrpo.extras import require
 from evogrpo.records import Actor
 from evogrpo.text import class_name
-from evogrpo.validation import flag, names_unknown, whole_between
+from evogrpo.validation import names_unknown, whole_between
 
 if TYPE_CHECKING:
     from pettingzoo import ParallelEnv
@@ -168,52 +167,37 @@ class PettingZooGroups(SeededGroups):
                 f"env must be a callable such as a module's parallel_env, got {class_name(env)}."
             )
         require("PettingZooGroups", "pettingzoo")
-        sizes: dict[Split, int] = {
-            "train": train_size,
-            "validation": validation_size,
-            "test": test_size,
-        }
-        super().__init__(seed, sizes, env_kwargs, {"max_episode_steps": max_episode_steps})
-        if recreate_env is not None:
-            flag("recreate_env", recreate_env)
+        super().__init__(
+            seed=seed,
+            train_size=train_size,
+            validation_size=validation_size,
+            test_size=test_size,
+            env_kwargs=env_kwargs,
+            max_episode_steps=max_episode_steps,
+            num_envs=num_envs,
+            recreate_env=recreate_env,
+        )
         self._make = env
         self._num_envs = whole_between("num_envs", num_envs, 1)
-
         # 2. Create an example for the agents, their spaces and the step limit.
         example = make_example(self._create)
         inner = example.unwrapped
-        declared = declared_limit(inner) or declared_limit(getattr(inner, "env", None))
-        if max_episode_steps is None:
-            limit = declared
-        else:
-            limit = max_episode_steps
+        self._code = code_hash(type(inner))
+        if declared_limit(inner) is None:
+            inner = getattr(inner, "env", None)
         self._set_limit = max_episode_steps
-        self.max_episode_steps = limit or DEFAULT_MAX_EPISODE_STEPS
-        self.uses_default_limit = limit is None
-        # JointEnv truncates at a limit that the caller has set. Otherwise the environment should
-        # end its episodes itself, so JointEnv truncates only at the larger of the declared and the
-        # default limit: some would never end.
-        self._enforced_limit = max_episode_steps or max(
-            DEFAULT_MAX_EPISODE_STEPS, self.max_episode_steps
-        )
-        # A truncation after this many steps causes a warning.
-        if max_episode_steps is None:
-            self._default_limit = self._enforced_limit
-        else:
-            self._default_limit = None
+        self._enforced_limit = self._set_limits(max_episode_steps, inner)
         self.name = str(example)
         known = getattr(example, "possible_agents", None)
         if not known:  # agents are then known after a reset only
             example.reset(seed=self.reset_seed("train", 0))
             known = example.agents
-        self.agents: tuple[str, ...] = tuple(str(agent) for agent in known)
-        self.observation_spaces: dict[str, gymnasium.Space[Any]] = {
-            str(agent): example.observation_space(agent) for agent in known
-        }
-        self.action_spaces: dict[str, gymnasium.Space[Any]] = {
-            str(agent): example.action_space(agent) for agent in known
-        }
-        self._code = code_hash(type(inner))
+        self.agents: tuple[str, ...] = tuple(map(str, known))
+        self.observation_spaces: dict[str, gymnasium.Space[Any]] = {}
+        self.action_spaces: dict[str, gymnasium.Space[Any]] = {}
+        for agent in known:
+            self.observation_spaces[str(agent)] = example.observation_space(agent)
+            self.action_spaces[str(agent)] = example.action_space(agent)
         example.close()
         self.score, self.score_label = choose_score(score, self.agents)
         if callable(score):

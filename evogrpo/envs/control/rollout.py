@@ -14,10 +14,10 @@ from numpy.typing import ArrayLike, NDArray
 from evogrpo.envs.control.action_noise import Uniforms
 from evogrpo.envs.control.conversion import to_environment
 from evogrpo.envs.control.episodes import EpisodeRecorder, Episodes
-from evogrpo.envs.control.policy_mapping import PolicyMapping
+from evogrpo.envs.control.policy_mapping import PolicyMapping, PolicySpec
 from evogrpo.envs.control.vector_env import PolicyInput, VectorEnv, VectorStep
 from evogrpo.interruption import NEVER, Stop
-from evogrpo.records import Actor
+from evogrpo.records import Actor, SampledActions
 from evogrpo.spaces import unflatten
 from evogrpo.validation import FLOAT32_LIMIT
 
@@ -100,21 +100,20 @@ class StartBatch:
             ValueError: If an agent has no policy, actions or masks do not fit the action space, a
                 reward or an observation is not finite, or an episode does not end.
         """
-        n = len(start_of_row)
         members = np.asarray(member_ids, dtype=np.int64)
         starts = np.asarray(start_of_row, dtype=np.int64)
-        _, groups = np.unique(members * len(self.seeds) + starts, return_inverse=True)
-        # Position of each row among the rows of its group.
-        order = np.argsort(groups, kind="stable")
-        replicas = np.empty(n, dtype=np.int64)
-        replicas[order] = np.arange(n) - np.searchsorted(groups[order], groups[order])
+        # Rows of one member with one start have the same number.
+        pairs = members * len(self.seeds) + starts
+        _, groups = np.unique(pairs, return_inverse=True)
+        if temperature is not None:
+            temperature = np.asarray(temperature, dtype=np.float32)
         request = EpisodeRequest(
             seeds=np.array(self.seeds, dtype=np.int64)[starts],
             member_ids=members,
             groups=groups,
-            replicas=replicas,
+            replicas=position_in_group(groups),
             uniforms=uniforms,
-            temperature=None if temperature is None else np.asarray(temperature, dtype=np.float32),
+            temperature=temperature,
             base=base,
             stop=stop,
         )
@@ -130,7 +129,7 @@ def play_episodes(
     request: EpisodeRequest,
     max_episode_steps: int | None,
 ) -> Episodes:
-    """Play one episode per row, at most `num_envs` in parallel, and return them in the order of the rows.
+    """Play one episode per row, at most `num_envs` in parallel; return them in the order of rows.
 
     The result of a row depends only on its seed, replica, random numbers and actions.
 
@@ -147,16 +146,13 @@ def play_episodes(
     """
     recorder = EpisodeRecorder(mapping, request.groups)
     env.stop = request.stop
-    # Rows wait in an order in which members alternate, so that all have similar numbers of
-    # environments: the first row of each member, then the second of each, and so on.
     members = request.member_ids
-    by_member = np.argsort(members, kind="stable")
-    place_in_member = np.empty(len(members), dtype=np.int64)
-    place_in_member[by_member] = np.arange(len(members)) - np.searchsorted(
-        members[by_member], members[by_member]
-    )
-    queue = np.lexsort((members, place_in_member))  # lexsort sorts by its last key first
-    rows = t = np.empty(0, dtype=np.int64)
+    max_steps = max(max_episode_steps or 0, DEFAULT_STEP_LIMIT)
+    # Members alternate in the queue, so that all have similar numbers of environments: the first
+    # row of each member, then the second of each, and so on. lexsort sorts by its last key first.
+    queue = np.lexsort((members, position_in_group(members)))
+    rows = np.empty(0, dtype=np.int64)  # rows of the running episodes
+    t = np.empty(0, dtype=np.int64)  # their steps so far
     total = len(queue)
     progress = request.stop.progress("playing", total, "episodes")
     while True:
@@ -181,56 +177,75 @@ def play_episodes(
             rows = rows[order]
             t = t[order]
             continue
-        # A running episode counts as the fraction of its maximum length.
-        progress.set(
-            total - len(queue) - len(rows) + int(t.sum()) / (max_episode_steps or math.inf)
-        )
+        # 3. A running episode counts as the fraction of its maximum length.
+        ended = total - len(queue) - len(rows)
+        progress.set(ended + int(t.sum()) / (max_episode_steps or math.inf))
         if not len(rows):
             return recorder.finish()
         request.stop.check()
-        max_steps = max(max_episode_steps or 0, DEFAULT_STEP_LIMIT)
         if t.max() >= max_steps:
             raise ValueError(
                 f"An episode has not ended after {max_steps} steps. Set max_episode_steps."
             )
-        # 3. Each policy acts for its agents.
-        chosen = {}
+        # 4. Each policy acts for its agents.
+        actions = {}
         for policy, inputs in env.inputs(mapping).items():
             positions = slice(None) if inputs.positions is None else inputs.positions
             input_rows = rows[positions]
             input_t = t[positions]
+            spec = mapping.specs[policy]
             check_finite(inputs, request.seeds[input_rows], input_t)
-            space = mapping.specs[policy].observation_space
-            action_space = mapping.specs[policy].action_space
-            acted = actors[policy].act(
-                unflatten(space, inputs.observations),
-                members[input_rows],
-                uniforms=(
-                    None
-                    if request.uniforms is None
-                    else request.uniforms(inputs.agents, input_rows, input_t)
-                ),
-                temperature=(
-                    None if request.temperature is None else request.temperature[input_rows]
-                ),
-                action_mask=inputs.action_masks,
-                base=request.base,
-            )
-            expected = (len(input_rows), *(action_space.shape or ()))
-            if np.shape(acted.actions) != expected:
-                raise ValueError(
-                    f"actions must have shape {expected} for {action_space}, got"
-                    f" {acted.actions.shape}."
-                )
-            actions = np.asarray(acted.actions, dtype=action_space.dtype)
-            log_probs = np.asarray(acted.log_probs, dtype=np.float32)
-            recorder.record_actions(policy, input_rows, input_t, inputs, actions, log_probs)
-            chosen[policy] = to_environment(action_space, actions)
-        # 4. Step all environments.
-        step = env.step(chosen)
+            acted = _act(actors[policy], spec, inputs, request, input_rows, input_t)
+            recorder.record_actions(policy, input_rows, input_t, inputs, acted)
+            actions[policy] = to_environment(spec.action_space, acted.actions)
+        # 5. Step all environments.
+        step = env.step(actions)
         check_finite_rewards(step, request.seeds[rows], t)
         recorder.record_step(rows, t, step)
         t = t + 1
+
+
+def position_in_group(groups: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the position `[n]` of each row among the rows of its group."""
+    order = np.argsort(groups, kind="stable")
+    ordered = groups[order]
+    first_of_group = np.searchsorted(ordered, ordered)
+    positions = np.empty(len(groups), dtype=np.int64)
+    positions[order] = np.arange(len(groups)) - first_of_group
+    return positions
+
+
+def _act(
+    actor: Actor,
+    spec: PolicySpec,
+    inputs: PolicyInput,
+    request: EpisodeRequest,
+    rows: NDArray[np.int64],
+    t: NDArray[np.int64],
+) -> SampledActions:
+    """Return the actions of one policy for rows `[m]` at their steps `t` `[m]`."""
+    uniforms = None
+    if request.uniforms is not None:
+        uniforms = request.uniforms(inputs.agents, rows, t)
+    temperature = None
+    if request.temperature is not None:
+        temperature = request.temperature[rows]
+    acted = actor.act(
+        unflatten(spec.observation_space, inputs.observations),
+        request.member_ids[rows],
+        uniforms=uniforms,
+        temperature=temperature,
+        action_mask=inputs.action_masks,
+        base=request.base,
+    )
+    space = spec.action_space
+    shape = (len(rows), *(space.shape or ()))
+    if np.shape(acted.actions) != shape:
+        raise ValueError(f"actions must have shape {shape} for {space}, got {acted.actions.shape}.")
+    return SampledActions(
+        actions=np.asarray(acted.actions, dtype=space.dtype),
+        log_probs=np.asarray(acted.log_probs, dtype=np.float32),
+    )
 
 
 def fits_float32(values: NDArray[np.floating[Any]]) -> NDArray[np.bool_]:
@@ -243,7 +258,13 @@ def fits_float32(values: NDArray[np.floating[Any]]) -> NDArray[np.bool_]:
 
 
 def check_finite(inputs: PolicyInput, seeds: NDArray[np.int64], t: NDArray[np.int64]) -> None:
-    """Raise ValueError for the first observation that is not finite, of episodes with these seeds at these steps."""
+    """Raise ValueError for the first observation `[m, ...]` that is not finite.
+
+    Args:
+        inputs: Observations.
+        seeds: `[m]` reset seeds of their episodes.
+        t: `[m]` steps.
+    """
     for leaf in inputs.observations:
         if leaf.dtype.kind == "f" and not fits_float32(leaf).all():
             place = int(np.argwhere(~fits_float32(leaf))[0][0])
@@ -252,20 +273,24 @@ def check_finite(inputs: PolicyInput, seeds: NDArray[np.int64], t: NDArray[np.in
 
 
 def check_finite_rewards(step: VectorStep, seeds: NDArray[np.int64], t: NDArray[np.int64]) -> None:
-    """Raise ValueError for the first reward that is not finite, of episodes with these seeds at these steps."""
+    """Raise ValueError for the first reward that is not finite.
+
+    Args:
+        step: Rewards.
+        seeds: `[m]` reset seeds of all episodes.
+        t: `[m]` steps.
+    """
     finite = np.abs(step.rewards) <= FLOAT32_LIMIT
     if not finite.all():
         place = int(np.argmin(finite))
-        if step.positions is None:
-            position = place
-        else:
-            position = step.positions[place]
+        position = place if step.positions is None else step.positions[place]
         agent = step.agents[place] if step.agents else ""
         raise _not_finite("reward", float(step.rewards[place]), agent, seeds[position], t[position])
 
 
 def _not_finite(kind: str, value: Any, agent: str, seed: int, t: int) -> ValueError:
+    subject = f"{kind} of {agent}" if agent else kind
     return ValueError(
-        f"{kind}{f' of {agent}' if agent else ''} must be finite and at most {FLOAT32_LIMIT:g} in"
-        f" size, got {value} after {t} steps from reset(seed={seed})."
+        f"{subject} must be finite and at most {FLOAT32_LIMIT:g} in size, got {value} after {t}"
+        f" steps from reset(seed={seed})."
     )

@@ -16,7 +16,7 @@ from evogrpo.envs.protocol import SPLITS, Split, deal_starts
 from evogrpo.randomness import generator
 from evogrpo.records import Actor
 from evogrpo.text import shown
-from evogrpo.validation import whole_between, whole_number
+from evogrpo.validation import flag, whole_between, whole_number
 from evogrpo.warnings import warn
 
 Made = TypeVar("Made", bound=Any)
@@ -30,10 +30,7 @@ DEFAULT_MAX_EPISODE_STEPS = 1000
 
 
 def declared_limit(unwrapped: object) -> int | None:
-    """Return the step limit in an environment's attributes, as MiniGrid has it.
-
-    None if there is none.
-    """
+    """Return the step limit in an environment's attributes, as MiniGrid has it; None if unset."""
     for name in ("max_episode_steps", "_max_episode_steps", "max_steps", "max_cycles"):
         limit = getattr(unwrapped, name, None)
         if isinstance(limit, int | np.integer) and not isinstance(limit, bool) and limit > 0:
@@ -62,9 +59,13 @@ class SeededGroups(ABC):
 
     Args:
         seed: Root seed of the starts and of their order.
-        sizes: Number of starts of each split.
+        train_size: Number of training starts.
+        validation_size: Number of starts for selection.
+        test_size: Number of starts for the final report.
         env_kwargs: Keyword arguments of the environment.
-        counts: Options that must be at least 1, by name; None = the default.
+        max_episode_steps: Steps after which an episode is truncated; None = not set.
+        num_envs: Maximum number of parallel episodes; None = a default.
+        recreate_env: Create a new environment for every episode; None = if needed.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -72,29 +73,61 @@ class SeededGroups(ABC):
 
     name: str
     max_episode_steps: int
+    uses_default_limit: bool
     _num_envs: int
     _default_limit: int | None = None  # a truncation after this many steps causes a warning
 
     def __init__(
         self,
+        *,
         seed: int,
-        sizes: Mapping[Split, int],
+        train_size: int,
+        validation_size: int,
+        test_size: int,
         env_kwargs: Mapping[str, Any] | None,
-        counts: Mapping[str, int | None],
+        max_episode_steps: int | None,
+        num_envs: int | None,
+        recreate_env: bool | None,
     ) -> None:
-        for split, size in sizes.items():
+        self._sizes: dict[Split, int] = {
+            "train": train_size,
+            "validation": validation_size,
+            "test": test_size,
+        }
+        for split, size in self._sizes.items():
             whole_between(f"{split}_size", size, 1, MAX_STARTS)
-        for name, value in counts.items():
-            if value is not None:
-                whole_between(name, value, 1)
-        self.seed = whole_number("seed", seed)
-        self._sizes = dict(sizes)
+        if max_episode_steps is not None:
+            whole_between("max_episode_steps", max_episode_steps, 1)
+        if num_envs is not None:
+            whole_between("num_envs", num_envs, 1)
+        if recreate_env is not None:
+            flag("recreate_env", recreate_env)
         if env_kwargs is not None and not _is_keywords(env_kwargs):
             raise ValueError(
                 f"env_kwargs must be a mapping of keyword arguments, got {shown(env_kwargs)}."
             )
+        self.seed = whole_number("seed", seed)
         self._kwargs = dict(env_kwargs or {})
         self._vector_env: VectorEnv | None = None
+
+    def _set_limits(self, known: int | None, unwrapped: object) -> int:
+        """Set the step limit, and return the one to enforce.
+
+        An environment with a limit in its attributes ends its episodes itself. Some do not, so a
+        larger limit is enforced on it.
+
+        Args:
+            known: The caller's limit or that of the environment's registration; None = unknown.
+            unwrapped: The environment without wrappers.
+        """
+        declared = None if known is not None else declared_limit(unwrapped)
+        limit = known or declared
+        self.uses_default_limit = limit is None
+        self.max_episode_steps = limit or DEFAULT_MAX_EPISODE_STEPS
+        enforced = known or max(DEFAULT_MAX_EPISODE_STEPS, declared or 0)
+        if enforced not in (known, declared):
+            self._default_limit = enforced
+        return enforced
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{split} {self.size(split)}" for split in SPLITS)
