@@ -47,6 +47,10 @@ INTERFACES = {
     "evogrpo.envs.text.datasets": ("Filtered",),
     "evogrpo.envs.text.reward_functions": ("RewardError",),
     "evogrpo.envs.text.tasks": ("TASKS", "Task"),
+    "evogrpo.members.members": ("Members", "BankMembers", "SavedMembers"),
+    "evogrpo.members.requests": (
+        *("Learner", "SamplingRequest", "RolloutBatch", "EvaluationRequest"),
+    ),
     "evogrpo.members.language.members": ("LanguageMembers",),
     "evogrpo.members.networks.members": ("NetworkMembers",),
 }  # fmt: skip

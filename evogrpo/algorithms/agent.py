@@ -1,5 +1,6 @@
 """Agent: a slot in a population, an identity, and its hyperparameters."""
 
+import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
@@ -58,8 +59,9 @@ class Agent(NamesMissing, HyperparameterAttributes):
         *("_hyperparameters", "_hooks", "_prediction_count", "_evaluated_network", "__weakref__"),
     )
 
-    kinds: ClassVar[tuple[str, ...]] = ()
-    """Kinds of members that agents of this class use."""
+    kinds: ClassVar[Mapping[str, type[Members] | str]] = {}
+    """Classes of members that agents of this class use, by kind; "module:Class" is imported on use.
+    """
 
     unused_options: ClassVar[tuple[str, ...]] = ("objective", "target_kl")
     """Constructor arguments and hyperparameters that the algorithm does not use; passing them is an
@@ -82,7 +84,7 @@ class Agent(NamesMissing, HyperparameterAttributes):
         self.training = True
         self.steps = 0
         self._prediction_count = 0  # names the random stream of the next prediction
-        self._evaluated_network = "actor"  # see `register_network_group`
+        self._evaluated_network = "actor"  # "actor" or "base"
 
     def __repr__(self) -> str:
         defaults = Hyperparameters().to_json()
@@ -199,7 +201,7 @@ class Agent(NamesMissing, HyperparameterAttributes):
         Arguments as in `clone`.
         """
         members = self.members.new_member(wrap=wrap)
-        clone = type(self)._member(
+        clone = type(self).in_slot(
             members, 0, self.index if index is None else index, self.hyperparameters
         )
         clone.load_state(state)
@@ -227,13 +229,21 @@ class Agent(NamesMissing, HyperparameterAttributes):
         return {**options}
 
     @classmethod
-    def _member(
+    def in_slot(
         cls, members: Members, slot: int, index: int, hyperparameters: Hyperparameters
     ) -> Self:
-        """Create an agent in a slot of an existing bank."""
+        """Create an agent in a slot of existing members."""
         agent = cls.__new__(cls)
         Agent.__init__(agent, members, slot, index, hyperparameters)
         return agent
+
+    @classmethod
+    def members_class(cls, kind: str) -> type[Members]:
+        """Return the class of a kind of members, one of `kinds`."""
+        found = cls.kinds[kind]
+        if isinstance(found, str):
+            found = pkgutil.resolve_name(found)
+        return found
 
     @staticmethod
     def copy_attributes(agent: "Agent", clone: "Agent") -> "Agent":
@@ -306,10 +316,6 @@ class Agent(NamesMissing, HyperparameterAttributes):
         """
         for bank in self.members.banks.values():
             bank.mix_reference(self.slot, 1.0)
-
-    def set_training_mode(self, training: bool) -> None:
-        """Set whether `get_action` samples (True) or takes the most likely action (False)."""
-        self.training = training
 
     # ---- spaces and devices
 

@@ -19,8 +19,7 @@ from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.distributed import processes
 from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.history import MemberRecord
-from evogrpo.members.members import BankMembers, Members, SavedMembers
-from evogrpo.members.networks.members import NetworkMembers
+from evogrpo.members.members import Members, SavedMembers
 from evogrpo.storage.checkpoint import (
     CheckpointError,
     checkpoint_errors,
@@ -142,9 +141,16 @@ def load_agent(
         # 3. Build the member, then set its train state and all of its fields.
         folder = checkpoint_path(Path(path))
         members = _open(
-            record.shared, 1, folder, actor_network, tensors, device=device, accelerator=accelerator
+            kind,
+            record.shared,
+            1,
+            folder,
+            actor_network,
+            tensors,
+            device=device,
+            accelerator=accelerator,
         )
-        agent = kind._member(members, 0, 0, record.member.hyperparameters)
+        agent = kind.in_slot(members, 0, 0, record.member.hyperparameters)
         _restore(agent, record.member, split_shared(tensors)[1])
     return agent
 
@@ -235,6 +241,7 @@ def restore_population(
         # 1. Build the members.
         stored = record.members
         members = _open(
+            kind,
             record.shared,
             len(stored),
             Path(path),
@@ -247,7 +254,7 @@ def restore_population(
         # 2. Build each agent, then set its train state and all of its fields.
         agents = []
         for slot, member in enumerate(stored):
-            agent = kind._member(members, slot, member.index, member.hyperparameters)
+            agent = kind.in_slot(members, slot, member.index, member.hyperparameters)
             state = {
                 name.removeprefix(f"{slot}."): value
                 for name, value in tensors.items()
@@ -290,6 +297,7 @@ def _shared_by_name(members: Members) -> dict[str, Tensor]:
 
 
 def _open(
+    algorithm: "type[Agent]",
     record: Mapping[str, Any],
     size: int,
     folder: Path,
@@ -301,8 +309,8 @@ def _open(
 ) -> Members:
     """Build the members of a checkpoint, without train states."""
     # 1. Read the kind, the search space and the tensors that all members share.
-    if record["kind"] not in AGENT_CLASSES:
-        raise unknown_name_error(f"kind of agent in {folder}:", record["kind"], AGENT_CLASSES)
+    if record["kind"] not in algorithm.kinds:
+        raise unknown_name_error(f"kind of agent in {folder}:", record["kind"], algorithm.kinds)
     constants = split_shared(tensors)[0]
     config = record["hp_config"]
     # 2. Load the initial weights and buffers of a user's module into a copy, so that the module
@@ -315,13 +323,7 @@ def _open(
             raise CheckpointError(
                 f"{folder} was saved with another module than the one passed: {error}"
             ) from error
-    # 3. Build the members. Only language models need transformers, so their class is imported on
-    #    demand.
-    kind: type[BankMembers] = NetworkMembers
-    if record["kind"] == "language":
-        from evogrpo.members.language.members import LanguageMembers
-
-        kind = LanguageMembers
+    # 3. Build the members.
     saved = SavedMembers(
         record=record,
         size=size,
@@ -330,7 +332,7 @@ def _open(
         tensor_bytes=sum(tensor.nbytes for tensor in tensors.values()),
         folder=folder,
     )
-    return kind.from_checkpoint(
+    return algorithm.members_class(record["kind"]).from_checkpoint(
         saved, actor_network=actor_network, device=device, accelerator=accelerator
     )
 

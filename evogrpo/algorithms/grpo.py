@@ -1,9 +1,8 @@
 """GRPO: agents that learn by comparing the completions (or episodes) of a group, one policy or several per member."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self, Unpack, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Self, Unpack
 
 import gymnasium
 import numpy as np
@@ -28,6 +27,7 @@ from evogrpo.algorithms.factory import (
 )
 from evogrpo.algorithms.learning.learning_step import learn
 from evogrpo.algorithms.population import Population
+from evogrpo.compat.agilerl import AgileRLMethods
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.search_space import (
     MAX_MEMBERS,
@@ -41,17 +41,15 @@ from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
 from evogrpo.envs.control.policy_mapping import AgentSpaces
 from evogrpo.envs.protocol import SPLITS, GroupEnvironment, Split
 from evogrpo.evolution.founders import spread_founders, warm_start_founders
-from evogrpo.members.members import optional_method
+from evogrpo.members.members import Members, optional_method
+from evogrpo.members.networks.members import NetworkMembers
 from evogrpo.members.requests import RolloutBatch
 from evogrpo.members.settings import JointSettings, LanguageSettings, NetworkSettings
 from evogrpo.randomness import generator
-from evogrpo.records import LearnReport, map_tensors
-from evogrpo.spaces import action_dim, observation_dim, preprocess_observation
-from evogrpo.synonyms import unknown_name_error
+from evogrpo.records import LearnReport
 from evogrpo.text import shown
 from evogrpo.validation import (
     flag,
-    instance,
     lists_options,
     names_unknown,
     refuse_unknown,
@@ -63,22 +61,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 
-@dataclass(frozen=True)
-class NetworkGroup:
-    """Choice of the network that is evaluated as an agent's policy.
-
-    Attributes:
-        eval_network: "actor", the network that learns, or "base", the untrained network.
-    """
-
-    eval_network: str
-
-
-_NETWORKS = ("actor", "base")
-_WEIGHTS = ("adapter", "weights", "architecture")  # names in train states
-
-
-class EvolvableAlgorithm(Agent):
+class EvolvableAlgorithm(Agent, AgileRLMethods):
     """Base class of agents that learn from groups of completions or episodes.
 
     Subclasses define `learn_together`.
@@ -103,7 +86,10 @@ class EvolvableAlgorithm(Agent):
 
     __slots__ = ()
 
-    kinds: ClassVar[tuple[str, ...]] = ("language", "networks")
+    kinds: ClassVar[Mapping[str, type[Members] | str]] = {
+        "language": "evogrpo.members.language.members:LanguageMembers",
+        "networks": NetworkMembers,
+    }
     _build: ClassVar[Callable[..., Built]] = staticmethod(build_members)
 
     @lists_options(Options.__annotations__, Hyperparameters, LanguageSettings, NetworkSettings)
@@ -189,27 +175,61 @@ class EvolvableAlgorithm(Agent):
                 options, samples_per_step, language=language, unused=unused
             )
         arguments = cls.options_of_class(arguments)
-        # 2. Build the policies.
+        # 2. Build the members, and an agent for each.
         members, first = cls._build(
             size, observation_space, action_space, actor_network, pad_token_id, arguments
         )
+        return cls.population_of(
+            members,
+            first,
+            wrapper_cls=wrapper_cls,
+            wrapper_kwargs=wrapper_kwargs,
+            samples_per_step=samples_per_step,
+            spread=spread,
+            founders=founders,
+            index=options.get("index", 0),
+        )
+
+    @classmethod
+    def population_of(
+        cls,
+        members: Members,
+        first: Hyperparameters,
+        *,
+        wrapper_cls: type[Any] | None = None,
+        wrapper_kwargs: Mapping[str, Any] | None = None,
+        samples_per_step: int | None = None,
+        spread: bool = True,
+        founders: Sequence[Hyperparameters] | None = None,
+        index: int = 0,
+    ) -> Population:
+        """Create the agents of existing members, such as those of a kind of your own.
+
+        Args:
+            members: The members, one agent each.
+            first: Hyperparameters of the first member.
+            wrapper_cls: As in `population`, and so are the following.
+            wrapper_kwargs: Keyword arguments of `wrapper_cls`.
+            samples_per_step: Completions or episodes per member and learning step.
+            spread: False starts all members with the first member's hyperparameters.
+            founders: Hyperparameters of the first members.
+            index: Index of the first member.
+
+        Raises:
+            ValueError: If an argument is out of range.
+        """
         members.processes = processes()
         space = members.hp_config or HyperparameterConfig()
-        # 3. Choose the number of samples that group sizes must divide.
+        # 1. Choose the number of samples that group sizes must divide.
         if samples_per_step is None:
-            samples = common_samples(
-                options.get("group_size") or Hyperparameters().group_size, space
-            )
+            samples = common_samples(first.group_size, space)
         else:
             samples = whole_between("samples_per_step", samples_per_step, 2, MAX_SAMPLES)
-        # 4. Choose the founders: the user's, then a spread over the ranges of what evolves.
+        # 2. Choose the founders: the user's, then a spread over the ranges of what evolves.
         chosen: tuple[Hyperparameters, ...] = ()
         if founders is not None:
-            if (
-                not founders
-                or not isinstance(founders, Sequence)
-                or not all(isinstance(each, Hyperparameters) for each in founders)
-            ):
+            listed = isinstance(founders, Sequence) and len(founders) > 0
+            if not listed or not all(isinstance(each, Hyperparameters) for each in founders):
                 raise ValueError(
                     "founders must be a list of Hyperparameters, as"
                     f" evogrpo.best_hyperparameters(RUN) returns, got {shown(founders)}."
@@ -217,18 +237,18 @@ class EvolvableAlgorithm(Agent):
             chosen, moved = warm_start_founders(founders, first, space, samples)
             for change in moved:
                 warn(f"founders: {change}")
+            first = chosen[0]
         records = spread_founders(
-            chosen[0] if chosen else first,
+            first,
             space if spread else HyperparameterConfig(),
-            size,
+            members.size,
             generator(members.settings.seed, "spread"),
             samples,
             chosen,
         )
-        # 5. Create the agents, with consecutive indices.
-        index = options.get("index", 0)
+        # 3. Create the agents, with consecutive indices.
         agents = [
-            cls._member(members, slot, index + slot, record) for slot, record in enumerate(records)
+            cls.in_slot(members, slot, index + slot, record) for slot, record in enumerate(records)
         ]
         return Population(agents, members, wrapper_cls=wrapper_cls, wrapper_kwargs=wrapper_kwargs)
 
@@ -440,17 +460,6 @@ class EvolvableAlgorithm(Agent):
         policy = optional_method(self.members, "policy", "get_policy")
         return policy(self.slot, base=self._evaluated_network == "base")
 
-    def recompile(self) -> None:
-        """Reset torch.compile, so that the next call compiles the model again.
-
-        Clears the compilation caches of all models in this process.
-        """
-        torch.compiler.reset()
-
-    def unwrap_models(self) -> None:
-        """Stop using the accelerator's precision, for all members of the bank."""
-        self.members.unwrap()
-
     # ---- checkpoints
 
     @names_unknown
@@ -505,90 +514,6 @@ class EvolvableAlgorithm(Agent):
                 unchanged then.
         """
         read_agent(self, path)
-
-    # ---- further methods of AgileRL's agents
-
-    def evolvable_attributes(
-        self, networks_only: bool = False
-    ) -> dict[str, dict[str, torch.Tensor]]:
-        """Return copies of what selection copies: weights, own reference, optimizer state and running statistics.
-
-        Args:
-            networks_only: Return weights only.
-        """
-        state = self.state()
-        names = [name for name in state if name.rpartition("/")[2] in _WEIGHTS]
-        weights = {name: state.pop(name) for name in names}
-        if networks_only:
-            return {"actor": weights}
-        kept: dict[str, dict[str, torch.Tensor]] = {}
-        for name in list(state):
-            part = name.rpartition("/")[2]  # several agents have one of each per policy
-            if part in ("running_stats", "reference"):
-                kept.setdefault(part, {})[name] = state.pop(name)
-        return {"actor": weights, "optimizer": state, **kept}
-
-    @staticmethod
-    def inspect_attributes(agent: Agent, input_args_only: bool = False) -> dict[str, Any]:
-        """Return an agent's attributes other than networks and optimizers.
-
-        Args:
-            agent: The agent.
-            input_args_only: Return constructor arguments only.
-        """
-        members = agent.members
-        arguments: dict[str, Any] = {
-            "index": agent.index,
-            "hp_config": agent.hp_config,
-            **agent.hyperparameters.to_json(),
-            **{
-                field.name: getattr(members.settings, field.name)
-                for field in fields(cast(Any, members.settings))
-            },
-            **members.arguments(),
-        }
-        if input_args_only:
-            return arguments
-        state = ("slot", "parent", "born", "fitness", "failed", "retired", "training", "steps")
-        return {**arguments, **{name: getattr(agent, name) for name in state}}
-
-    def register_network_group(self, group: NetworkGroup) -> None:
-        """Set the network of `get_policy`, `predict`, `generate` and `test`.
-
-        `get_action` and learning do not use it.
-
-        Raises:
-            ValueError: If the agent has no network of that name.
-        """
-        instance("group", group, NetworkGroup, "NetworkGroup('actor')")
-        if group.eval_network not in _NETWORKS:
-            raise unknown_name_error("network", group.eval_network, _NETWORKS)
-        self._evaluated_network = group.eval_network
-
-    @staticmethod
-    def get_state_dim(observation_space: Any) -> Any:
-        """Return the shape of an observation; see `evogrpo.spaces.observation_dim`."""
-        return observation_dim(observation_space)
-
-    @staticmethod
-    def get_action_dim(action_space: Any) -> Any:
-        """Return the number of outputs that an action needs; see `evogrpo.spaces.action_dim`."""
-        return action_dim(action_space)
-
-    def preprocess_observation(self, observation: Any) -> Any:
-        """Turn an observation into tensors on the agent's device.
-
-        See `evogrpo.spaces.preprocess_observation`.
-        """
-        if self.observation_space is None:
-            raise ValueError(
-                "preprocess_observation needs observation_space. Pass it to the constructor."
-            )
-        return preprocess_observation(observation, self.observation_space, self.device)
-
-    def to_device(self, *experiences: Any) -> tuple[Any, ...]:
-        """Move all tensors in the experiences, nested ones included, to the agent's device."""
-        return tuple(map_tensors(item, lambda leaf: leaf.to(self.device)) for item in experiences)
 
 
 class GRPO(EvolvableAlgorithm):
@@ -646,7 +571,7 @@ class MultiAgentGRPO(GRPO):
 
     __slots__ = ()
 
-    kinds = ("joint",)
+    kinds: ClassVar[Mapping[str, type[Members] | str]] = {"joint": NetworkMembers}
     _build = staticmethod(build_joint_members)
 
     @lists_options(MultiAgentOptions.__annotations__, Hyperparameters, JointSettings)
@@ -744,7 +669,10 @@ def algorithm_class(kind: str, stored: str | None, given: type[Agent] | None) ->
         ValueError: If the user's class is missing or does not match.
         KeyError: If no built-in class has this kind.
     """
-    found = _CLASSES[kind] if given is None and stored is None else given
+    if given is None and stored is None:
+        found: type[Agent] | None = _CLASSES[kind]
+    else:
+        found = given
     if found is None:
         raise ValueError(
             f"The run's agents have a class of your own, {stored!r}. Pass algorithm={stored}."

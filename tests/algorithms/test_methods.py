@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evogrpo import GRPO, Objective, Population
-from evogrpo.algorithms.grpo import NetworkGroup
+from evogrpo.compat.agilerl import NetworkGroup
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.evolution import Mutation
 from evogrpo.members.language.conversations import as_batch, as_completions

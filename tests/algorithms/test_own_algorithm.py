@@ -23,7 +23,7 @@ from tests.tiny_steps import cart_pole
 from tests.tiny_training import equal_states, shared_model, tiny_env, tiny_options
 
 PAGE = (Path(__file__).parents[2] / "docs" / "own_algorithm.md").read_text(encoding="utf-8")
-CLASS, USE = re.findall(r"```python\n(.*?)```", PAGE, flags=re.S)
+CLASS, USE = re.findall(r"```python\n(.*?)```", PAGE, flags=re.S)[:2]
 SPACE = HyperparameterConfig(lr=RLParameter(min=1e-3, max=1e-1, scale="log"))
 
 

@@ -9,7 +9,7 @@ import torch
 from gymnasium import spaces
 
 from evogrpo import GRPO, HyperparameterConfig, Objective, RLParameter, evolve
-from evogrpo.algorithms.grpo import NetworkGroup
+from evogrpo.compat.agilerl import NetworkGroup
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
 from evogrpo.members.networks.architecture import ArchitectureLimits, NetworkConfig
 from evogrpo.members.settings import NETWORK_DEFAULTS, STEPWISE

@@ -1,0 +1,1 @@
+"""Methods and settings of other libraries, under their names."""
