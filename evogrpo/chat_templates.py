@@ -23,7 +23,9 @@ class RenderError(ValueError):
 
 
 def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-    """Render a conversation by the tokenizer's chat template, within `RENDER_SECONDS` and `MAX_CHARACTERS`.
+    """Render a conversation by the tokenizer's chat template.
+
+    It must end within `RENDER_SECONDS` and have at most `MAX_CHARACTERS`.
 
     Args:
         tokenizer: A transformers tokenizer.
@@ -71,7 +73,7 @@ def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options
 
 
 def end_of_turn_ids(tokenizer: Any, options: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the tokens that end a turn: the tokenizer's EOS, and the token that closes a turn in the chat template.
+    """Return the tokens that end a turn: EOS, and the one that closes turns in the chat template.
 
     Args:
         tokenizer: A transformers tokenizer.
@@ -85,7 +87,7 @@ def end_of_turn_ids(tokenizer: Any, options: Mapping[str, Any]) -> tuple[int, ..
 
 
 def closing_token(tokenizer: Any, options: Mapping[str, Any]) -> str | None:
-    """Return the token that closes a turn of the assistant in the chat template, such as "<|im_end|>".
+    """Return the token that closes a turn in the chat template, such as "<|im_end|>".
 
     None if there is no template, or it closes a turn with ordinary text.
 

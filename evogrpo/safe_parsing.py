@@ -32,7 +32,7 @@ def read_regular(path: Path) -> bytes:
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML loader that refuses excessive aliases, recursive values, huge integers and repeated keys.
+    """Safe YAML loader that refuses repeated keys, huge values and excessive aliases.
 
     An alias counts as all the values and characters that it refers to.
     """

@@ -127,7 +127,7 @@ def shorten(text: str, limit: int) -> str:
 
 
 class _ShortRepr(reprlib.Repr):
-    """Repr of the beginning of a value: of nested and long collections, long text and large integers."""
+    """Repr of the beginning of nested and long collections, long text and large integers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -178,7 +178,7 @@ _short_repr = _ShortRepr()
 
 
 def shown(value: object, limit: int = MAX_SHOWN) -> str:
-    """Return a value of a user as one short line, for messages: the beginning of its repr, with escapes.
+    """Return the beginning of the repr of a user's value as one line with escapes, for messages.
 
     A value that cannot be shown becomes `<MyClass object>`.
 
@@ -224,7 +224,7 @@ def class_name(value: object) -> str:
 
 
 def _single_line(text: str, limit: int) -> str:
-    """Cut text to `limit` characters, and write its line breaks as spaces and its control characters as escapes."""
+    """Cut text to `limit` characters, with spaces for line breaks and escapes."""
     beginning = text[: 4 * limit]
     line = printable(re.sub(r"\s*[\n\t]\s*", " ", beginning))
     if len(line) <= limit and len(beginning) == len(text):
@@ -261,7 +261,7 @@ def changes_text(changes: Mapping[str, tuple[float | str | None, float | str | N
 def origin_text(
     parent: int | None, changes: Mapping[str, tuple[float | str | None, float | str | None]]
 ) -> str:
-    """Describe the origin of a member, such as `founder` or `clone of #3 with lr 0.0001 → 0.0002`."""
+    """Describe the origin of a member, such as `founder` or `clone of #3 with lr 1 → 2`."""
     if parent is None:
         return "founder"
     return f"clone of #{parent}" + (f" with {changes_text(changes)}" if changes else ", unchanged")
@@ -273,7 +273,7 @@ def pluralize(number: int, noun: str, plural: str = "s") -> str:
 
 
 def score_text(mean: float | None, standard_error: float | None) -> str:
-    """Format a fitness and its standard error, such as `0.412 ± 0.031`, `486.6 ± 3.7` or `2.3e-05 ± 1e-06`."""
+    """Format a fitness and its standard error, such as `0.412 ± 0.031` or `2.3e-05 ± 1e-06`."""
     if mean is None:
         return _MISSING
     if abs(mean) < 10:
@@ -340,7 +340,7 @@ def short_repr(record: Any) -> str:
 
 
 def _short_value(value: Any) -> str:
-    """Return a value for `short_repr`: dtype and shape of arrays, the start of long text, sizes of collections."""
+    """Return a value for `short_repr`, such as dtype and shape of an array."""
     shape = getattr(value, "shape", None)
     if shape is not None:
         return f"{str(value.dtype).removeprefix('torch.')}{list(shape)}"

@@ -41,7 +41,7 @@ from evogrpo import (
     evolve,
     load_base,
 )
-from evogrpo.envs.text.huggingface_gym import PromptEnvironment
+from evogrpo.envs.text.prompt_environment import PromptEnvironment
 from evogrpo.evolution import Fixed
 from evogrpo.training.evolve import Run
 

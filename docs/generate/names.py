@@ -37,7 +37,7 @@ INTERFACES = {
     "evogrpo.training.schedule": ("Schedule",),
     "evogrpo.algorithms.agent": ("Agent",),
     "evogrpo.algorithms.factory": ("CommonOptions", "Options", "MultiAgentOptions"),
-    "evogrpo.envs.text.huggingface_gym": ("PromptOptions",),
+    "evogrpo.envs.text.prompt_environment": ("PromptOptions",),
     "evogrpo.members.language.loading": ("load_base", "BaseModel"),
     "evogrpo.members.bank": ("Sampler", "PolicyBank"),
     "evogrpo.envs.protocol": (

@@ -17,7 +17,7 @@ from evogrpo.envs.control.seeded_groups import DEFAULT_MAX_EPISODE_STEPS, declar
 from evogrpo.envs.control.single_env import time_limit
 from evogrpo.envs.control.vector_env import GymnasiumVectorEnv
 from evogrpo.envs.protocol import GroupEnvironment, Split
-from evogrpo.envs.text.huggingface_gym import PromptEnvironment
+from evogrpo.envs.text.prompt_environment import PromptEnvironment
 from evogrpo.evolution.fitness import (
     GREEDY_EVALUATION,
     Fitness,

@@ -149,7 +149,7 @@ class WorkerProcess:
         return self._process.poll() is None
 
     def send(self, request: bytes) -> None:
-        """Send a request; `receive` returns its reply, or raises an error if the process has ended."""
+        """Send a request. `receive` returns its reply, or raises an error."""
         self._number += 1
         self._write(request)
 
@@ -221,7 +221,7 @@ class WorkerProcess:
             self._requests.close()
 
     def close(self, patience: float = 0.0) -> None:
-        """Kill the process unless it ends by itself within `patience` seconds, and close its pipes."""
+        """Close the pipes, and kill the process if it does not end within `patience` seconds."""
         self.kill(patience)
         for pipe in (self._requests, self._replies):
             with contextlib.suppress(OSError):

@@ -11,7 +11,7 @@ from evogrpo.algorithms.population import Population
 from evogrpo.distributed import RunStop
 from evogrpo.envs.fingerprint import fingerprint_of
 from evogrpo.envs.protocol import GroupEnvironment, SupportsDate, SupportsProgress
-from evogrpo.envs.text.huggingface_gym import PromptEnvironment
+from evogrpo.envs.text.prompt_environment import PromptEnvironment
 from evogrpo.evolution.fitness import FitnessConfig
 from evogrpo.evolution.plan import Plan
 from evogrpo.evolution.strategies import Strategy

@@ -1,4 +1,4 @@
-"""Rewards of completions: calls of all reward functions, checks of their values, and the weighted sum."""
+"""Rewards of completions: calls of reward functions, checks of values, and the weighted sum."""
 
 import inspect
 import math
@@ -67,7 +67,7 @@ class RewardCall:
         return dict(zip(keys, values, strict=True))
 
     def checked(self, value: Any) -> Any:
-        """Return the result of the call as a list with a value for each completion, or an exception.
+        """Return a list with the value of each completion, or an exception.
 
         Raises:
             RewardError: If it has the wrong length.
@@ -335,6 +335,6 @@ def _reward_error(name: str, error: BaseException, text: str, note: str = "") ->
 
 
 def _batch_error(call: RewardCall, error: BaseException, inputs: RewardInputs) -> RewardError:
-    """Return the RewardError for a call that fails on a batch, but on none of its completions alone."""
+    """Return the error of a call that fails on a batch, but on none of its completions alone."""
     note = f" (on a batch of {len(call.rows)} completions, not on single ones)"
     return _reward_error(call.reward.name, error, inputs.texts[call.rows[0]], note=note)

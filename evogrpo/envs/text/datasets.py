@@ -1,7 +1,6 @@
-"""Prompt datasets: tables, and their disjoint, deduplicated splits for training, fitness and the final report."""
+"""Prompt datasets: tables, and their disjoint splits for training, fitness and the final report."""
 
 import hashlib
-import importlib
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -57,10 +56,8 @@ def _rows(table: Any) -> Any:
     """Return data frames and arrow tables as rows of plain values, other tables unchanged."""
     if hasattr(table, "iloc") and hasattr(table, "columns"):  # pandas, with NaN for missing values
         check_column_names(list(table.columns), "a data frame")
-        return [
-            _plain(row)
-            for row in table.astype(object).where(table.notna(), None).to_dict("records")
-        ]
+        rows = table.astype(object).where(table.notna(), None).to_dict("records")
+        return [_plain(row) for row in rows]
     if hasattr(table, "to_dicts"):  # polars
         return table.to_dicts()
     if hasattr(table, "to_pylist") and hasattr(table, "schema"):  # pyarrow
@@ -85,10 +82,12 @@ def _plain(value: Any) -> Any:
 
 def check_column_names(names: Sequence[Any], where: str) -> None:
     """Raise ValueError if two columns have the same name: only one of them would be read."""
-    for name in (name for place, name in enumerate(names) if name in names[:place]):
-        raise ValueError(
-            f"Columns of {where} must have different names, got {shown(name)} twice. Rename one."
-        )
+    for place, name in enumerate(names):
+        if name in names[:place]:
+            raise ValueError(
+                f"Columns of {where} must have different names, got {shown(name)} twice."
+                " Rename one."
+            )
 
 
 def check_table(table: AnyTable, columns: Sequence[str], name: str) -> list[str]:
@@ -100,7 +99,11 @@ def check_table(table: AnyTable, columns: Sequence[str], name: str) -> list[str]
         ValueError: If it is not.
     """
     # 1. Check the type.
-    indexed = hasattr(table, "__getitem__") and _has_length(table)
+    indexed = hasattr(table, "__getitem__")
+    try:
+        len(table)
+    except Exception:  # noqa: BLE001 - raised by an object of a user
+        indexed = False
     if not indexed or isinstance(table, str | bytes | Mapping):
         received = shown(table)
         if isinstance(table, Mapping):
@@ -136,27 +139,25 @@ def check_table(table: AnyTable, columns: Sequence[str], name: str) -> list[str]
 
 
 def _how_to_name(missing: Sequence[str], present: Sequence[Any], columns: Sequence[str]) -> str:
-    """Return a sentence about missing columns: which ones to rename, if their names in other datasets are known."""
-    if "messages" in present or "conversations" in present:
-        if "messages" in present:
-            given = "messages"
-        else:
-            given = "conversations"
-        return (
-            f"Rename {given} to prompt, without the last answer, and use reward_funcs (form: trl)."
-            " An answer in a column of its own is passed to them."
-        )
+    """Return a sentence about the columns to rename, or how to name them."""
+    for given in ("messages", "conversations"):
+        if given in present:
+            return (
+                f"Rename {given} to prompt, without the last answer, and use reward_funcs (form:"
+                " trl). An answer in a column of its own is passed to them."
+            )
     renamed = []
     names = [str(given) for given in present if given not in columns]
     for column in missing:
-        known = next(
-            (given for given in names if counterpart(given, [column])), None
-        ) or close_match(column, names)
-        if known is None and "prompt" in present:
+        # Names of other libraries, then similar ones.
+        known = [given for given in names if counterpart(given, [column])]
+        known += filter(None, [close_match(column, names)])
+        if known:
+            renamed.append(f"{shown(known[0], 40)} to {column!r}")
+        elif "prompt" in present:
             return "With a column prompt, use reward_funcs (form: trl): they get all other columns."
-        if known is None:
+        else:
             return "The first line of a CSV file must name them."
-        renamed.append(f"{shown(known, 40)} to {column!r}")
     return f"Rename {' and '.join(renamed)}."
 
 
@@ -201,15 +202,16 @@ class RowHashes:
     @classmethod
     def of(cls, question: object, row: Mapping[str, Any]) -> "RowHashes":
         """Hash a row."""
-        texts = (canonical(part).encode("utf-8", "surrogatepass") for part in (question, dict(row)))
-        return cls(*(hashlib.sha256(text).digest()[:16] for text in texts))
+        return cls(_hash(canonical(question)), _hash(canonical(dict(row))))
 
     def position(self, seed: int) -> float:
         """Return a position in [0, 1) that depends on the question and the seed alone."""
-        return (
-            int.from_bytes(hashlib.sha256(f"{seed} ".encode() + self.question).digest()[:6], "big")
-            / 2**48
-        )
+        digest = hashlib.sha256(f"{seed} ".encode() + self.question).digest()
+        return int.from_bytes(digest[:6], "big") / 2**48
+
+
+def _hash(text: str) -> bytes:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:16]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -293,14 +295,17 @@ def make_splits(
     filtered: dict[Split, Filtered] = {}
     held_out_prompts: set[bytes] = set()
     # 1. Given datasets; test comes first and keeps the prompts that it shares with others.
-    for split in (split for split in reversed(SPLITS) if split in tables):
+    drawn: list[Split] = []
+    for split in reversed(SPLITS):
+        if split not in tables:
+            drawn.append(split)
+            continue
         splits[split], filtered[split] = _clean(tables[split], max_prompt_length, held_out_prompts)
         held_out_prompts.update(splits[split].keys)
         if not splits[split].rows:
+            limit = ""
             if filtered[split].too_long:
                 limit = f" (max_prompt_length={max_prompt_length})"
-            else:
-                limit = ""
             raise ValueError(
                 f"Every row of {split}_dataset was left out: {filtered[split]}{limit}. Add other"
                 " rows."
@@ -308,31 +313,29 @@ def make_splits(
     # 2. Held-out splits without a dataset, drawn from train.
     train = splits["train"]
     keys = train.keys
-    remaining = {
-        number: (hashes.position(seed), hashes.row) for number, hashes in enumerate(train.hashes)
-    }
-    drawn = [split for split in reversed(SPLITS) if split not in tables]
-    num_questions = len(set(keys))
-    if num_questions <= len(drawn):
+    if len(set(keys)) <= len(drawn):
+        datasets = " and ".join(f"{split}_dataset" for split in drawn)
         raise ValueError(
-            f"train_dataset has {pluralize(num_questions, 'question')} ({filtered['train']}), too"
-            " few to draw other splits. Add rows, or pass"
-            f" {' and '.join(f'{split}_dataset' for split in drawn)}."
+            f"train_dataset has {pluralize(len(set(keys)), 'question')} ({filtered['train']}), too"
+            f" few to draw other splits. Add rows, or pass {datasets}."
         )
-    for place, split in enumerate(drawn):
+    remaining = {}
+    for number, hashes in enumerate(train.hashes):
+        remaining[number] = (hashes.position(seed), hashes.row)
+    for num_drawn, split in enumerate(drawn):
         # Every split that is still missing, and train, need at least one question.
         num_questions = len({keys[number] for number in remaining})
-        chosen = _draw(split, remaining, sizes[split], most=num_questions - (len(drawn) - place))
-        splits[split], filtered[split] = train.take(chosen), Filtered()
+        most = num_questions - (len(drawn) - num_drawn)
+        chosen = _draw(split, remaining, sizes[split], most=most)
+        splits[split] = train.take(chosen)
+        filtered[split] = Filtered()
         # Other rows of the chosen questions leave the other splits too.
         held_out = {keys[number] for number in chosen}
         left_out = [number for number in remaining if keys[number] in held_out]
         for number in left_out:
             del remaining[number]
-        num_others = len(left_out) - len(chosen)
-        filtered["train"] = replace(
-            filtered["train"], held_out=filtered["train"].held_out + num_others
-        )
+        total = filtered["train"].held_out + len(left_out) - len(chosen)
+        filtered["train"] = replace(filtered["train"], held_out=total)
     splits["train"] = train.take(remaining)
     # 3. Warn of left-out rows.
     parts = [f"{split}: {filtered[split]}" for split in SPLITS if filtered[split] != Filtered()]
@@ -345,23 +348,21 @@ def _draw(
     split: Split, remaining: Mapping[int, tuple[float, bytes]], size: int | None, *, most: int
 ) -> list[int]:
     """Return the questions of a held-out split, at most `most`."""
-    from_test_end = split == "test"
     # 1. Order the questions by their distance from the split's end of [0, 1); ties by content.
-    depth = {
-        number: (position if from_test_end else 1.0 - position, row)
-        for number, (position, row) in remaining.items()
-    }
+    depth = {}
+    for number, (position, row) in remaining.items():
+        distance = position if split == "test" else 1.0 - position
+        depth[number] = (distance, row)
     order = sorted(depth, key=lambda number: depth[number])
-    candidate_count = sum(value < HELD_OUT_FRACTION for value, _ in depth.values())
-    if size is None:
-        count = min(most, max(2, min(DEFAULT_SIZES[split], candidate_count)))
-    else:
-        count = size
+    # 2. The first ones are held out.
+    count = size
+    if count is None:
+        candidates = sum(distance < HELD_OUT_FRACTION for distance, _ in depth.values())
+        count = min(most, max(2, min(DEFAULT_SIZES[split], candidates)))
     if not 1 <= count <= most:
         raise ValueError(
             f"{split}_size must be in [1, {most}], got {count}. Pass {split}_dataset or more rows."
         )
-    # 2. The first ones are held out.
     return order[:count]
 
 
@@ -384,56 +385,3 @@ def _clean(
             positions.append(position)
         seen.add(row_key)
     return questions.take(positions), Filtered(**counts)
-
-
-# ---- tasks of reasoning-gym (optional extra `reasoning`)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReasoningReward:
-    """Reward function of a task in TRL's form.
-
-    A class, so that it can be pickled for worker processes.
-
-    Attributes:
-        __name__: Name of the task.
-        task: The reasoning-gym dataset.
-        answer_tag: Tag with the answer to score; None = the whole completion.
-    """
-
-    __name__: str
-    task: Any
-    answer_tag: str | None
-
-    def __call__(
-        self,
-        *,
-        completions: Sequence[Sequence[Mapping[str, str]]],
-        question: Sequence[str],
-        answer: Sequence[str],
-        metadata: Sequence[Mapping[str, Any]],
-        **_: object,
-    ) -> list[float]:
-        """Return the score of each completion."""
-        texts = [completion[0]["content"] for completion in completions]
-        if self.answer_tag is None:
-            answers = [text.strip() for text in texts]
-        else:
-            extract_answer = importlib.import_module("reasoning_gym.utils").extract_answer
-            answers = [extract_answer(text, tag_name=self.answer_tag) for text in texts]
-        entries = [
-            {"question": q, "answer": a, "metadata": m}
-            for q, a, m in zip(question, answer, metadata, strict=True)
-        ]
-        return [
-            float(self.task.score_answer(a, entry=entry))
-            for a, entry in zip(answers, entries, strict=True)
-        ]
-
-
-def _has_length(table: Any) -> bool:
-    try:
-        len(table)
-    except Exception:  # noqa: BLE001 - raised by an object of a user
-        return False
-    return True

@@ -1,4 +1,4 @@
-"""MultiTurnGym: prompts of a dataset with multi-turn conversations, where a user function replies."""
+"""MultiTurnGym: a prompt dataset with conversations, in which a user function replies."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -9,8 +9,8 @@ from evogrpo.chat_templates import ANSWER, QUESTION
 from evogrpo.envs.fingerprint import code_hash
 from evogrpo.envs.protocol import Split
 from evogrpo.envs.text.datasets import AnyTable
-from evogrpo.envs.text.huggingface_gym import PromptEnvironment, PromptOptions
 from evogrpo.envs.text.prompt_batch import SingleTurnBatch
+from evogrpo.envs.text.prompt_environment import PromptEnvironment, PromptOptions
 from evogrpo.envs.text.reward_functions import (
     RewardFunc,
     as_messages,
@@ -61,26 +61,10 @@ class MultiTurnBatch(SingleTurnBatch):
         replies: list[tuple[int, ...] | None] = []
         for conversation in conversations:
             row = self.rows[conversation.start]
-            prompt = check_messages(own_copy(row["prompt"], "prompt"), "prompt")
-            messages = [*prompt, *as_messages(self._turn_texts(conversation))]
-            with escaped_prints():
-                text = call_sync(self.reply, ((own_row(row), messages), {}))
-            if isinstance(text, BaseException):
-                raise ValueError(f"reply raised {shown(text, 200)}") from text
+            text = self._reply_text(row, self._turn_texts(conversation))
             if text is None:
                 replies.append(None)
                 continue
-            if not isinstance(text, str):
-                raise ValueError(
-                    "reply must return text, or None to end the conversation, got"
-                    f" {shown(text, 200)}."
-                )
-            try:
-                text.encode()
-            except UnicodeEncodeError as error:
-                raise ValueError(
-                    f"reply must return valid text, got an incomplete character ({error})."
-                ) from error
             options = {**self.options, **row_options(row)}
             completion = conversation.completions[-1]
             message = {"role": "user", "content": text}
@@ -88,6 +72,28 @@ class MultiTurnBatch(SingleTurnBatch):
             self._replies[conversation.row, len(conversation.turns), tokens] = text
             replies.append(tokens)
         return replies
+
+    def _reply_text(self, row: Mapping[str, Any], turns: Sequence[str]) -> str | None:
+        """Return the next message of the user, or None if the conversation is over."""
+        prompt = check_messages(own_copy(row["prompt"], "prompt"), "prompt")
+        messages = [*prompt, *as_messages(turns)]
+        with escaped_prints():
+            text = call_sync(self.reply, ((own_row(row), messages), {}))
+        if isinstance(text, BaseException):
+            raise ValueError(f"reply raised {shown(text, 200)}") from text
+        if text is None:
+            return None
+        if not isinstance(text, str):
+            raise ValueError(
+                f"reply must return text, or None to end the conversation, got {shown(text, 200)}."
+            )
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"reply must return valid text, got an incomplete character ({error})."
+            ) from error
+        return text
 
     def _turn_texts(self, conversation: Conversation) -> list[str]:
         """Return the texts of completions and replies in order, without the markers of replies."""
@@ -106,7 +112,7 @@ class MultiTurnBatch(SingleTurnBatch):
 
 
 def _check_reply(reply: object) -> None:
-    """Raise ValueError if `reply` is not a plain function that takes a row and messages, in this order."""
+    """Raise ValueError if `reply` is not a plain function of a row and messages, in this order."""
     rule = "reply must be a function of (row, messages)"
     if not callable(reply):
         raise ValueError(f"{rule}, got {shown(reply, 200)}.")
@@ -150,7 +156,7 @@ class MultiTurnGym(PromptEnvironment):
         max_turns: Maximum number of completions in a conversation, at least 2.
         reward_funcs: One or several rewards.
         reward_weights: Factor of each of `reward_funcs` in the sum; None means 1 each.
-        options: Other options; see `evogrpo.envs.text.huggingface_gym.PromptOptions`.
+        options: Other options; see `evogrpo.envs.text.prompt_environment.PromptOptions`.
 
     Attributes:
         tokenizer: The tokenizer.

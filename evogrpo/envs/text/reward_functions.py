@@ -27,10 +27,10 @@ PositionUnit = Literal["token", "character"]
 
 @dataclass(frozen=True)
 class StepRewards:
-    """Rewards at positions inside one completion, which a reward function may return instead of a number.
+    """Rewards at positions inside one completion.
 
-    The completion's reward is the sum of the values. Several values at one position are added.
-    Without values the reward is 0.
+    A reward function may return them instead of a number. The completion's reward is the sum of the
+    values, 0 without any. Several values at one position are added.
 
     Attributes:
         values: Rewards, each finite.
@@ -99,8 +99,8 @@ ARGUMENT_OF = {
 OTHER_ARGUMENTS = ("data_source", "extra_info", "state", "info", "parser", "metadata")
 """Arguments of other libraries without a counterpart; they are passed if they are columns."""
 BATCH_NAMES = {
-    "prompts", "completions", "completion_ids", "queries", "labels", "responses", "solutions", "answers",
-    "questions", "data_sources", "solution_strs", "ground_truths", "extra_infos",
+    "prompts", "completions", "completion_ids", "queries", "labels", "responses", "solutions",
+    "answers", "questions", "data_sources", "solution_strs", "ground_truths", "extra_infos",
 }  # fmt: skip
 """Arguments of functions that take many completions, in all libraries."""
 TRL_ARGUMENTS = ("prompts", "completions", "completion_ids")
@@ -116,7 +116,7 @@ DEFAULT_REWARD_TIMEOUT: float | None = None
 
 
 class RewardError(ValueError):
-    """A reward function raised, returned an invalid reward, exceeded the time limit, or ended its process."""
+    """A reward function raised, returned an invalid reward, took too long, or ended its process."""
 
 
 def own_copy(value: Any, name: str) -> Any:

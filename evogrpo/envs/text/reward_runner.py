@@ -113,7 +113,7 @@ class RewardRunner:
             self.pool.cancel(outcomes)
 
     def close(self) -> None:
-        """Cancel all calls, stop the event loop and end the processes. The next call starts new ones."""
+        """Cancel all calls and stop event loop and processes. The next call starts new ones."""
         self._event_loop.close()
         if self.pool is not None:
             self.pool.close()
@@ -295,7 +295,11 @@ class _Worker:
             self.process.close()
 
     def _call(self, request: bytes) -> Any:
-        """Return the result of a call, or its failure; raise ValueError if functions do not load."""
+        """Return the result of a call, or its failure.
+
+        Raises:
+            ValueError: If the process cannot load the functions.
+        """
         if self.process is None or not self.process.running:
             if self.process is not None:
                 self.process.close()

@@ -15,17 +15,9 @@ from evogrpo.validation import plain_list, refuse_unknown
 from evogrpo.warnings import warn
 
 ROLES = (
-    "system",
-    "developer",
-    "user",
-    "assistant",
-    "tool",
-    "function",
-    "model",
-    "ipython",
-    "environment",
-    "documents",
-)
+    "system", "developer", "user", "assistant", "tool", "function", "model", "ipython",
+    "environment", "documents",
+)  # fmt: skip
 Tokenizer = Any
 """A transformers tokenizer."""
 Message = dict[str, Any]
@@ -35,7 +27,8 @@ Options = Mapping[str, Any]
 TEMPLATE_OPTIONS = "chat_template_kwargs"
 """Column with keyword arguments of the chat template for one row, as in TRL."""
 RESERVED_OPTIONS = {
-    "conversation", "messages", "tokenize", "add_generation_prompt", "continue_final_message", "return_dict",
+    "conversation", "messages", "tokenize", "add_generation_prompt", "continue_final_message",
+    "return_dict",
 }  # fmt: skip
 
 _FIELD = re.compile(r"\{\{|\}\}|\{(\w+)\}")
@@ -57,9 +50,8 @@ def check_template(template: Sequence[Mapping[str, str]]) -> tuple[Message, ...]
             missing.
     """
     messages = tuple(check_messages(template, where="conversation_template"))
-    fields = [
-        field for message in messages for field in _FIELD.findall(message["content"]) if field
-    ]
+    text = " ".join(message["content"] for message in messages)
+    fields = list(filter(None, _FIELD.findall(text)))
     refuse_unknown("field of conversation_template", fields, ("question", "answer"))
     if "question" not in fields:
         raise ValueError(f"conversation_template must contain {{question}}, got {list(messages)}.")
@@ -90,14 +82,12 @@ def check_messages(messages: object, where: str) -> list[Message]:
     listed = plain_list(messages)  # data frames store lists as arrays
     if not listed:
         raise ValueError(f"{rule}, got {shown(messages, 200)}.")
-    messages = listed
     plain = []
-    for message in messages:
-        # Arrow tables give every message the keys of all messages, with None for missing ones.
+    for message in listed:
+        fields = {}
         if isinstance(message, Mapping):
-            fields = {k: v for k, v in message.items() if v is not None}
-        else:
-            fields = {}
+            # Arrow tables give every message the keys of all messages, with None for missing ones.
+            fields = {key: value for key, value in message.items() if value is not None}
         if fields.get("tool_calls"):
             fields.setdefault("content", "")
         if not all(isinstance(fields.get(key), str) for key in ("role", "content")):
@@ -108,7 +98,7 @@ def check_messages(messages: object, where: str) -> list[Message]:
 
 
 def is_written_messages(text: str) -> bool:
-    """Return True for a list of messages that was written as text: as JSON, as in CSV files, or as Python prints it."""
+    """Return True for messages that are written as text: as JSON, or as Python prints them."""
     return re.match(r"""\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:""", text) is not None
 
 
@@ -139,35 +129,28 @@ def render(messages: list[Message], tokenizer: Tokenizer, options: Options | Non
     Raises:
         ValueError: If the template omits tool calls of the conversation.
     """
-    last = messages[-1]
-    prefill = _is_prefill(last)
-    if prefill and not last["content"]:  # an empty prefill is the same as a fresh assistant turn
-        messages = messages[:-1]
-        prefill = False
     # 1. Render, with the last message open or an assistant turn opened.
-    if prefill:
-        mode = "continue_final_message"
-    else:
-        mode = "add_generation_prompt"
+    mode = "add_generation_prompt"
+    if _is_prefill(messages[-1]):
+        if messages[-1]["content"]:
+            mode = "continue_final_message"
+        else:  # an empty prefill is the same as a fresh assistant turn
+            messages = messages[:-1]
     keywords = {**(options or {}), mode: True}
     text = render_chat(tokenizer, messages, **keywords)
     # 2. Tool calls must change the text.
-    if any(message.get("tool_calls") for message in messages):
-        bare = [
-            {key: value for key, value in message.items() if key != "tool_calls"}
-            for message in messages
-        ]
-        if render_chat(tokenizer, bare, **keywords) == text:
-            raise ValueError(
-                "The tokenizer's chat_template does not render tool_calls. Set one that does."
-            )
+    has_calls = any(message.get("tool_calls") for message in messages)
+    if has_calls and render_chat(tokenizer, _without(messages, "tool_calls"), **keywords) == text:
+        raise ValueError(
+            "The tokenizer's chat_template does not render tool_calls. Set one that does."
+        )
     return text
 
 
 def render_reply(
     messages: list[Message], reply: Sequence[Message], tokenizer: Tokenizer, options: Options
 ) -> tuple[str, str]:
-    """Return a conversation as text: without a reply, and with a reply and the start of the model's next turn.
+    """Return a conversation as text, without and with a reply and the start of the next turn.
 
     Args:
         messages: The conversation; ends with a message of the assistant.
@@ -202,7 +185,7 @@ def reply_tokens(
     options: Options,
     completion: Sequence[int],
 ) -> tuple[int, ...]:
-    """Return the tokens between two completions: a reply with the markers of the chat template around it.
+    """Return the tokens between two completions: a reply with the markers around it.
 
     Only this new text is rendered and tokenized; sampled tokens stay as they are.
 
@@ -268,11 +251,8 @@ def row_options(row: Mapping[str, Any]) -> Options:
 
     Arrow tables give every row the keys of all rows, with None for missing ones.
     """
-    return {
-        name: value
-        for name, value in (row.get(TEMPLATE_OPTIONS) or {}).items()
-        if value is not None
-    }
+    options = row.get(TEMPLATE_OPTIONS) or {}
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def check_options(options: object, where: str) -> Options:
@@ -303,12 +283,12 @@ def check_options(options: object, where: str) -> Options:
 
 
 def inserts_date(template: object) -> bool:
-    """Return True if a chat template inserts the current date, with the function `strftime_now` of transformers."""
+    """Return True if a chat template inserts the date, by `strftime_now` of transformers."""
     return isinstance(template, str) and "strftime_now" in template
 
 
 def dated_template(template: str, date: datetime) -> str:
-    """Return a chat template in which `strftime_now` formats this date instead of the current one."""
+    """Return a chat template in which `strftime_now` formats this date."""
     # transformers passes no functions to templates, so the function is a macro that replaces each
     # directive. A loop compiles in milliseconds; a chain of filters, one inside the other, takes
     # seconds.
@@ -343,66 +323,59 @@ def tokenize(
         ValueError: If text and messages are mixed, a chat template is missing, fails or leaves a
             message out, or a prompt is empty.
     """
+    kinds = {type(prompt) for prompt, _ in prompts}
+    if len(kinds) > 1:
+        raise ValueError(
+            f"Prompts of {where} must all be text or all be lists of messages, got both."
+        )
     tokenized: list[array[int]] = []
-    kind: type | None = None
     changes = _Changes(tokenizer=tokenizer, where=where)
     for first in range(0, len(prompts), _CHUNK):
-        chunk = prompts[first : first + _CHUNK]
-        # 1. Prompts must have one type.
-        kind = kind or type(chunk[0][0])
-        if any(type(prompt) is not kind for prompt, _ in chunk):
-            raise ValueError(
-                f"Prompts of {where} must all be text or all be lists of messages, got both."
-            )
-        # 2. Render and tokenize.
+        # 1. Render and tokenize.
         texts = []
-        for row, (prompt, options) in enumerate(chunk, first):
-            texts.append(_text(prompt, tokenizer, options, numbered(row, where)))
+        for row, (prompt, options) in enumerate(prompts[first : first + _CHUNK], first):
+            text = _text(prompt, tokenizer, options, numbered(row, where))
             if not isinstance(prompt, str):
-                changes.check(row, prompt, options, texts[-1])
+                changes.check(row, prompt, options, text)
+            texts.append(text)
         ids_of_texts = tokenizer(texts, add_special_tokens=False)["input_ids"]
-        if kind is str:
+        if str in kinds:
             ids_of_texts = _with_special_tokens(texts, ids_of_texts, tokenizer)
-        for text, ids in zip(texts, ids_of_texts, strict=True):
+        # 2. Compare the tokens with the texts.
+        for row, (text, ids) in enumerate(zip(texts, ids_of_texts, strict=True), first):
             if len(ids) == 0:
                 raise ValueError(
-                    f"{numbered(len(tokenized), where)} has a prompt without tokens. Remove the"
-                    " row."
+                    f"{numbered(row, where)} has a prompt without tokens. Remove the row."
                 )
-            # Spaces may differ: some tokenizers begin with one, or drop those beside special
-            # tokens.
-            read = str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
-            if _without_spaces(text) not in _without_spaces(read):
-                pairs = enumerate(zip(text, read, strict=False))
-                place = next((place for place, (wanted, got) in pairs if wanted != got), 0)
-                wanted = text[place:]
-                got = read[place:]
-                changes.add(
-                    "tokens",
-                    len(tokenized),
-                    f"the tokenizer changes the text {shown(wanted, 40)} to {shown(got, 40)}",
-                )
+            changes.check_tokens(row, text, ids)
             tokenized.append(array("i", ids))
     # 3. Warn of changes, and of arguments of the template that have no effect.
     changes.warn()
+    _warn_of_unused_options(prompts, tokenizer, where)
+    return tokenized
+
+
+def _warn_of_unused_options(
+    prompts: Sequence[tuple[Prompt, Options]], tokenizer: Tokenizer, where: str
+) -> None:
+    """Warn of arguments of the chat template that it does not contain."""
     names: set[str] = set()
-    templates: set[str] = set()
-    for _, options in prompts:
+    words = {"chat_template"}
+    used_by = "text prompts do not use"
+    templates = set()
+    for prompt, options in prompts:
         names.update(name for name, value in options.items() if value is not None)
-        if kind is not str:
-            templates.add(str(options.get("chat_template") or tokenizer.chat_template))
-    words = set(re.findall(r"\w+", " ".join(templates)))
-    unused = sorted(names - words - {"chat_template"})
-    if unused:
-        if kind is str:
-            used_by = "text prompts do not use"
-        else:
+        if not isinstance(prompt, str):
             used_by = "the chat template does not contain"
+            templates.add(str(options.get("chat_template") or tokenizer.chat_template))
+    for template in templates:
+        words.update(re.findall(r"\w+", template))
+    unused = sorted(names - words)
+    if unused:
         warn(
             f"{TEMPLATE_OPTIONS} of {where}: {used_by} {', '.join(unused)}. Check the name, or"
             " remove it."
         )
-    return tokenized
 
 
 def _with_special_tokens(
@@ -430,11 +403,7 @@ def _with_special_tokens(
     return result
 
 
-def _without_spaces(text: str) -> str:
-    return "".join(text.split())
-
-
-_UNSEEN_KEYS = ("role", "content", "tool_calls", "tool_call_id")
+_UNSEEN_KEYS = {"role", "content", "tool_calls", "tool_call_id"}
 """Keys of messages that templates show in another way, or that only link messages."""
 
 
@@ -465,11 +434,10 @@ class _Changes:
         """Warn once of each kind of change."""
         for changes in self.found.values():
             row, description = changes[0]
+            more = ""
             others = len({number for number, _ in changes}) - 1
             if others:
                 more = f" {pluralize(others, 'other row')} changed in the same way."
-            else:
-                more = ""
             warn(f"{numbered(row, self.where)}: {description}.{more}")
 
     def check(self, row: int, messages: list[Message], options: Options, text: str) -> None:
@@ -479,51 +447,54 @@ class _Changes:
             ValueError: If the chat template leaves out a message.
         """
         # 1. Once for messages of the same roles and keys: find messages and keys that are left out.
-        shape = repr(
-            [sorted({**message, "content": "", "role": message["role"]}) for message in messages]
-        )
-        shape += repr([(message["role"], bool(message["content"])) for message in messages]) + repr(
-            options
-        )
-        if shape not in self._shapes:
-            self._shapes.add(shape)
-            missing = _left_out(messages, self.tokenizer, options)
-            if missing:
-                raise ValueError(
-                    f"{numbered(row, self.where)}: the chat template leaves out"
-                    f" {_named(messages, missing[0])}. Remove the message, or set a chat template"
-                    " that renders it."
-                )
-            for name in _unused_keys(messages, self.tokenizer, options):
-                self.add(
-                    f"key {name}",
-                    row,
-                    f"the chat template does not use the key {shown(name)} of messages",
-                )
+        shape = [(each["role"], bool(each["content"]), sorted(each)) for each in messages]
+        key = repr((shape, options))
+        if key not in self._shapes:
+            self._shapes.add(key)
+            self._check_shape(row, messages, options)
         # 2. For each row: find contents that are changed, and special tokens in them.
         for number, message in enumerate(messages):
             name = _named(messages, number)
             content = message["content"]
             if not _contains(text, content):
-                self.add(
-                    "content",
-                    row,
-                    f"the chat template changes the content of {name}: {shown(content)}",
-                )
+                change = f"the chat template changes the content of {name}: {shown(content)}"
+                self.add("content", row, change)
             for token in self._special:
                 if token in content:
-                    self.add(
-                        "token",
-                        row,
-                        f"{name} contains {token!r}, which the model reads as a special token",
-                    )
+                    change = f"{name} contains {token!r}, which the model reads as a special token"
+                    self.add("token", row, change)
         last = messages[-1]
         if _is_prefill(last) and not text.endswith(last["content"]):
-            self.add(
-                "prefill",
-                row,
-                f"the chat template changes the end of the last message {shown(last['content'])}",
+            change = (
+                f"the chat template changes the end of the last message {shown(last['content'])}"
             )
+            self.add("prefill", row, change)
+
+    def _check_shape(self, row: int, messages: list[Message], options: Options) -> None:
+        """Find messages and keys that the chat template leaves out."""
+        missing = _left_out(messages, self.tokenizer, options)
+        if missing:
+            raise ValueError(
+                f"{numbered(row, self.where)}: the chat template leaves out"
+                f" {_named(messages, missing[0])}. Remove the message, or set a chat template that"
+                " renders it."
+            )
+        for name in _unused_keys(messages, self.tokenizer, options):
+            change = f"the chat template does not use the key {shown(name)} of messages"
+            self.add(f"key {name}", row, change)
+
+    def check_tokens(self, row: int, text: str, ids: Sequence[int]) -> None:
+        """Compare a rendered text with its tokens."""
+        # Spaces may differ: some tokenizers begin with one, or drop those beside special tokens.
+        read = str(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+        if "".join(text.split()) in "".join(read.split()):
+            return
+        pairs = enumerate(zip(text, read, strict=False))
+        same = next((place for place, (wanted, got) in pairs if wanted != got), 0)
+        change = (
+            f"the tokenizer changes the text {shown(text[same:], 40)} to {shown(read[same:], 40)}"
+        )
+        self.add("tokens", row, change)
 
 
 def _named(messages: Sequence[Message], number: int) -> str:
@@ -531,59 +502,58 @@ def _named(messages: Sequence[Message], number: int) -> str:
 
 
 def _left_out(messages: list[Message], tokenizer: Tokenizer, options: Options) -> list[int]:
-    """Return the positions of messages that the chat template leaves out, if their contents are replaced by markers."""
+    """Return the positions of messages that the chat template leaves out."""
     # Contents of real messages may occur elsewhere in the text by chance.
-    markers = [f"content-{number}-of-a-message" for number in range(len(messages))]
+    markers = {}
     marked = []
-    for message, marker in zip(messages, markers, strict=True):
-        marked.append({**message, "content": marker if message["content"] else ""})
+    for number, message in enumerate(messages):
+        content = ""
+        if message["content"]:
+            content = f"content-{number}-of-a-message"
+            markers[number] = content
+        marked.append({**message, "content": content})
     try:
         text = render(marked, tokenizer, options)
     except Exception:  # noqa: BLE001 (a template may refuse other contents)
         return []
-    return [
-        number
-        for number, marker in enumerate(markers)
-        if messages[number]["content"] and marker not in text
-    ]
+    return [number for number, marker in markers.items() if marker not in text]
 
 
 def _unused_keys(messages: list[Message], tokenizer: Tokenizer, options: Options) -> list[str]:
     """Return the keys of messages without which the rendered text is the same."""
-    names = {name for message in messages for name in message if name not in _UNSEEN_KEYS}
+    names: set[str] = set()
+    for message in messages:
+        names |= message.keys()
+    names -= _UNSEEN_KEYS
     if all(message["role"] == "tool" for message in messages if "name" in message):
         names.discard("name")  # of a tool: most templates show the result alone
-    text = render(messages, tokenizer, options) if names else ""
+    if not names:
+        return []
+    text = render(messages, tokenizer, options)
     unused = []
     for name in sorted(names):
-        others = [
-            {key: value for key, value in message.items() if key != name} for message in messages
-        ]
-        try:
-            same = render(others, tokenizer, options) == text
-        except Exception:  # noqa: BLE001 (a template may require the key)
-            same = False
-        if same:
-            unused.append(name)
+        with suppress(Exception):  # a template may require the key
+            if render(_without(messages, name), tokenizer, options) == text:
+                unused.append(name)
     return unused
+
+
+def _without(messages: Sequence[Message], key: str) -> list[Message]:
+    """Return messages without a key."""
+    return [{name: message[name] for name in message if name != key} for message in messages]
 
 
 def _contains(text: str, content: str) -> bool:
     """Return True if a text contains a content, without spaces around it or as a JSON string."""
     stripped = content.strip()
-    return (
-        stripped in text
-        or json.dumps(stripped)[1:-1] in text
-        or json.dumps(stripped, ensure_ascii=False)[1:-1] in text
-    )
+    as_json = json.dumps(stripped)[1:-1]
+    as_unicode_json = json.dumps(stripped, ensure_ascii=False)[1:-1]
+    return any(form in text for form in (stripped, as_json, as_unicode_json))
 
 
 def _text(prompt: Prompt, tokenizer: Tokenizer, options: Options, where: str) -> str:
     try:
-        if isinstance(prompt, str):
-            text = prompt
-        else:
-            text = render(prompt, tokenizer, options)
+        text = prompt if isinstance(prompt, str) else render(prompt, tokenizer, options)
         text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(

@@ -3,25 +3,18 @@
 import asyncio
 import inspect
 import json
-import math
 import os
 import re
 import sys
 import threading
-import time
-from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import Future, InvalidStateError, wait
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from evogrpo.chat_templates import QUESTION, render_chat
-from evogrpo.envs.text.compute_rewards import POLL_SECONDS
 from evogrpo.envs.text.templates import Message, Options, Tokenizer, render_reply
-from evogrpo.envs.text.user_functions import call_sync, end_fork, timeout_error
-from evogrpo.interruption import NEVER, Stop
+from evogrpo.envs.text.user_functions import end_fork
 
 Tool = Callable[..., Any]
 """A function with type hints and a docstring that describes its arguments."""
@@ -35,13 +28,14 @@ UNKNOWN_TOOL = "unknown"
 
 
 def tool_methods(environment: object) -> list[str]:
-    """Return the names of the methods of an environment that are tools: all public ones except `NOT_TOOLS`."""
-    members = inspect.getmembers(type(environment))
-    # Class methods are methods of the class itself.
-    names = [
-        name for name, member in members if inspect.isfunction(member) or inspect.ismethod(member)
-    ]
-    return [name for name in names if not name.startswith("_") and name not in NOT_TOOLS]
+    """Return the names of an environment's tools: all public methods except `NOT_TOOLS`."""
+    names = []
+    for name, member in inspect.getmembers(type(environment)):
+        # Class methods are methods of the class itself.
+        is_method = inspect.isfunction(member) or inspect.ismethod(member)
+        if is_method and not name.startswith("_") and name not in NOT_TOOLS:
+            names.append(name)
+    return names
 
 
 def tool_schema(function: Tool) -> Schema:
@@ -81,9 +75,15 @@ class ToolTurn:
     calls: tuple[tuple[str, Any], ...] = ()
     error: str | None = None
 
+    @classmethod
+    def malformed(cls, text: str, reason: str) -> "ToolTurn":
+        """Return a plain message that cannot be parsed."""
+        message = {"role": "assistant", "content": text}
+        return cls(message=message, error=f"malformed tool call: {reason}")
+
 
 def hermes_template(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the response template of tool calls as JSON in <tool_call> tags, as Qwen and Hermes models write them."""
+    """Return the response template of calls in <tool_call> tags, as of Qwen and Hermes models."""
     eos = getattr(tokenizer, "eos_token", None)
     ending = r"\Z" if eos is None else rf"{re.escape(eos)}\s*"
     return {
@@ -125,83 +125,65 @@ def parse_completion(
         schemas: Schemas of the tools, by which arguments are converted.
     """
     # 1. Parse the text; a completion that cannot be parsed becomes a plain message with an error.
-    template = getattr(tokenizer, "response_template", None)
     text = str(tokenizer.decode(list(completion)))
-    plain = {
-        "role": "assistant",
-        "content": str(tokenizer.decode(list(completion), skip_special_tokens=True)),
-    }
+    plain = str(tokenizer.decode(list(completion), skip_special_tokens=True))
+    template = getattr(tokenizer, "response_template", None)
+    prefix_text = ""
     if template is not None:
         prefix_text = str(tokenizer.decode(list(prefix)))
     else:
+        template = hermes_template(tokenizer)
         # Some chat templates begin the thinking part, so that the completion only ends it.
         thought, ends, _ = text.partition("</think>")
         opening = str(tokenizer.decode(list(prefix[-10:]))).rstrip()
         if opening.endswith("<think>") or (ends and "<think>" not in thought):
             text = f"<think>{text}"
-        template = hermes_template(tokenizer)
-        prefix_text = ""
     try:
-        parsed: Message = tokenizer.parse_response(
-            text,
-            schema=template,
-            prefix=prefix_text,
-            tools=list(schemas),
+        message: Message = tokenizer.parse_response(
+            text, schema=template, prefix=prefix_text, tools=list(schemas)
         )
     except Exception as error:  # noqa: BLE001 (sampled text may break a parser in any way)
-        return ToolTurn(message=plain, error=f"malformed tool call: {error}")
+        return ToolTurn.malformed(plain, str(error))
     # 2. Check the form of the calls, whose names and arguments are sampled text.
-    content = parsed.get("content") or ""
-    last = list(completion[-1:])
-    # a special token that ended the completion
-    if not tokenizer.decode(last, skip_special_tokens=True):
-        content = content.removesuffix(str(tokenizer.decode(last)))
-    message = {**parsed, "content": content}
     calls = []
     for call in message.get("tool_calls") or ():
-        if isinstance(call, Mapping):
-            function = call.get("function")
-        else:
-            function = None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            return ToolTurn(
-                message=plain,
-                error="malformed tool call: it must be an object with name and arguments",
-            )
-        if not _is_json(function):
-            return ToolTurn(
-                message=plain,
-                error="malformed tool call: it must have valid text and finite numbers",
-            )
-        unknown = sorted(function.keys() - _CALL_KEYS)
-        if unknown or {"arguments", "parameters"} <= function.keys():
-            if unknown:
-                wrong = unknown[0]
-            else:
-                wrong = "both arguments and parameters"
-            reason = f"malformed tool call: it must have name and arguments, got {wrong}"
-            return ToolTurn(message=plain, error=reason)
+        function: Any = call.get("function") if isinstance(call, Mapping) else None
+        reason = _malformed(function)
+        if reason is not None:
+            return ToolTurn.malformed(plain, reason)
         # Llama models write "parameters". A call without either has no arguments.
         arguments = function.pop("parameters", None)
         if function.get("arguments") is None:
             function["arguments"] = {} if arguments is None else arguments
         calls.append((function["name"], function["arguments"]))
-    return ToolTurn(message=message, calls=tuple(calls))
+    # 3. Leave out a special token that ended the completion.
+    content = message.get("content") or ""
+    last = list(completion[-1:])
+    if not tokenizer.decode(last, skip_special_tokens=True):
+        content = content.removesuffix(str(tokenizer.decode(last)))
+    return ToolTurn(message={**message, "content": content}, calls=tuple(calls))
+
+
+def _malformed(function: Any) -> str | None:
+    """Return what is wrong with the form of a call; None if nothing is."""
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        return "it must be an object with name and arguments"
+    try:  # to write it as JSON in UTF-8, which has no NaN and infinity
+        json.dumps(function, ensure_ascii=False, allow_nan=False).encode()
+    except (TypeError, ValueError, RecursionError):
+        return "it must have valid text and finite numbers"
+    unknown = sorted(function.keys() - _CALL_KEYS)
+    if unknown:
+        return f"it must have name and arguments, got {unknown[0]}"
+    if {"arguments", "parameters"} <= function.keys():
+        return "it must have name and arguments, got both arguments and parameters"
+    return None
 
 
 _CALL_KEYS = {"name", "arguments", "parameters", "id", "type"}
 """Keys of a call. Others are arguments in a wrong place or under a wrong name: the call would be
 made without them.
 """
-
-
-def _is_json(value: Any) -> bool:
-    """Return True if a value of a sampled call can be written as JSON in UTF-8, which has no NaN and infinity."""
-    try:
-        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
-    except (TypeError, ValueError, RecursionError):
-        return False
-    return True
 
 
 # ---- chat templates
@@ -227,20 +209,17 @@ def check_tool_template(tokenizer: Tokenizer, options: Options, schemas: Sequenc
     content = "result_of_a_tool"
     result = {"role": "tool", "name": name, "content": content}
     before, after = render_reply([QUESTION, tool_call(name)], [result], tokenizer, options)
-    shown = {  # one text if the template ignores tools
-        render_chat(tokenizer, [QUESTION], **options, tools=tools)
-        for tools in (None, schemas or None)
-    }
-    if name not in before or content not in after or len(shown) == 1:
+    without_tools = render_chat(tokenizer, [QUESTION], **options, tools=None)
+    with_tools = render_chat(tokenizer, [QUESTION], **options, tools=schemas or None)
+    if name not in before or content not in after or with_tools == without_tools:
         raise ValueError(
             "The tokenizer's chat_template does not render tools, calls and results. Set"
             " tokenizer.chat_template, or task.chat_template in a configuration, to one that does."
         )
     # 2. The parser must read the calls that it writes.
     if getattr(tokenizer, "response_template", None) is None:
-        call = tokenizer([before[before.rfind("<tool_call>") :]], add_special_tokens=False)[
-            "input_ids"
-        ][0]
+        written = before[before.rfind("<tool_call>") :]
+        (call,) = tokenizer([written], add_special_tokens=False)["input_ids"]
         if parse_completion(tokenizer, call, (), ()).calls != ((name, {}),):
             raise ValueError(
                 "The tokenizer has no response_template, and its chat_template does not write tool"
@@ -270,9 +249,8 @@ def call_tool(tools: Mapping[str, Tool], name: str, arguments: Any) -> tuple[str
         if not isinstance(arguments, Mapping):
             raise ValueError(f"The arguments of {name} must be an object.")
         parameters = inspect.signature(tools[name]).parameters
-        unknown = [
-            each for each in arguments if each not in parameters or parameters[each].kind in _MANY
-        ]
+        described = [each for each in parameters if parameters[each].kind not in _MANY]
+        unknown = [each for each in arguments if each not in described]
         if unknown:
             raise ValueError(
                 f"Tool {name} has no argument {unknown[0]}. Its arguments are:"
@@ -310,54 +288,3 @@ def _event_loop() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="evogrpo async tools", daemon=True).start()
     return loop
-
-
-def run_calls(
-    calls: Sequence[Callable[[], Any]], *, workers: int, timeout: float | None, stop: Stop = NEVER
-) -> list[Any]:
-    """Make calls in threads; return a value or exception for each.
-
-    A call that exceeds the time limit is abandoned in its thread, which another one replaces.
-
-    Args:
-        calls: Functions without arguments.
-        workers: Number of threads; 0 = the calling thread, without a time limit.
-        timeout: Time limit of each call, in seconds; None = no limit.
-        stop: Checked while waiting.
-    """
-    if workers == 0:
-        results = []
-        for call in calls:
-            stop.check()
-            results.append(call_sync(call, ((), {})))
-        return results
-    # 1. Daemon threads take calls from a queue; they never keep the program from ending.
-    futures: list[Future[Any]] = [Future() for _ in calls]
-    waiting = deque(enumerate(calls))
-    started = dict[int, float]()
-
-    def work() -> None:
-        with suppress(IndexError, InvalidStateError):  # no call is left, or this one took too long
-            while True:
-                number, call = waiting.popleft()
-                started[number] = time.monotonic()
-                futures[number].set_result(call_sync(call, ((), {})))
-
-    def start_thread() -> None:
-        threading.Thread(target=work, name="evogrpo environments", daemon=True).start()
-
-    for _ in range(min(workers, len(calls))):
-        start_thread()
-    # 2. Wait for all calls, and abandon those that take too long.
-    limit = math.inf if timeout is None else timeout
-    try:
-        while wait(futures, timeout=POLL_SECONDS).not_done:
-            stop.check()
-            for number, begin in started.copy().items():
-                if not futures[number].done() and time.monotonic() - begin > limit:
-                    with suppress(InvalidStateError):  # it has just finished
-                        futures[number].set_result(timeout_error(limit))
-                        start_thread()
-    finally:
-        waiting.clear()
-    return [future.result() for future in futures]

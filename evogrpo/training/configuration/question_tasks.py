@@ -18,7 +18,8 @@ from evogrpo.envs.text.environment_gym import (
     DEFAULT_ENVIRONMENT_WORKERS,
     EnvironmentGym,
 )
-from evogrpo.envs.text.huggingface_gym import HuggingFaceGym, PromptEnvironment
+from evogrpo.envs.text.huggingface_gym import HuggingFaceGym
+from evogrpo.envs.text.prompt_environment import PromptEnvironment
 from evogrpo.envs.text.reward_functions import DEFAULT_REWARD_TIMEOUT, OnRewardError
 from evogrpo.envs.text.reward_runner import check_worker_limits
 from evogrpo.envs.text.tasks import TASKS

@@ -10,7 +10,7 @@ from torch import Tensor
 from evogrpo.algorithms.grpo import GRPO
 from evogrpo.algorithms.population import Population
 from evogrpo.distributed import processes
-from evogrpo.envs.text.huggingface_gym import SAMPLE_COMPLETIONS, Preflight, PromptEnvironment
+from evogrpo.envs.text.prompt_environment import SAMPLE_COMPLETIONS, Preflight, PromptEnvironment
 from evogrpo.envs.text.reward_functions import RewardError
 from evogrpo.members.devices import DEFAULT_MICRO_BATCH_TOKENS, available_device
 from evogrpo.members.language.bank import REDUCED_LOGITS_ROWS
