@@ -80,6 +80,7 @@ def end_of_turn_ids(tokenizer: Any, options: Mapping[str, Any]) -> tuple[int, ..
         options: Keyword arguments of the chat template.
     """
     closing = closing_token(tokenizer, options)
+    # None if the tokenizer has no EOS.
     ids = {getattr(tokenizer, "eos_token_id", None)}
     if closing is not None:
         ids.add(tokenizer.convert_tokens_to_ids(closing))
@@ -108,6 +109,7 @@ def closing_token(tokenizer: Any, options: Mapping[str, Any]) -> str | None:
         except Exception:  # noqa: BLE001 (templates may raise anything; some open no turn after an answer)
             continue
         endings.append(text.rpartition(ANSWER["content"]))
+    # Longer tokens first, as one may begin with another.
     tokens = sorted(tokenizer.get_added_vocab(), key=len, reverse=True)
     if not endings or not tokens or not all(answer for _, answer, _ in endings):
         return None

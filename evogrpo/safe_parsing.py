@@ -5,6 +5,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ def read_regular(path: Path) -> bytes:
         OSError: If it cannot be read, or is a pipe or device, which could make the program wait for
             ever.
     """
+    # A folder raises the usual error of the system when it is read.
     if path.exists() and not path.is_file() and not path.is_dir():
         raise OSError(errno.EINVAL, "it is a pipe or device, not a regular file", str(path))
     return path.read_bytes()
@@ -40,7 +42,8 @@ class _Loader(yaml.SafeLoader):
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
         self._depth = 0
-        self._sizes = dict[int, int]()
+        # Values and characters of each node, by its id; those of aliases counted again.
+        self._sizes: dict[int, int] = {}
         self._lengths: dict[int, int] = {}
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
@@ -48,57 +51,64 @@ class _Loader(yaml.SafeLoader):
         mark = self.peek_event().start_mark
         self._depth += 1
         if self._depth > MAX_DEPTH:
-            raise yaml.composer.ComposerError(
-                None, None, f"nested more than {MAX_DEPTH} levels deep", mark
-            )
+            raise _refused(f"nested more than {MAX_DEPTH} levels deep", mark)
+        # The event is consumed below.
         alias = self.check_event(yaml.AliasEvent)
         node: Any = super().compose_node(parent, index)
         self._depth -= 1
-        if alias and id(node) not in self._sizes:
-            raise yaml.composer.ComposerError(
-                None, None, "the alias refers to a value that contains it", mark
-            )
         if not alias:
-            children = [id(child) for child in _children(node)]
-            self._sizes[id(node)] = 1 + sum(self._sizes[child] for child in children)
-            if isinstance(node, yaml.ScalarNode):
-                own_length = len(node.value)
-            else:
-                own_length = 0
-            self._lengths[id(node)] = own_length + sum(self._lengths[child] for child in children)
+            self._count(node)
+        elif id(node) not in self._sizes:
+            # An alias inside its own anchor, which has no size yet.
+            raise _refused("the alias refers to a value that contains it", mark)
+        too_many = ""
         if self._lengths[id(node)] > MAX_CHARACTERS:
-            why = f"more than {MAX_CHARACTERS:,} characters, counting those of aliases each time"
-            raise yaml.composer.ComposerError(None, None, why, mark)
+            too_many = f"{MAX_CHARACTERS:,} characters"
         if self._sizes[id(node)] > MAX_VALUES:
-            why = f"more than {MAX_VALUES:,} values, counting those of aliases each time"
-            raise yaml.composer.ComposerError(None, None, why, mark)
+            too_many = f"{MAX_VALUES:,} values"
+        if too_many:
+            raise _refused(f"more than {too_many}, counting those of aliases each time", mark)
         return node  # type: ignore[no-any-return]
+
+    def _count(self, node: Any) -> None:
+        """Add up the values and characters of a node, whose children have been counted."""
+        size = 1
+        length = 0
+        if isinstance(node, yaml.ScalarNode):
+            length = len(node.value)
+        for child in _children(node):
+            size += self._sizes[id(child)]
+            length += self._lengths[id(child)]
+        self._sizes[id(node)] = size
+        self._lengths[id(node)] = length
 
     def construct_yaml_int(self, node: Any) -> int:
         """Read an integer of at most `MAX_DIGITS` digits."""
         if len(node.value) > MAX_DIGITS:
             why = f"a whole number has at most {MAX_DIGITS} digits, got {len(node.value):,}"
-            raise yaml.constructor.ConstructorError(None, None, why, node.start_mark)
+            raise _refused(why, node.start_mark)
         return int(super().construct_yaml_int(node))
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Read a mapping; every key is text and appears once."""
         seen: set[str] = set()
         for key_node, _ in node.value:
+            mark = key_node.start_mark
             if key_node.tag == "tag:yaml.org,2002:merge":
-                why = "merge keys (<<) are not supported. Write the keys out."
-                raise yaml.constructor.ConstructorError(None, None, why, key_node.start_mark)
+                raise _refused("merge keys (<<) are not supported. Write the keys out.", mark)
             key = self.construct_object(key_node)
-            if isinstance(key, str) and key in seen:
-                why = f"the key {key!r} appears twice. Remove one."
-            else:
-                why = ""
             if not isinstance(key, str):
-                why = f"every key must be text, got {shown(key)}. Put it in quotes."
-            if why:
-                raise yaml.constructor.ConstructorError(None, None, why, key_node.start_mark)
+                raise _refused(f"every key must be text, got {shown(key)}. Put it in quotes.", mark)
+            # The base class would let the last of several equal keys win.
+            if key in seen:
+                raise _refused(f"the key {key!r} appears twice. Remove one.", mark)
             seen.add(key)
         return super().construct_mapping(node, deep=deep)
+
+
+def _refused(why: str, mark: Any) -> yaml.MarkedYAMLError:
+    """Return the error of a value that is not read; `load_yaml` adds file and line."""
+    return yaml.MarkedYAMLError(None, None, why, mark)
 
 
 class _Dumper(yaml.SafeDumper):
@@ -128,10 +138,10 @@ def load_yaml(text: str, where: str) -> Any:
     try:
         return yaml.load(text, _Loader)  # noqa: S506 (a subclass of SafeLoader)
     except yaml.YAMLError as error:
+        # Most errors know their place.
         mark = getattr(error, "problem_mark", None)
-        if mark is None:
-            place = ""
-        else:
+        place = ""
+        if mark is not None:
             place = f", line {mark.line + 1}, column {mark.column + 1}"
         raise ValueError(f"{where}{place}: {getattr(error, 'problem', None) or error}") from error
     except (
@@ -186,7 +196,7 @@ def read_yaml_file(path: Path) -> dict[str, Any]:
 
 def _children(node: Any) -> list[yaml.Node]:
     if isinstance(node, yaml.MappingNode):
-        return [each for pair in node.value for each in pair]
+        return list(chain.from_iterable(node.value))
     if isinstance(node, yaml.SequenceNode):
         return list(node.value)
     return []
@@ -229,12 +239,11 @@ def load_json(text: bytes | str) -> Any:
             huge integer or a repeated key.
     """
     if isinstance(text, bytes):
-        decoded = text.decode("utf-8")
-    else:
-        decoded = text
+        text = text.decode("utf-8")
     try:
         return json.loads(
-            decoded,
+            text,
+            # Each hook refuses what Python accepts beyond strict JSON.
             parse_constant=_refuse_constant,
             parse_float=_finite_float,
             parse_int=_bounded_int,
@@ -248,6 +257,7 @@ def _plain(value: Any, path: str) -> Any:
     """Copy a value into plain JSON types; the ValueError for an invalid part has its path."""
     if value is None or isinstance(value, (str, bool)):
         return value
+    # Bool is an int, and handled above; subclasses become plain integers.
     if isinstance(value, int):
         if abs(value) >= 10**MAX_DIGITS:
             raise ValueError(
@@ -263,6 +273,7 @@ def _plain(value: Any, path: str) -> Any:
             )
         return float(value)
     if isinstance(value, Mapping):
+        # json.dumps would convert numbers to text in silence.
         for key in value:
             if not isinstance(key, str):
                 raise ValueError(

@@ -46,6 +46,7 @@ def expand_user(path: str | os.PathLike[str], what: str = "path") -> Path:
         ValueError: If it cannot be a path, or there is no such user.
     """
     try:
+        # A path of any type may fail here, also one of a user's class.
         text = os.fspath(path)
         if len(os.fsencode(text)) > _MAX_PATH or "\0" in text:
             raise ValueError
@@ -89,10 +90,12 @@ class EscapingStream(io.TextIOBase):
 
     def write(self, text: str) -> int:
         """Write escaped text."""
+        # A carriage return alone would let text overwrite its line.
         escaped = printable(text.replace("\r\n", "\n").replace("\r", "\n"))
         try:
             self._target.write(escaped)
         except UnicodeEncodeError:
+            # For example a terminal in ASCII.
             self._target.write(escaped.encode("ascii", "backslashreplace").decode())
         return len(text)
 
@@ -131,11 +134,10 @@ class _ShortRepr(reprlib.Repr):
 
     def __init__(self) -> None:
         super().__init__()
+        # Enough to recognise a value, and bounded for any value.
         self.maxlevel = 4
-        self.maxtuple = self.maxlist = self.maxset = self.maxfrozenset = self.maxdeque = (
-            self.maxdict
-        ) = 16
-        self.maxarray = 16
+        for kind in ("tuple", "list", "set", "frozenset", "deque", "dict", "array"):
+            setattr(self, f"max{kind}", 16)
 
     def repr_str(self, x: str, level: int) -> str:
         return self._beginning(x)
@@ -187,6 +189,7 @@ def shown(value: object, limit: int = MAX_SHOWN) -> str:
         limit: Maximum number of characters of the repr.
     """
     try:
+        # Long text says how long it is; its whole repr is not needed.
         if type(value) is str and len(value) > limit:
             return (
                 f"{_single_line(repr(value[:limit]), limit + 2)}… ({len(value) - limit:,} more"
@@ -225,6 +228,7 @@ def class_name(value: object) -> str:
 
 def _single_line(text: str, limit: int) -> str:
     """Cut text to `limit` characters, with spaces for line breaks and escapes."""
+    # Escaping a long text takes long; four times the limit is enough.
     beginning = text[: 4 * limit]
     line = printable(re.sub(r"\s*[\n\t]\s*", " ", beginning))
     if len(line) <= limit and len(beginning) == len(text):
@@ -276,17 +280,17 @@ def score_text(mean: float | None, standard_error: float | None) -> str:
     """Format a fitness and its standard error, such as `0.412 ± 0.031` or `2.3e-05 ± 1e-06`."""
     if mean is None:
         return _MISSING
+    # About three significant digits.
+    digits = 1
     if abs(mean) < 10:
         digits = 3
     elif abs(mean) < 100:
         digits = 2
-    else:
-        digits = 1
+    # Both numbers have the same form.
     size = max(abs(mean), standard_error or 0.0)
+    form = ".3g"
     if size == 0 or 1e-3 <= size < 1e6:
         form = f".{digits}f"
-    else:
-        form = ".3g"
     if standard_error is None:
         return f"{mean:{form}}"
     return f"{mean:{form}} ± {standard_error:{form}}"
@@ -296,6 +300,7 @@ def duration_text(seconds: float | None) -> str:
     """Format a duration in its two largest units, such as `1 h 05 min`."""
     if seconds is None:
         return _MISSING
+    # Rounded first, so that 59.7 s are 1 min 00 s.
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:
@@ -311,19 +316,13 @@ def user_line(error: BaseException) -> str:
     Empty if unknown.
     """
     # User code lies outside this package, the standard library and installed packages.
-    folders = {
-        str(Path(__file__).parent),
-        *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
-    }
-    user_frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if "importlib" not in frame.filename
-        and not any(frame.filename.startswith(f"{each}{os.sep}") for each in folders)
-    ]
-    if user_frames:
-        return f" ({user_frames[-1].filename}, line {user_frames[-1].lineno})"
-    return ""
+    installed = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
+    folders = tuple(f"{each}{os.sep}" for each in (Path(__file__).parent, *installed))
+    line = ""
+    for frame in traceback.extract_tb(error.__traceback__):
+        if "importlib" not in frame.filename and not frame.filename.startswith(folders):
+            line = f" ({frame.filename}, line {frame.lineno})"
+    return line
 
 
 def short_repr(record: Any) -> str:
@@ -341,6 +340,7 @@ def short_repr(record: Any) -> str:
 
 def _short_value(value: Any) -> str:
     """Return a value for `short_repr`, such as dtype and shape of an array."""
+    # Arrays of numpy and tensors of torch.
     shape = getattr(value, "shape", None)
     if shape is not None:
         return f"{str(value.dtype).removeprefix('torch.')}{list(shape)}"
@@ -349,23 +349,20 @@ def _short_value(value: Any) -> str:
     if isinstance(value, str):
         return repr(value if len(value) <= _MAX_REPR else f"{value[: _MAX_REPR - 1]}…")
     if isinstance(value, Mapping):
-        inner = "{" + ", ".join(f"{key}: {_short_value(each)}" for key, each in value.items()) + "}"
-        if len(inner) <= _MAX_REPR:
-            return inner
-        return f"<{len(value)} entries>"
-    if isinstance(value, Sequence):
-        inner = "(" + ", ".join(map(_short_value, value[:_MAX_REPR])) + ")"
-        if len(inner) <= _MAX_REPR:
-            return inner
-        return f"<{len(value)} entries>"
-    return repr(value)
+        parts = [f"{key}: {_short_value(each)}" for key, each in value.items()]
+        inner = f"{{{', '.join(parts)}}}"
+    elif isinstance(value, Sequence):
+        inner = f"({', '.join(map(_short_value, value[:_MAX_REPR]))})"
+    else:
+        return repr(value)
+    return inner if len(inner) <= _MAX_REPR else f"<{len(value)} entries>"
 
 
 def reference_to(thing: Callable[..., Any]) -> str:
     """Return the reference of a user's function or class: `path.py:name` or `module:name`."""
     module = thing.__module__
+    # A module that was loaded from a file is named by its path.
+    source: str | None = module
     if module.startswith(USER_MODULE_PREFIX):
         source = sys.modules[module].__file__
-    else:
-        source = module
     return f"{source}:{thing.__qualname__}"

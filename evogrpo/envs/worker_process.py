@@ -58,6 +58,7 @@ class PackedCode:
     def load(self) -> Any:
         """Return the object. Runs the files that are not loaded yet."""
         for name, file in self.files.items():
+            # Several functions may be from one file, which runs once.
             if name in sys.modules:
                 continue
             spec = importlib.util.spec_from_file_location(name, file)
@@ -116,6 +117,7 @@ class WorkerProcess:
                 ' "__main__":`.'
             )
         # One thread per worker, so that the workers and this process share the cores.
+        # The user's own environment variables override these.
         limits = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         self._process = subprocess.Popen(
             [sys.executable, "-P", str(Path(worker_script.__file__))],
@@ -160,6 +162,7 @@ class WorkerProcess:
             WorkerError: If the process ends, or sends the reply to another request. It is killed.
         """
         try:
+            # A worker that dies closes its end of the pipe, so reading ends.
             number = read_integer(self._replies)
             # The length of a wrong reply may be any number.
             if number == self._number:
@@ -183,6 +186,7 @@ class WorkerProcess:
         if limit is None:
             self.send(request)
             return self.receive()
+        # The timer kills the process, which ends the wait for its reply.
         began = time.monotonic()
         timer = threading.Timer(limit, self.kill)
         timer.daemon = True
@@ -234,8 +238,10 @@ class WorkerProcess:
 
 def _kill(owner: int, process: "subprocess.Popen[bytes]") -> None:
     """Kill a process and its child processes. A fork of the owner does nothing."""
+    # A fork has a copy of this object, but the process is not its child.
     if os.getpid() != owner:
         return
+    # The process leads a group, which processes that it started belong to.
     if hasattr(os, "killpg"):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)

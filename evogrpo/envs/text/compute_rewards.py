@@ -60,6 +60,7 @@ class RewardCall:
 
     def by_row(self, result: Any) -> "KnownValues":
         """Return the values of a result, or its exception, for each completion."""
+        # An exception concerns all completions of the call.
         values = result
         if isinstance(result, BaseException):
             values = [result] * len(self.rows)
@@ -75,6 +76,7 @@ class RewardCall:
         _check_awaited(self.reward.name, value)
         if isinstance(value, BaseException):
             return value
+        # AgileRL's form: the value of the one completion.
         if not self.reward.batched:
             return [value]
         values = plain_list(value)
@@ -130,6 +132,7 @@ def compute_rewards(
     for call, _ in started:
         done.update((call.reward.name, row) for row in call.rows)
     calls = []
+    # Calls in this thread block it, so calls in the background are started before them.
     for reward in sorted(rewards, key=lambda each: not runner.in_background(each.name)):
         rows = [row for row in range(len(inputs.texts)) if (reward.name, row) not in done]
         calls += [RewardCall(reward, group) for group in reward.groups(inputs, rows)]
@@ -143,6 +146,7 @@ def compute_rewards(
         given: list[StepRewards | None] = [None] * len(inputs.texts)
         for row in range(len(inputs.texts)):
             value = values.get((reward.name, row))
+            # With "exclude" the first failure of a completion is kept for the warning.
             try:
                 numbers[row] = _checked_number(reward.name, value, inputs, row)
             except RewardError as error:
@@ -153,9 +157,11 @@ def compute_rewards(
             if isinstance(value, StepRewards):
                 given[row] = value
         components[reward.name] = numbers
+        # Without step rewards the reward of a completion is a scalar everywhere.
         if any(given):
             steps[reward.name] = given
     # 3. Combine them.
+    # The only place where weights enter: one row of weights for each completion.
     weights = np.array([[reward.weight for reward in rewards]] * len(inputs.texts))
     total = _weighted_sum(np.stack(list(components.values()), axis=1), weights, inputs)
     if failures:
@@ -187,6 +193,7 @@ def _values_of_calls(
             singles += [RewardCall(call.reward, (row,)) for row in call.rows]
             continue
         values |= call.by_row(result)
+        # The cause of a failure on held-out questions may be temporary, such as a lost connection.
         if isinstance(result, BaseException) and retry and on_error == "exclude":
             singles.append(call)
     # 1. Repeat calls one completion at a time, to find those that cause the failure.
@@ -226,6 +233,7 @@ def _weighted_sum(
     Raises:
         RewardError: If a sum is too large for float32.
     """
+    # nansum alone is 0 where no function applies.
     total = np.where(np.isnan(values).all(axis=1), np.nan, np.nansum(weights * values, axis=1))
     too_large = np.flatnonzero(np.abs(total) > FLOAT32_LIMIT)
     if len(too_large):
@@ -262,12 +270,14 @@ def _run(
                 running.append((call, runner.submit(call.reward.name, arguments, stop)))
                 if stop_at_first and _any_failed(running[-1:]):
                     break
+            # The wait is cut into short ones, so that a stop request is seen.
             outcomes = [outcome for _, outcome in running]
             while wait(outcomes, timeout=POLL_SECONDS).not_done:
                 stop.check()
                 runner.cancel_overdue()
                 if stop_at_first and _any_failed(running):
                     break
+        # After a failure the others may be unfinished; they are left out.
         return [(call, _result(call, outcome)) for call, outcome in running if outcome.done()]
     finally:
         runner.cancel([outcome for _, outcome in running])
@@ -330,6 +340,7 @@ def _reward_error(name: str, error: BaseException, text: str, note: str = "") ->
     failure = RewardError(
         f"Reward function {name!r} {reason}{note} for the completion {shown(text, 160)}"
     )
+    # The traceback of the user's function stays visible.
     failure.__cause__ = error
     return failure
 

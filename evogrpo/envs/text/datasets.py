@@ -31,6 +31,7 @@ def tables_by_split(train: Any, validation: Any, test: Any) -> dict[Split, Any]:
         ValueError: If a split is passed twice, or there is no training dataset.
     """
     tables: dict[Split, Any] = {"train": train, "validation": validation, "test": test}
+    # A mapping of splits, such as a `datasets.DatasetDict`.
     if isinstance(train, Mapping) and "train" in train:
         for split in SPLITS[1:]:
             if split in train and tables[split] is not None:
@@ -39,6 +40,7 @@ def tables_by_split(train: Any, validation: Any, test: Any) -> dict[Split, Any]:
                     " one."
                 )
         tables |= {split: train[split] for split in SPLITS if split in train}
+        # A split under another name would otherwise be ignored in silence.
         if unused := [name for name in train if name not in SPLITS]:
             warn(
                 f"train_dataset has parts that are not used: {shown(unused, 200)}. Rename them to"
@@ -58,6 +60,7 @@ def _rows(table: Any) -> Any:
         check_column_names(list(table.columns), "a data frame")
         rows = table.astype(object).where(table.notna(), None).to_dict("records")
         return [_plain(row) for row in rows]
+    # Frames and arrow tables are recognised by their methods, so none of them is imported.
     if hasattr(table, "to_dicts"):  # polars
         return table.to_dicts()
     if hasattr(table, "to_pylist") and hasattr(table, "schema"):  # pyarrow
@@ -71,6 +74,7 @@ def _rows(table: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
+    # Arrays in frames become lists.
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, Mapping):
@@ -128,6 +132,7 @@ def check_table(table: AnyTable, columns: Sequence[str], name: str) -> list[str]
                 f"{numbered(number, name)} must have the columns {list(table[0])}, got {list(row)}."
             )
     # 3. Check the columns.
+    # Names of a `datasets.Dataset`, otherwise those of the first row.
     present = list(table[0]) if names is None else list(names)
     missing = [column for column in columns if column not in present]
     if missing:
@@ -206,6 +211,7 @@ class RowHashes:
 
     def position(self, seed: int) -> float:
         """Return a position in [0, 1) that depends on the question and the seed alone."""
+        # 48 bits of a hash of seed and question, as a fraction.
         digest = hashlib.sha256(f"{seed} ".encode() + self.question).digest()
         return int.from_bytes(digest[:6], "big") / 2**48
 
@@ -238,6 +244,7 @@ class PromptSplit:
         """Keys of the prompts; two rows are the same question if their keys are equal."""
         if self.whole_rows:
             return self.row_keys
+        # Bytes of the token ids: equal prompts after templates are one question.
         return [ids.tobytes() for ids in self.prompts]
 
     @property
@@ -332,6 +339,7 @@ def make_splits(
         # Other rows of the chosen questions leave the other splits too.
         held_out = {keys[number] for number in chosen}
         left_out = [number for number in remaining if keys[number] in held_out]
+        # No question is in two splits.
         for number in left_out:
             del remaining[number]
         total = filtered["train"].held_out + len(left_out) - len(chosen)
@@ -352,6 +360,7 @@ def _draw(
     depth = {}
     for number, (position, row) in remaining.items():
         distance = position if split == "test" else 1.0 - position
+        # The content decides between equal questions, not the order of the dataset.
         depth[number] = (distance, row)
     order = sorted(depth, key=lambda number: depth[number])
     # 2. The first ones are held out.
@@ -375,6 +384,7 @@ def _clean(
     positions = []
     rows = zip(questions.prompts, questions.keys, questions.row_keys, strict=True)
     for position, (ids, key, row_key) in enumerate(rows):
+        # Each row counts once, for the first reason.
         if max_prompt_length is not None and len(ids) > max_prompt_length:
             counts["too_long"] += 1
         elif key in held_out_prompts:

@@ -136,6 +136,7 @@ class EnvironmentBatch(SingleTurnBatch):
         for (_, episode), outcome in zip(playing, outcomes, strict=True):
             if isinstance(outcome, BaseException):
                 failures.append(self._exclude(episode, outcome))
+        # Excluded conversations get no reply, so they end here.
         self._raise_first(failures)
         # 3. Render the results.
         replies: dict[int, tuple[int, ...]] = {}
@@ -144,6 +145,7 @@ class EnvironmentBatch(SingleTurnBatch):
                 continue
             results, failed = outcome
             options = {**self.options, **row_options(self.rows[conversation.start])}
+            # The markers around a result depend on the message before it, which calls a tool.
             caller = tool_call(results[0]["name"])
             completion = conversation.completions[-1]
             tokens = reply_tokens(caller, results, self.tokenizer, options, completion)
@@ -164,6 +166,7 @@ class EnvironmentBatch(SingleTurnBatch):
         episodes = [self._episode(conversation) for conversation in conversations]
         self._finish(list(zip(conversations, episodes, strict=True)), stop)
         known = {}
+        # Environments share a reward by the name of their class; for others it does not apply.
         for name in self.own_rewards.values():
             for row, episode in enumerate(episodes):
                 own = self.own_rewards.get(episode.opening.name) == name
@@ -173,6 +176,7 @@ class EnvironmentBatch(SingleTurnBatch):
         # 3. Exclude failed conversations, and count calls.
         errors = [episode.error for episode in episodes]
         failed = np.array([error is not None for error in errors])
+        # Their other rewards stay visible in `components`.
         scores.rewards[failed] = np.nan
         if scores.step_rewards is not None:
             scores.step_rewards[failed] = np.nan
@@ -182,16 +186,20 @@ class EnvironmentBatch(SingleTurnBatch):
                 f"{failed.sum()} of {len(failed)} conversations excluded; the first: {first}",
                 rank_zero_only=False,
             )
-        calls = sum(len(results) for episode in episodes for results in episode.results)
+        calls = 0
+        failures = 0
+        for episode in episodes:
+            calls += sum(map(len, episode.results))
+            failures += episode.failures
         metrics = {**scores.metrics, "tools/call_frequency": calls / len(episodes)}
         if calls:
-            failures = sum(episode.failures for episode in episodes)
             metrics["tools/failure_frequency"] = failures / calls
         return replace(scores, metrics=metrics)
 
     def _finish(self, playing: Sequence[tuple[Conversation, Episode]], stop: Stop) -> None:
         """Get the rewards of environments, except for conversations that have one already."""
         waiting = []
+        # A batch may be scored more than once, but an environment is asked once.
         for conversation, episode in playing:
             if not episode.rewarded and episode.error is None:
                 waiting.append((conversation, episode))
@@ -224,6 +232,7 @@ class EnvironmentBatch(SingleTurnBatch):
         if episode is None:
             episode = Episode(opening=self.openings[conversation.start])
             self._episodes[conversation.row] = episode
+        # Results of calls are kept by row, so a row must not have another history.
         if tuple(episode.replies[: len(conversation.replies)]) != conversation.replies:
             raise ValueError("replies of conversations must come from `respond` of the same batch.")
         return episode
@@ -231,6 +240,7 @@ class EnvironmentBatch(SingleTurnBatch):
     def _parse(self, conversation: Conversation, number: int) -> ToolTurn:
         """Parse one completion of a conversation."""
         before = list(self.prompts[conversation.start])
+        # Parsers of some models need to know how the turn began.
         for part in conversation.turns[: 2 * number]:
             before += part
         schemas = self.schemas[self.openings[conversation.start].name]
@@ -242,6 +252,7 @@ class EnvironmentBatch(SingleTurnBatch):
             return episode.environment
         opening = episode.opening
         environment, observation = self.pool.start(opening.name, opening.arguments)
+        # The prompt ends with the observation of the first reset.
         if observation != opening.observation:
             close_environment(environment)
             raise ValueError(
@@ -262,6 +273,7 @@ class EnvironmentBatch(SingleTurnBatch):
         environment = self._begin(episode)
         tools = dict(self.tools)
         if environment is not None:
+            # Methods of the environment cannot have the names of shared tools.
             tools |= {name: getattr(environment, name) for name in tool_methods(environment)}
         results = []
         failures = 0
@@ -276,6 +288,7 @@ class EnvironmentBatch(SingleTurnBatch):
         environment = self._begin(episode)
         if environment is None or not hasattr(environment, "get_reward"):
             return None
+        # As in TRL, an environment may ask for it.
         if hasattr(environment, "truncated"):
             environment.truncated = conversation.truncated
         return finished(environment.get_reward())
@@ -286,6 +299,7 @@ class EnvironmentBatch(SingleTurnBatch):
         factory = self.pool.factories.get(episode.opening.name)
         if factory is not None:
             name = f"Environment {getattr(factory, '__name__', factory)}"
+        # Messages of a server may be long.
         failure = RewardError(f"{name} {failure_reason(error)}"[:1000])
         failure.__cause__ = error
         episode.error = str(failure)
@@ -339,6 +353,7 @@ def _reward_value(value: Any, conversation: Conversation) -> Any:
         return value
     if not isinstance(value, list | tuple):
         return finite_number("get_reward", _number(value))
+    # Fewer values are allowed: later turns then have none.
     if len(value) > len(conversation.completions):
         completions = pluralize(len(conversation.completions), "completion")
         raise ValueError(

@@ -58,6 +58,7 @@ class ObservedTable:
     def __getitem__(self, number: int) -> dict[str, Any]:
         """Return a row; as in TRL the observation is appended to its last message."""
         row = dict(self.table[number])
+        # Without a prompt, the observation is the whole message of the user.
         messages = check_messages(row.get("prompt", [{"role": "user", "content": ""}]), "prompt")
         observation = self.observations[number]
         if observation is not None:
@@ -200,6 +201,7 @@ class EnvironmentGym(PromptEnvironment):
                 f"environment_timeout must be above 0 seconds, or None, got {timeout}."
             )
         factories = _named_factories(environment_factory)
+        # With several environments a column names that of each row.
         self._several = isinstance(environment_factory, Mapping)
         self._tools = _named_tools(tools)
         if not factories and not self._tools:
@@ -212,6 +214,7 @@ class EnvironmentGym(PromptEnvironment):
         self._pool = EnvironmentPool(
             factories=factories, seeded=seeded, workers=workers, timeout=timeout
         )
+        # Also at the end of the program.
         weakref.finalize(self, self._pool.close)
         self._own_rewards: dict[str | None, str] = {}
         shared_schemas = [tool_schema(tool) for tool in self._tools.values()]
@@ -235,6 +238,7 @@ class EnvironmentGym(PromptEnvironment):
         (environment,) = self._pool.run([partial(self._pool.take, name)])
         if isinstance(environment, BaseException):
             raise ValueError(f"environment_factory {failure_reason(environment)}") from environment
+        # Given back at once: it is reset before its next use.
         self._pool.give(name, environment)
         if not callable(getattr(environment, "reset", None)):
             raise ValueError(
@@ -259,6 +263,7 @@ class EnvironmentGym(PromptEnvironment):
                 "reward_weights requires reward_funcs. Remove it: environments have weight 1."
             )
         rewards: list[Reward] = []
+        # Reward functions are optional if environments give rewards.
         if reward_funcs is not None or not self._own_rewards:
             rewards += make_rewards(None, reward_funcs, reward_weights)
         names = [reward.name for reward in rewards]
@@ -299,6 +304,7 @@ class EnvironmentGym(PromptEnvironment):
         fields = self._batch_fields(split, starts)
         questions = self._splits[split]
         observed: ObservedTable = questions.table
+        # What each conversation begins with, for its own reset.
         openings = []
         for start in starts:
             number = questions.rows[start]
@@ -342,6 +348,7 @@ class EnvironmentGym(PromptEnvironment):
     def _prepare(self, table: AnyTable, where: str) -> ObservedTable:
         """Reset an environment for each row, and return the rows with their observations."""
         # 1. Check the rows.
+        # Environments may provide the whole prompt.
         required = [] if self._pool.factories else ["prompt"]
         if self._several:
             required = [ENVIRONMENT_COLUMN]
@@ -360,6 +367,7 @@ class EnvironmentGym(PromptEnvironment):
         if not self._pool.factories:
             return ObservedTable(table=table, observations=[None] * len(rows))
         # 2. Get the observations.
+        # Threads overlap, as environments may be servers.
         observations = self._pool.run([partial(self._first_observation, row) for row in rows])
         for number, observation in enumerate(observations):
             row_name = numbered(number, where)

@@ -53,6 +53,7 @@ class EnvironmentPool:
         """Return an unused environment of a name, or a new one."""
         with self._lock:
             for position, (free_name, environment) in enumerate(self._free):
+                # Any unused one will do: `reset` begins a new episode.
                 if free_name == name:
                     del self._free[position]
                     return environment
@@ -72,6 +73,7 @@ class EnvironmentPool:
         environment = self.take(name)
         try:
             return environment, self._reset(environment, arguments)
+        # The second attempt is outside of `except`, so that its error has no context.
         except ConnectionError:  # a server may have restarted
             close_environment(environment)
         except BaseException:
@@ -89,10 +91,12 @@ class EnvironmentPool:
         arguments = own_row(arguments)
         if not self.seeded:
             return finished(environment.reset(**arguments))
+        # Wait for another reset no longer than for a call.
         limit = min(self.timeout or threading.TIMEOUT_MAX, threading.TIMEOUT_MAX)
         seeding = self._seeding
         if not seeding.acquire(timeout=limit):
             raise timeout_error(limit)
+        # The program's own streams continue as if there had been no reset.
         numpy_state = np.random.get_state()  # noqa: NPY002 (what environments draw from)
         python_state = random.getstate()
         try:
@@ -146,6 +150,7 @@ class EnvironmentPool:
         try:
             while wait(futures, timeout=POLL_SECONDS).not_done:
                 stop.check()
+                # A copy, as threads add entries.
                 for number, begin in started.copy().items():
                     if futures[number].done() or time.monotonic() - begin <= limit:
                         continue
@@ -163,6 +168,7 @@ class EnvironmentPool:
     def close(self) -> None:
         """Close all unused environments. Further conversations make new ones."""
         with self._lock:
+            # Closing may take long, so it is done without the lock.
             unused = self._free
             self._free = []
         for _, environment in unused:

@@ -118,6 +118,7 @@ class HuggingFaceGym(PromptEnvironment):
         columns = ["prompt"]
         template: Sequence[Message] | None = None
         if reward_fn is not None:
+            # AgileRL's form: a question, rendered by a template of messages.
             columns = ["question", "answer"]
             if getattr(tokenizer, "chat_template", None) is not None:
                 template = [{"role": "user", "content": "{question}"}]
@@ -203,6 +204,7 @@ class HuggingFaceGym(PromptEnvironment):
         """
         refuse_unknown("option of reset", options or {}, ("step",))
         cursor = self._cursor
+        # A new order begins at its first batch.
         if reset_dataloaders or seed is not None:
             cursor = replace(cursor, step=0)
         if seed is not None:
@@ -242,6 +244,7 @@ class HuggingFaceGym(PromptEnvironment):
                 f" {shown(completion_ids)}."
             )
         sizes = {len(group) for group in completion_ids}
+        # Members learn from differences within a group; a greedy answer is alone.
         smallest = 2 if cursor.split == "train" else 1
         if len(completion_ids) != len(batch.prompts) or len(sizes) != 1 or min(sizes) < smallest:
             raise ValueError(
@@ -256,6 +259,7 @@ class HuggingFaceGym(PromptEnvironment):
                 starts.append(number)
         # 2. Compute the rewards.
         scores = batch.score(single_turn_conversations(starts, rows))
+        # Texts by prompt, as the rewards are.
         texts: list[list[str]] = [[] for _ in batch.prompts]
         for number, text in zip(starts, scores.completions, strict=True):
             texts[number].append(text)
@@ -279,6 +283,7 @@ class HuggingFaceGym(PromptEnvironment):
         The training position is kept.
         """
         refuse_unknown("split of eval_mode", [split], SPLITS[1:])
+        # The cursor is frozen, so the old one is still the training position.
         before = self._cursor
         self._cursor = _Cursor(split=split, seed=before.seed)
         try:
@@ -291,8 +296,11 @@ class HuggingFaceGym(PromptEnvironment):
         size = self.size(cursor.split)
         if cursor.split == "train":
             starts = deal_starts(cursor.seed, size, cursor.step, self._batch_size, self._batch_size)
+            # The number of all steps of an own loop is unknown.
             self.set_progress(cursor.step, 0)
         else:
+            # Held-out questions are visited in order, again and again; the last batch may be
+            # smaller.
             num_batches = -(-size // self._batch_size)
             first = cursor.step % num_batches * self._batch_size
             starts = tuple(range(first, min(first + self._batch_size, size)))
@@ -315,6 +323,7 @@ class HuggingFaceGym(PromptEnvironment):
             )
         completion = row[len(prompt) :]
         pad = self.tokenizer.pad_token_id
+        # The padding token may also be the one that ends a turn.
         padded = bool(completion) and completion[-1] == pad
         while completion and completion[-1] == pad:
             completion.pop()

@@ -65,16 +65,19 @@ class MultiTurnBatch(SingleTurnBatch):
             if text is None:
                 replies.append(None)
                 continue
+            # Options of the row override those of the environment.
             options = {**self.options, **row_options(row)}
             completion = conversation.completions[-1]
             message = {"role": "user", "content": text}
             tokens = reply_tokens(ANSWER, [message], self.tokenizer, options, completion)
+            # Decoding the tokens would add the markers of the template.
             self._replies[conversation.row, len(conversation.turns), tokens] = text
             replies.append(tokens)
         return replies
 
     def _reply_text(self, row: Mapping[str, Any], turns: Sequence[str]) -> str | None:
         """Return the next message of the user, or None if the conversation is over."""
+        # Copies, which the function may change.
         prompt = check_messages(own_copy(row["prompt"], "prompt"), "prompt")
         messages = [*prompt, *as_messages(turns)]
         with escaped_prints():
@@ -88,6 +91,7 @@ class MultiTurnBatch(SingleTurnBatch):
                 f"reply must return text, or None to end the conversation, got {shown(text, 200)}."
             )
         try:
+            # Lone surrogates cannot be tokenized.
             text.encode()
         except UnicodeEncodeError as error:
             raise ValueError(
@@ -99,6 +103,7 @@ class MultiTurnBatch(SingleTurnBatch):
         """Return the texts of completions and replies in order, without the markers of replies."""
         texts = []
         for number, part in enumerate(conversation.turns):
+            # Completions and replies alternate.
             if number % 2:
                 text = self._replies.get((conversation.row, number, part))
             else:
@@ -128,6 +133,7 @@ def _check_reply(reply: object) -> None:
         signature.bind({}, [])
     except TypeError as error:
         raise ValueError(f"{rule}, got {signature}.") from error
+    # Swapped names would be called without an error.
     names = list(signature.parameters)
     if names[:1] == ["messages"] or names[1:2] == ["row"]:
         raise ValueError(f"{rule} in this order, got {signature}. Swap its parameters.")

@@ -86,6 +86,7 @@ class RewardLog:
         means = {}
         for name, pairs in self.metrics.items():
             sizes, numbers = zip(*pairs, strict=True)
+            # Each call counts by its number of completions.
             means[name] = float(np.average(numbers, weights=sizes))
         self.columns.clear()
         self.metrics.clear()
@@ -131,6 +132,7 @@ class SingleTurnBatch:
         for row in self.rows:
             question = row["prompt" if self.rewards[0].batched else "question"]
             if self.rewards[0].batched and not isinstance(question, str):
+                # The last message of the user, or the last message if there is none.
                 messages = check_messages(question, "prompt")
                 of_user = [message for message in messages if message["role"] == "user"]
                 question = (of_user or messages)[-1]["content"]
@@ -153,10 +155,12 @@ class SingleTurnBatch:
         result is the same as without this call.
         """
         inputs = self._reward_inputs(conversations)
+        # One call for each group and function; others are called by `score`.
         for reward in self.background_rewards:
             for group in reward.groups(inputs, range(len(conversations))):
                 in_worker = self.runner.in_worker(reward.name)
                 arguments = reward.arguments(inputs, group, in_worker=in_worker)
+                # `score` gets the conversations in the order of their rows.
                 rows = tuple(conversations[number].row for number in group)
                 outcome = self.runner.submit(reward.name, arguments)
                 self._started.append((RewardCall(reward, rows), outcome))
@@ -180,6 +184,7 @@ class SingleTurnBatch:
         self, conversations: Sequence[Conversation], known: KnownValues, stop: Stop
     ) -> Scores:
         """Compute the rewards of conversations, except for the values that are known."""
+        # Started calls are used once: another `score` calls all functions again.
         started = list(self._started)
         self._started.clear()
         inputs = self._reward_inputs(conversations)
@@ -212,6 +217,7 @@ class SingleTurnBatch:
         turns = [self._turn_texts(conversation) for conversation in conversations]
         token_ids = [list(conversation.tokens) for conversation in conversations]
         for parts, ids in zip(turns, token_ids, strict=True):
+            # A conversation of several turns is decoded as a whole, with the markers of replies.
             texts.append(parts[0] if len(parts) == 1 else self._text(ids))
 
         def trainer(numbers: Sequence[int], in_worker: bool) -> Mapping[str, Any]:
@@ -256,6 +262,7 @@ class SingleTurnBatch:
             if np.isnan(result.rewards[row]) or not ids:
                 continue
             # Rewards at tokens of a reply belong to the last sampled token before it.
+            # Positions of sampled tokens, and 0 at others.
             sampled = np.where(conversation.sampled, np.arange(len(ids)), 0)
             last_sampled = np.maximum.accumulate(sampled)
             for number, (name, values) in enumerate(result.components.items()):
@@ -268,6 +275,7 @@ class SingleTurnBatch:
                 for position, value in zip(positions, steps.values, strict=True):
                     place = last_sampled[position]
                     weighted = result.weights[row, number] * value
+                    # NaN is "no reward here", so the first value replaces it.
                     table[row, place] = np.nansum([table[row, place], weighted])
         return table
 

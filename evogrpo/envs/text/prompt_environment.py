@@ -1,6 +1,7 @@
 """PromptEnvironment: base class of environments with a prompt dataset and reward functions."""
 
 import math
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -165,6 +166,7 @@ class PromptEnvironment:
         self._rewards = rewards
         self._template = template
         self._columns = tuple(columns)
+        # `_options` are these with a dated template; the fingerprint has the given ones.
         self._given_options = check_options(chat_template_kwargs, TEMPLATE_OPTIONS)
         own_template = getattr(tokenizer, "chat_template", None)
         self._chat_template: Any = self._given_options.get("chat_template", own_template)
@@ -183,9 +185,11 @@ class PromptEnvironment:
             if self._sizes.get(split) is not None:
                 raise ValueError(f"{split}_size requires that {where} is not set, got both.")
             table = self._prepare(given, where)
+            # Reward functions are checked against the columns of every dataset.
             present = [*check_table(table, self._columns, where), *self.extra_arguments]
             for reward in rewards:
                 reward.check(present, where, in_worker=self._runner.in_worker(reward.name))
+            # Kept for `set_date`, which renders the prompts again.
             self._datasets[split] = table
         # 3. Tokenized, deduplicated splits.
         self._fix_date(datetime.now().isoformat(timespec="seconds"))
@@ -206,6 +210,7 @@ class PromptEnvironment:
 
     def set_date(self, date: str) -> None:
         """Build the prompts again with another date; see `SupportsDate`."""
+        # Templates without a date need no new prompts.
         if self.date not in (None, date):
             self._fix_date(date)
 
@@ -240,16 +245,17 @@ class PromptEnvironment:
     def fingerprint(self) -> dict[str, str]:
         """Return hashes of questions, prompts and reward functions; see `SupportsFingerprint`."""
         fingerprint = {}
-        prompts = []
         for split in SPLITS:
             hashes = [each.row for each in self._splits[split].hashes]
             fingerprint[f"{split} questions"] = f"{len(hashes)}, content {short_hash(*hashes)}"
-            prompts += [ids.tobytes() for ids in self._splits[split].prompts]
         for reward in self._rewards:
+            # What decides about rewards: the weight and the function's code.
             code = f"weight {reward.weight:g}, code {self._code[reward.name]}"
             fingerprint[f"reward {reward.name}"] = code
         if self.date is not None:
             fingerprint["date"] = self.date
+        # Token ids, as tokenizer and template decide about them too.
+        prompts = [ids.tobytes() for ids in self._prompts()]
         fingerprint["prompts"] = short_hash(*prompts)
         fingerprint[TEMPLATE_OPTIONS] = short_hash(canonical(self._given_options))
         fingerprint["seed"] = str(self.seed)
@@ -258,12 +264,19 @@ class PromptEnvironment:
     @property
     def largest_token(self) -> int:
         """Largest token id of all prompts."""
-        return max(max(ids) for questions in self._splits.values() for ids in questions.prompts)
+        return max(map(max, self._prompts()))
 
     @property
     def longest_prompt(self) -> int:
         """Number of tokens of the longest prompt."""
-        return max(len(ids) for questions in self._splits.values() for ids in questions.prompts)
+        return max(map(len, self._prompts()))
+
+    def _prompts(self) -> list["array[int]"]:
+        """Return the token ids of the prompts of all splits."""
+        prompts = []
+        for split in SPLITS:
+            prompts += self._splits[split].prompts
+        return prompts
 
     # ---- batches and rewards
 
@@ -308,6 +321,7 @@ class PromptEnvironment:
         Empty if they get texts.
         """
         batched = any(reward.batched for reward in self._rewards)
+        # Only TRL's form passes messages, and only if prompts are messages.
         if not batched or isinstance(self._datasets["train"][0]["prompt"], str):
             return ""
         return (
@@ -331,6 +345,7 @@ class PromptEnvironment:
         rewards: dict[str, float | None] = {}
         for reward in self._rewards:
             values = scores.components[reward.name]
+            # A function of one completion that returns nothing has no `return`.
             no_value = not reward.batched and bool(np.isnan(values).all())
             if no_value and self.on_reward_error == "raise":
                 raise RewardError(
@@ -351,6 +366,7 @@ class PromptEnvironment:
             members.append(1)
         samples = single_turn_conversations([0] * len(ids), ids, members)
         try:
+            # Replies and environments first, as in a run.
             batch.respond(samples)
             return batch.score(samples)
         except Exception as error:  # noqa: BLE001 (user code may raise anything)
@@ -383,11 +399,13 @@ class PromptEnvironment:
             row_name = numbered(number, where)
             self._check_row(row, row_name)
             question = row[self._columns[0]]
+            # The question alone decides about the split, so a changed answer does not move it.
             hashes.append(RowHashes.of(dict(row) if self.whole_rows else question, row))
             options = self._options
             if row.get(TEMPLATE_OPTIONS) is not None:
                 check_options(row[TEMPLATE_OPTIONS], f"{row_name}: {TEMPLATE_OPTIONS}")
                 options = {**options, **row_options(row)}
+            # The environment has the last word, for example about tools.
             options = {**options, **self._row_options(row)}
             prompts.append((self._prompt(row, row_name), options))
         return PromptSplit(
@@ -415,12 +433,14 @@ class PromptEnvironment:
     def _prompt(self, row: Mapping[str, Any], row_name: str) -> Prompt:
         """Return the prompt of a row: text, or messages for the chat template."""
         question = row[self._columns[0]]
+        # AgileRL's form: a question in a template, or as plain text.
         if self._template is not None:
             return fill_template(self._template, question, row["answer"])
         if self._columns != ("prompt",):
             return str(question)
         if not isinstance(question, str):
             return check_messages(question, f"{row_name}: prompt")
+        # CSV files contain messages as text, which the chat template would not see.
         if is_written_messages(question):
             raise ValueError(
                 f"{row_name} has messages that are written as text as prompt:"

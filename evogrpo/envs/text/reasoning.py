@@ -41,6 +41,7 @@ class ReasoningReward:
         """Return the score of each completion."""
         rewards = []
         for number, completion in enumerate(completions):
+            # The prompt has messages, so the completion is one message.
             given = completion[0]["content"].strip()
             if self.answer_tag is not None:
                 extract_answer = import_module("reasoning_gym.utils").extract_answer
@@ -69,6 +70,7 @@ def reasoning_questions(
     require(f"Task {name!r}", "reasoning_gym")
     refuse_unknown("split in sizes", sizes, SPLITS)
     refuse_unknown("reasoning-gym task", [name], import_module("reasoning_gym.factory").DATASETS)
+    # One dataset for all splits, so that they have different questions.
     counts: dict[Split, int] = {"train": TRAIN_SIZE, **DEFAULT_SIZES, **sizes}
     total = sum(counts.values())
     create_dataset = import_module("reasoning_gym").create_dataset
@@ -85,6 +87,7 @@ def reasoning_questions(
         tables[split] = []
         for _ in range(counts[split]):
             entry = task[number]
+            # The reward reads the other columns: question, answer and metadata.
             prompt = [*system, {"role": "user", "content": entry["question"]}]
             tables[split].append({"prompt": prompt, **entry})
             number += 1

@@ -57,12 +57,14 @@ class StepRewards:
         if len(values) != len(positions):
             found = f"{pluralize(len(values), 'value')} and {pluralize(len(positions), 'position')}"
             raise ValueError(f"StepRewards needs one position per value: got {found}.")
+        # Values of numpy and torch become plain numbers, so that records compare equal.
         whole = [whole_between("positions of StepRewards", each, 0) for each in positions]
         finite = [finite_number("values of StepRewards", each) for each in values]
         if max(map(abs, finite), default=0.0) > FLOAT32_LIMIT:
             raise ValueError(
                 f"values of StepRewards must be at most {FLOAT32_LIMIT:g}, got {shown(finite)}."
             )
+        # The record is frozen.
         object.__setattr__(self, "positions", tuple(whole))
         object.__setattr__(self, "values", tuple(finite))
 
@@ -86,16 +88,19 @@ RewardFunc = Callable[..., Sequence[RewardValue | None] | Awaitable[Sequence[Rew
 
 AGILERL_ARGUMENTS = ("completion", "answer", "question")
 """Arguments of AgileRL's form, in their order."""
-OTHER_NAMES: Mapping[str, str] = {
-    "completion": "solution_str response model_output generation prediction output",
-    "answer": "ground_truth label reference reference_answer gold target expected",
-    "question": "prompt prompt_str query problem input",
-}
-"""Names of these arguments in verl, OpenRLHF, verifiers and others, separated by spaces."""
+_COMPLETION_NAMES = (
+    "completion", "solution_str", "response", "model_output", "generation", "prediction", "output",
+)  # fmt: skip
+_ANSWER_NAMES = (
+    "answer", "ground_truth", "label", "reference", "reference_answer", "gold", "target", "expected",
+)  # fmt: skip
+_QUESTION_NAMES = ("question", "prompt", "prompt_str", "query", "problem", "input")
 ARGUMENT_OF = {
-    name: argument for argument, names in OTHER_NAMES.items() for name in (argument, *names.split())
+    **dict.fromkeys(_COMPLETION_NAMES, "completion"),
+    **dict.fromkeys(_ANSWER_NAMES, "answer"),
+    **dict.fromkeys(_QUESTION_NAMES, "question"),
 }
-"""Argument of AgileRL's form by name."""
+"""Argument of AgileRL's form by its name there, in verl, OpenRLHF, verifiers and others."""
 OTHER_ARGUMENTS = ("data_source", "extra_info", "state", "info", "parser", "metadata")
 """Arguments of other libraries without a counterpart; they are passed if they are columns."""
 BATCH_NAMES = {
@@ -129,6 +134,7 @@ def own_copy(value: Any, name: str) -> Any:
     Raises:
         RewardError: If the value cannot be copied, such as a lock or an open connection.
     """
+    # Immutable values, which are nearly all, need no copy.
     if type(value) in (str, int, float, bool, bytes, type(None)):
         return value
     try:
@@ -181,6 +187,7 @@ class RewardInputs:
             return own_copy(list(self.messages[row]), "completions")
         if isinstance(self.rows[row]["prompt"], str):
             return self.texts[row]
+        # Completions have the form of prompts: a prompt of messages gets messages.
         return as_messages([self.texts[row]] if self.turns is None else self.turns[row])
 
 
@@ -264,15 +271,18 @@ class Reward:
         if self.signature is None:
             return None
         found: dict[str, str] = {}
+        # By name: an argument of AgileRL's form or a column, or a known name of another library.
         for name in self._accepted(self._parameters):
             required = self._parameters[name].default is inspect.Parameter.empty
             if name in AGILERL_ARGUMENTS or name in columns:
                 found[name] = name
             elif name in ARGUMENT_OF and required:
                 found[name] = ARGUMENT_OF[name]
+        # **keywords get the other arguments of AgileRL's form, but not all columns.
         if self._takes_any:
             others = [name for name in AGILERL_ARGUMENTS if name not in found.values()]
             found |= dict(zip(others, others, strict=True))
+        # Names count only if the function gets the completion and all that it needs.
         if "completion" in found.values() and self._accepts(**dict.fromkeys(found)):
             return found
         return None
@@ -299,6 +309,7 @@ class Reward:
             return
         # By position, if no name says otherwise.
         fits = self._accepts(*AGILERL_ARGUMENTS)
+        # A name that belongs to another position would get the wrong value in silence.
         for name, argument in zip(self._parameters, AGILERL_ARGUMENTS, strict=False):
             if name in OTHER_ARGUMENTS or name in BATCH_NAMES:
                 fits = False
@@ -328,12 +339,14 @@ class Reward:
                 raise ValueError(
                     f"Columns must have text as names, got {shown(column)}. Rename the column."
                 )
+        # As in TRL, columns are passed by name, except for those that its own arguments replace.
         passed = [column for column in columns if column not in REPLACED_COLUMNS]
         names = self._accepted(dict.fromkeys((*TRL_ARGUMENTS, *passed, *from_trainer)))
         if names and self._accepts(**dict.fromkeys(names)):
             return
         message = f"Reward function {self.name!r} takes {self.signature}."
         missing = self._missing(names)
+        # A singular name is a sign of a function of one completion.
         if any(ARGUMENT_OF.get(name) == "completion" for name in missing):
             raise ValueError(
                 f"{message} Pass a function of one completion as reward_fn (form: agilerl)."
@@ -350,6 +363,7 @@ class Reward:
         """Return the completions of each call, in order: one, or in TRL's form one group."""
         groups: dict[Hashable, list[int]] = {}
         for row in rows:
+            # In AgileRL's form every completion is a call of its own.
             key: Hashable = row
             if self.batched:
                 key = None if inputs.groups is None else inputs.groups[row]
@@ -368,6 +382,7 @@ class Reward:
             return (), self._batched_arguments(inputs, rows, in_worker=in_worker)
         (row,) = rows
         columns = inputs.rows[row]
+        # Arguments by name, or the three of AgileRL's form by position.
         keywords = self.keywords(columns)
         values = []
         for name in AGILERL_ARGUMENTS if keywords is None else keywords.values():
@@ -477,10 +492,12 @@ def make_rewards(
 
 def _name(function: Any) -> str:
     """Return the name of a function; raise ValueError for any other object."""
+    # A torch module is callable, but it would get texts.
     if not callable(function) or (hasattr(function, "forward") and hasattr(function, "parameters")):
         raise ValueError(
             f"A reward must be a function, got {shown(function)}. Wrap a model in a function."
         )
+    # Partial functions have the name of the function inside.
     while isinstance(function, functools.partial):
         function = function.func
     return str(getattr(function, "__name__", type(function).__name__))

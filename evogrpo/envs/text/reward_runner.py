@@ -65,6 +65,7 @@ class RewardRunner:
         synchronous = {
             name: function for name, function in self._functions.items() if not is_async(function)
         }
+        # A time limit needs processes; without one they are used on request only.
         if workers is None:
             workers = 0 if timeout is None else min(DEFAULT_WORKERS, cores_per_rank())
         # Only worker processes can stop a function that is not async.
@@ -75,6 +76,7 @@ class RewardRunner:
             )
         self._event_loop = _EventLoop(timeout)
         self.pool: WorkerPool | None = None
+        # Async functions never need a process: the event loop can cancel them.
         if synchronous and workers:
             self.pool = WorkerPool(synchronous, workers=workers, timeout=timeout)
 
@@ -150,10 +152,12 @@ class _EventLoop:
             threading.Thread(
                 target=self._loop.run_forever, name="evogrpo async rewards", daemon=True
             ).start()
+        # Output is escaped while a call may print, also between `submit` and the wait for it.
         if not self._started:
             self._prints.enter_context(escaped_prints())
         coroutine = call_async(function, call, self._timeout)
         outcome = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        # Kept until `cancel`, which every caller ends with.
         self._started[outcome] = time.monotonic()
         return outcome
 
@@ -162,6 +166,7 @@ class _EventLoop:
         if self._timeout is None:
             return
         latest = time.monotonic() - self._timeout - GRACE_SECONDS
+        # `call_async` applies the limit, so a call beyond it blocks the event loop.
         if any(start < latest and not each.done() for each, start in self._started.items()):
             self.close()
 
@@ -178,6 +183,7 @@ class _EventLoop:
         for outcome in self._started:
             outcome.cancel()
         self._started.clear()
+        # A blocked loop stops once its call returns; meanwhile the next call gets a new loop.
         loop = self._loop
         self._loop = None
         if loop is not None:
@@ -241,8 +247,10 @@ class WorkerPool:
 
     def cancel(self, outcomes: Collection[Outcome]) -> None:
         """Remove queued calls, and kill the processes of running ones."""
+        # `cancel` removes queued calls and is False for running ones.
         running = {each for each in outcomes if not each.cancel() and not each.done()}
         for worker in self.workers if running else ():
+            # Under the lock the worker cannot go on to another call.
             with worker.lock:
                 if worker.outcome in running and worker.process is not None:
                     worker.process.kill()
@@ -282,6 +290,7 @@ class _Worker:
         while (task := self._tasks.get()) is not None:
             outcome, request = task
             with self.lock:
+                # False for a call that was cancelled in the queue.
                 if not outcome.set_running_or_notify_cancel():
                     continue
                 self.outcome = outcome
@@ -301,9 +310,11 @@ class _Worker:
             ValueError: If the process cannot load the functions.
         """
         if self.process is None or not self.process.running:
+            # Pipes of the process that has ended.
             if self.process is not None:
                 self.process.close()
             self.process = WorkerProcess(self._handler, escape_output=True)
+            # An empty request loads the functions, with a time limit of its own.
             failure = self._answer(b"", START_SECONDS)
             if failure is not None:
                 raise ValueError(f"A worker process cannot load the reward functions: {failure}")
@@ -329,6 +340,7 @@ def _end(
             outcome, _ = task
             outcome.cancel()
     for worker in workers:
+        # One end mark for each thread.
         if final:
             tasks.put(None)
         if worker.process is not None:

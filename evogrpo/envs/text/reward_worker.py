@@ -29,6 +29,7 @@ class RewardHandler:
 
     def answer(self, request: bytes) -> bytes:
         """Return the result of a call; an empty request loads the functions."""
+        # The functions are loaded by a request, so that their errors have a reply.
         if not request:
             return encoded(self._load())
         try:
@@ -56,6 +57,7 @@ def encoded(value: Any) -> bytes:
     """Return the result of a call, or the exception that it raised, as JSON."""
     try:
         return json.dumps(_plain(value)).encode()
+    # For example integers that are too long for JSON.
     except Exception:  # noqa: BLE001 (user classes may raise anything)
         return json.dumps(_not_numbers(value)).encode()
 
@@ -74,10 +76,12 @@ def _plain(value: Any) -> Any:
         return {"failed": reason}
     if isinstance(value, StepRewards):
         return {"steps": [value.values, value.positions, value.unit]}
+    # Numbers of numpy and torch, too.
     if hasattr(value, "tolist"):  # arrays and tensors
         value = value.tolist()
     if isinstance(value, list | tuple):
         return [_plain(each) for each in value]
+    # Text is refused by the parent process, with the same message as without workers.
     if value is None or isinstance(value, str | int):
         return value
     if isinstance(value, Real):
@@ -90,6 +94,7 @@ def _not_numbers(value: Any) -> dict[str, str]:
 
 
 def _from_dict(item: dict[str, Any]) -> StepRewards | CallFailedError:
+    # A mapping is either of the two that `_plain` writes: those of the user never get here.
     if "steps" in item:
         return StepRewards(*item["steps"])
     return CallFailedError(printable(str(item["failed"]))[:1000])

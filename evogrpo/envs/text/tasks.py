@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from evogrpo.envs.protocol import SPLITS, TEST_SIZE, VALIDATION_SIZE, Split
+from evogrpo.envs.protocol import TEST_SIZE, VALIDATION_SIZE, Split
 from evogrpo.envs.text.huggingface_gym import HuggingFaceGym
 from evogrpo.envs.text.templates import Tokenizer
 from evogrpo.randomness import generator
@@ -29,7 +29,9 @@ def final_number(text: str) -> float | None:
     if not numbers:
         return None
     number = numbers[-1]
+    # Commas between thousands are no decimal point.
     value = float(number[0].replace(",", ""))
+    # A few characters decide whether a minus is a sign.
     before = text[max(0, number.start() - 16) : number.start()]
     return -value if _MINUS.search(before) else value
 
@@ -62,16 +64,19 @@ def two_digit_questions(
         ValueError: If a size is not positive or leaves no training question.
     """
     rng = generator(seed, "two_digit_sums")
-    terms = [(a, b, sign) for a in range(10, 100) for b in range(a, 100) for sign in (1, -1)]
-    exchange = rng.random(len(terms)) < 0.5
+    # Each unordered pair once, so that exchanged terms are not in two splits.
+    numbers = range(10, 100)
+    pairs = [(a, b) for a in numbers for b in numbers if a <= b]
+    # Twice in a row: as a sum and as a difference.
+    exchange = rng.random(2 * len(pairs)) < 0.5
     rows = []
-    for number in rng.permutation(len(terms)):
-        a, b, sign = terms[number]
+    for number in rng.permutation(2 * len(pairs)):
+        a, b = pairs[number // 2]
         if exchange[number]:
             a, b = b, a
-        problem = f"{a} {'+' if sign > 0 else '-'} {b}"
+        problem = f"{a} - {b}" if number % 2 else f"{a} + {b}"
         question = f"State the final answer to the following arithmetic problem: {problem} ="
-        rows.append({"question": question, "answer": str(a + sign * b)})
+        rows.append({"question": question, "answer": str(a - b if number % 2 else a + b)})
     return _split(rows, validation_size, test_size)
 
 
@@ -95,14 +100,12 @@ def sequence_questions(
         ValueError: If a size is not positive or leaves no training question.
     """
     rng = generator(seed, "number_sequences")
-    sequences = [
-        [first + step * place for place in range(5)]
-        for first in range(1, 100)
-        for step in range(2, 13)
-    ]
+    differences = range(2, 13)
     rows = []
-    for number in rng.permutation(len(sequences)):
-        *terms, answer = sequences[number]
+    for number in rng.permutation(99 * len(differences)):
+        first = 1 + number // len(differences)
+        step = differences[number % len(differences)]
+        *terms, answer = (first + step * place for place in range(5))
         question = f"State the next number of this sequence: {', '.join(map(str, terms))}"
         rows.append({"question": question, "answer": str(answer)})
     return _split(rows, validation_size, test_size)
@@ -118,10 +121,14 @@ def _split(
             f"validation_size and test_size must be at least 1, together below {len(rows)}, got"
             f" {sizes}."
         )
-    ends = (len(rows) - validation_size - test_size, len(rows) - test_size)
-    return dict(
-        zip(SPLITS, (rows[: ends[0]], rows[ends[0] : ends[1]], rows[ends[1] :]), strict=True)
-    )
+    # Training takes what the held-out splits leave.
+    first_test = len(rows) - test_size
+    first_validation = first_test - validation_size
+    return {
+        "train": rows[:first_validation],
+        "validation": rows[first_validation:first_test],
+        "test": rows[first_test:],
+    }
 
 
 @dataclass(frozen=True, kw_only=True)

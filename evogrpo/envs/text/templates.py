@@ -32,9 +32,7 @@ RESERVED_OPTIONS = {
 }  # fmt: skip
 
 _FIELD = re.compile(r"\{\{|\}\}|\{(\w+)\}")
-_DATE_DIRECTIVES = [
-    f"%{pad}{letter}" for letter in "aAbBcdDeFGhHIjklmMnpPrRsStTuUVwWxXyYzZ" for pad in ("", "-")
-]
+_DATE_LETTERS = "aAbBcdDeFGhHIjklmMnpPrRsStTuUVwWxXyYzZ"
 _CHUNK = 1024  # prompts per call of the tokenizer
 
 
@@ -88,6 +86,7 @@ def check_messages(messages: object, where: str) -> list[Message]:
         if isinstance(message, Mapping):
             # Arrow tables give every message the keys of all messages, with None for missing ones.
             fields = {key: value for key, value in message.items() if value is not None}
+        # A message that only calls tools may have no text.
         if fields.get("tool_calls"):
             fields.setdefault("content", "")
         if not all(isinstance(fields.get(key), str) for key in ("role", "content")):
@@ -104,6 +103,7 @@ def is_written_messages(text: str) -> bool:
 
 def special_tokens(tokenizer: Tokenizer) -> list[str]:
     """Return the special tokens of a tokenizer, which it finds in any text."""
+    # Some are declared, others added with a flag.
     tokens = set(getattr(tokenizer, "all_special_tokens", ()))
     added: Mapping[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
     tokens.update(token.content for token in added.values() if token.special)
@@ -139,6 +139,7 @@ def render(messages: list[Message], tokenizer: Tokenizer, options: Options | Non
     keywords = {**(options or {}), mode: True}
     text = render_chat(tokenizer, messages, **keywords)
     # 2. Tool calls must change the text.
+    # A template may ignore keys that it does not have.
     has_calls = any(message.get("tool_calls") for message in messages)
     if has_calls and render_chat(tokenizer, _without(messages, "tool_calls"), **keywords) == text:
         raise ValueError(
@@ -169,6 +170,7 @@ def render_reply(
         raise ValueError(
             f"The tokenizer's chat_template cannot render a further turn: {error}"
         ) from error
+    # Sampled tokens are kept, so the text before them must stay as it was.
     if not after.startswith(before):
         raise ValueError(
             f"chat_template must leave earlier turns unchanged when a turn is added, but {before!r}"
@@ -210,6 +212,7 @@ def reply_tokens(
             f"chat_template must render the text of assistant messages, got {shown(plain)}. Set"
             " another template."
         )
+    # An answer may occur in a system message too: the last one counts.
     closing = plain[plain.rfind(answer) + len(answer) :]
     # 2. Some templates end a turn with tool calls differently; then only what follows it is
     #    rendered.
@@ -220,9 +223,11 @@ def reply_tokens(
     ending = str(tokenizer.decode(last))
     is_special = bool(last) and not tokenizer.decode(last, skip_special_tokens=True)
     if is_special and not closing.startswith(ending):
+        # Another token has ended the turn: only what follows the template's own one is missing.
         marker = closing_token(tokenizer, options)
         if marker is not None and marker in closing:
             closing = closing.partition(marker)[2]
+    # The completion may end with the marker itself, or with a part of the closing text.
     between = (closing + after[len(before) :]).removeprefix(ending)
     # 4. Warn of replies that the model reads as something else.
     for message in reply:
@@ -269,6 +274,7 @@ def check_options(options: object, where: str) -> Options:
             f"{where} must be a mapping of keyword arguments, such as {example}, got"
             f" {shown(options, 200)}."
         )
+    # These are arguments of `apply_chat_template`.
     reserved = sorted(RESERVED_OPTIONS & options.keys())
     if reserved:
         raise ValueError(
@@ -293,9 +299,10 @@ def dated_template(template: str, date: datetime) -> str:
     # directive. A loop compiles in milliseconds; a chain of filters, one inside the other, takes
     # seconds.
     pairs = []
-    for directive in _DATE_DIRECTIVES:
-        with suppress(ValueError):  # one that this system does not have
-            pairs.append((directive, date.strftime(directive)))
+    for letter in _DATE_LETTERS:
+        for directive in (f"%{letter}", f"%-{letter}"):
+            with suppress(ValueError):  # one that this system does not have
+                pairs.append((directive, date.strftime(directive)))
     # The empty text keeps a newline at the start of the template, which would be removed after a
     # block.
     return (
@@ -362,6 +369,7 @@ def _warn_of_unused_options(
     names: set[str] = set()
     words = {"chat_template"}
     used_by = "text prompts do not use"
+    # A word of a template may be the name of an option; words of all templates count.
     templates = set()
     for prompt, options in prompts:
         names.update(name for name, value in options.items() if value is not None)
@@ -390,6 +398,7 @@ def _with_special_tokens(
             end.
     """
     added: list[list[int]] = tokenizer(texts)["input_ids"]
+    # A tokenizer adds the same tokens to all texts, so the first text is enough.
     extra = len(added[0]) - len(plain[0])
     if extra > 0 and added[0][extra:] != plain[0]:
         raise ValueError(
@@ -399,6 +408,7 @@ def _with_special_tokens(
     bos = getattr(tokenizer, "bos_token", None)
     result = []
     for text, ids, own in zip(texts, added, plain, strict=True):
+        # A user may have written the BOS token into the text.
         result.append(own if bos and text.startswith(bos) else ids)
     return result
 
@@ -448,6 +458,7 @@ class _Changes:
         """
         # 1. Once for messages of the same roles and keys: find messages and keys that are left out.
         shape = [(each["role"], bool(each["content"]), sorted(each)) for each in messages]
+        # Rendering takes long, and what is left out depends on the shape alone.
         key = repr((shape, options))
         if key not in self._shapes:
             self._shapes.add(key)
@@ -540,11 +551,15 @@ def _unused_keys(messages: list[Message], tokenizer: Tokenizer, options: Options
 
 def _without(messages: Sequence[Message], key: str) -> list[Message]:
     """Return messages without a key."""
-    return [{name: message[name] for name in message if name != key} for message in messages]
+    others = [dict(message) for message in messages]
+    for message in others:
+        message.pop(key, None)
+    return others
 
 
 def _contains(text: str, content: str) -> bool:
     """Return True if a text contains a content, without spaces around it or as a JSON string."""
+    # Templates strip contents, or write arguments and results as JSON.
     stripped = content.strip()
     as_json = json.dumps(stripped)[1:-1]
     as_unicode_json = json.dumps(stripped, ensure_ascii=False)[1:-1]

@@ -44,6 +44,7 @@ def tool_schema(function: Tool) -> Schema:
     Raises:
         ValueError: If a type hint or the description of an argument is missing.
     """
+    # Transformers takes seconds to import.
     from transformers.utils.chat_template_utils import get_json_schema
 
     try:
@@ -85,6 +86,7 @@ class ToolTurn:
 def hermes_template(tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the response template of calls in <tool_call> tags, as of Qwen and Hermes models."""
     eos = getattr(tokenizer, "eos_token", None)
+    # The content ends with the EOS token, or with the text.
     ending = r"\Z" if eos is None else rf"{re.escape(eos)}\s*"
     return {
         "defaults": {"role": "assistant"},
@@ -148,6 +150,7 @@ def parse_completion(
     calls = []
     for call in message.get("tool_calls") or ():
         function: Any = call.get("function") if isinstance(call, Mapping) else None
+        # The model reads what is wrong with its call, and may try again.
         reason = _malformed(function)
         if reason is not None:
             return ToolTurn.malformed(plain, reason)
@@ -209,6 +212,7 @@ def check_tool_template(tokenizer: Tokenizer, options: Options, schemas: Sequenc
     content = "result_of_a_tool"
     result = {"role": "tool", "name": name, "content": content}
     before, after = render_reply([QUESTION, tool_call(name)], [result], tokenizer, options)
+    # Equal texts: the template ignores tools.
     without_tools = render_chat(tokenizer, [QUESTION], **options, tools=None)
     with_tools = render_chat(tokenizer, [QUESTION], **options, tools=schemas or None)
     if name not in before or content not in after or with_tools == without_tools:
@@ -249,6 +253,7 @@ def call_tool(tools: Mapping[str, Tool], name: str, arguments: Any) -> tuple[str
         if not isinstance(arguments, Mapping):
             raise ValueError(f"The arguments of {name} must be an object.")
         parameters = inspect.signature(tools[name]).parameters
+        # The schema names no others, so the model has made them up.
         described = [each for each in parameters if parameters[each].kind not in _MANY]
         unknown = [each for each in arguments if each not in described]
         if unknown:
@@ -258,6 +263,7 @@ def call_tool(tools: Mapping[str, Tool], name: str, arguments: Any) -> tuple[str
             )
         result = str(finished(tools[name](**arguments)))
         failed = False
+    # The conversation is excluded: it is not the model's fault.
     except ConnectionError:
         raise
     except Exception as error:  # noqa: BLE001 (the model reads it)
@@ -271,6 +277,7 @@ def finished(value: Any) -> Any:
     if not inspect.isawaitable(value):
         return value
 
+    # A tool may fork; the fork must not return into the event loop.
     process = os.getpid()
 
     async def result(awaitable: Awaitable[Any]) -> Any:

@@ -44,6 +44,7 @@ def call_sync(function: Function, call: Call) -> Any:
     those for a reward model, are undone: the run has its own.
     """
     args, keywords = call
+    # A fork that returns from the function would continue the run; see `end_fork`.
     process = os.getpid()
     with _torch_settings_kept():
         try:
@@ -52,6 +53,7 @@ def call_sync(function: Function, call: Call) -> Any:
             result = error
     if os.getpid() != process:
         end_fork(result)
+    # Stops of the run are no failures of the function.
     if isinstance(result, KeyboardInterrupt | Interrupted):
         raise result
     return result
@@ -61,6 +63,7 @@ async def call_async(function: Function, call: Call, timeout: float | None) -> A
     """Return the result of a call within `timeout` seconds, or the exception that it raised."""
     args, keywords = call
     process = os.getpid()
+    # The limit is an object, so that its own cancellation can be told from that of the user.
     limit = asyncio.timeout(timeout)
     try:
         async with limit:
@@ -109,6 +112,7 @@ def end_fork(outcome: Any) -> NoReturn:
     Args:
         outcome: The value that the function returned, or the exception that it raised.
     """
+    # 1. The exit code, as Python computes it.
     code: Any = 0
     if isinstance(outcome, SystemExit):
         code = 0 if outcome.code is None else outcome.code
@@ -118,9 +122,11 @@ def end_fork(outcome: Any) -> NoReturn:
     if not isinstance(code, int):
         sys.stderr.write(f"{code}\n")
         code = 1
+    # 2. Write what is still open.
     if isinstance(outcome, BaseException):
         outcome.__traceback__ = None  # frees the function's variables, which writes its open files
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):  # closed, or None
             stream.flush()
+    # 3. End without the exit handlers of the parent process.
     os._exit(code & 0xFF)
