@@ -273,7 +273,7 @@ class PromptEnvironment:
 
     def _prompts(self) -> list["array[int]"]:
         """Return the token ids of the prompts of all splits."""
-        prompts = []
+        prompts: list[array[int]] = []
         for split in SPLITS:
             prompts += self._splits[split].prompts
         return prompts
