@@ -1,7 +1,7 @@
-"""Display of a run: a live progress bar on a terminal, plain lines in a log, and the tables of a generation."""
+"""Display of a run: a live progress bar on a terminal, lines in a log, tables of generations."""
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Self
 
 from rich.cells import cell_len
@@ -115,10 +115,9 @@ class RunDisplay(Callback):
         Empty before the first step.
         """
         fraction = self.fraction()
-        begun = self._trainer.run_state.step and fraction
-        if begun:
-            return f"{_about(self._elapsed() * (1 / fraction - 1))} left"
-        return ""
+        if fraction == 0 or self._trainer.run_state.step == 0:
+            return ""
+        return f"{_about(self._elapsed() * (1 / fraction - 1))} left"
 
     def on_step(self, report: StepReport) -> None:
         """Show a learning step."""
@@ -134,199 +133,166 @@ class RunDisplay(Callback):
                 )
         # A log gets at most one line a second, and always the last step of a generation.
         state = self._trainer.run_state
-        schedule = self._trainer.schedule
         last = state.step_in_generation == state.steps_per_generation
-        if self._is_log and (
-            last or time.monotonic() - self._last_line_at >= SECONDS_BETWEEN_LINES
-        ):
-            if schedule.generations is None:
-                total = ""
-            else:
-                total = f"/{state.step + self._steps_left()}"
-            line = Text.assemble(
-                ("step ", "dim"), f"{report.step + 1}{total}", ("  mean reward ", "dim")
-            )
-            line.append_text(rewards_text(report)).append(
-                f"  {report.seconds:.1f} s  {self._left_text()}", "dim"
-            )
-            self._console.print(line, soft_wrap=True)
-            self._last_line_at = time.monotonic()
+        due = time.monotonic() - self._last_line_at >= SECONDS_BETWEEN_LINES
+        if not self._is_log or not (last or due):
+            return
+        number = f"{report.step + 1}"
+        if self._trainer.schedule.generations is not None:
+            number += f"/{state.step + self._steps_left()}"
+        line = Text.assemble(("step ", "dim"), number, ("  mean reward ", "dim"))
+        line.append_text(rewards_text(report))
+        line.append(f"  {report.seconds:.1f} s  {self._left_text()}", "dim")
+        self._console.print(line, soft_wrap=True)
+        self._last_line_at = time.monotonic()
 
     def on_generation(self, report: GenerationReport) -> None:
         """Show a generation."""
         self._work = None
         width = self._console.width
-        total = self._trainer.schedule.generations
-        head = f"Generation {report.generation}{'' if total is None else f' of {total}'}"
-        spent = f"{duration_text(report.seconds)} · {processed(report, self.terms)}"
-        facts = f" · step {report.step} · {spent}"
+        trainer = self._trainer
+        # 1. Heading.
+        head = f"Generation {report.generation}"
+        if trainer.schedule.generations is not None:
+            head += f" of {trainer.schedule.generations}"
+        done = f"{duration_text(report.seconds)} · {processed(report, self.terms)}"
+        facts = f" · step {report.step} · {done}"
         if len(head) + len(facts) > width:  # avoid a line with a single word
             facts = facts.removesuffix(" processed")
         shown: list[RenderableType] = [Text.assemble((head, "bold"), (facts, "dim"))]
-        population = self._trainer.population
-        if population[0].hyperparameters.target_kl is None:
-            step_size = "lr"
-        else:
-            step_size = "target_kl"
-        evolving = list(population.space) or (step_size, "clip_coef", "group_size")
-        best = self._trainer.run_state.best
-        best_so_far = best is None or best.generation == report.generation
-        # `born` does not tell new members: it may be a generation of an earlier run of this
-        # population.
-        before = [
-            slot.member
-            for each in self._trainer.run_state.history[-2:-1]
-            for slot in each.slots
-            if slot.member
-        ]
-        if before:
-            new = {each.index for each in report.members} - {each.index for each in before}
-        else:
-            new = set()
-        if self._trainer.fitness.uses_validation:
-            measure = "fitness"
-        else:
-            measure = "training"
-        shown.append(
-            generation_table(
-                report,
-                evolving,
-                width,
-                self.terms,
-                best_so_far=best_so_far,
-                new=new,
-                measure=measure,
-            )
+        # 2. Members. `born` does not tell new ones: it may be a generation of an earlier run of
+        #    this population.
+        population = trainer.population
+        step_size = "lr" if population[0].hyperparameters.target_kl is None else "target_kl"
+        new: set[int] = set()
+        for generation in trainer.run_state.history[-2:-1]:
+            before = {member.index for member in generation.members}
+            new = {member.index for member in report.members} - before
+        best = trainer.run_state.best
+        table = generation_table(
+            report,
+            list(population.space) or [step_size, "clip_coef", "group_size"],
+            width,
+            self.terms,
+            best_so_far=best is None or best.generation == report.generation,
+            new=new,
+            measure="fitness" if trainer.fitness.uses_validation else "training",
         )
-        if best is not None and not best_so_far:
+        shown.append(table)
+        if best is not None and best.generation != report.generation:
             score = score_text(best.fitness.mean, best.fitness.standard_error)
-            shown.append(
-                f"★ best so far: #{best.index} of generation {best.generation}, fitness {score}"
-            )
+            whose = f"#{best.index} of generation {best.generation}"
+            shown.append(f"★ best so far: {whose}, fitness {score}")
+        # 3. Selection and completions.
         shown += plan_lines(report)
-        table = completions_table(report.examples, report.best.index, width)
-        if table is not None:
-            shown += ["", table]
-        # in one call, because a notebook shows each print as a separate output
+        completions = completions_table(report.examples, report.best_index, width)
+        if completions is not None:
+            shown += ["", completions]
+        # In one call, because a notebook shows each print as a separate output.
         self._console.print(Group(*shown, ""))
 
     def on_run_end(self, result: Result) -> None:
         """Print the result."""
-        console = self._console
         if not result.complete:
+            saved = "the run is saved"
             if result.run_dir is None:
                 saved = "no run directory, so nothing was saved"
-            else:
-                saved = "the run is saved"
-            console.print(
-                Text(f"{result.reason} after learning step {result.steps}; {saved}", "yellow")
-            )
+            line = f"{result.reason} after learning step {result.steps}; {saved}"
+            self._console.print(Text(line, "yellow"))
             return
-        cost = result.evaluation
-        terms = self.terms
+        lines: list[RenderableType] = []
         if result.test:
-            lines: list[RenderableType] = [*outcome_lines(result.test, terms), ""]
-        else:
-            lines = []
+            lines += [*outcome_lines(result.test, self.terms), ""]
+        cost = result.evaluation
         if cost.tokens:
-            learned, what = (
-                (result.tokens, terms.tokens)
-                if result.timesteps is None
-                else (result.timesteps, "steps")
-            )
+            learned = result.tokens
+            unit = self.terms.tokens
+            if result.timesteps is not None:
+                learned = result.timesteps
+                unit = "steps"
+            line = f"{duration_text(cost.seconds)}, {count_text(cost.tokens)} {unit}"
             if learned:
-                share = f" ({cost.tokens / (cost.tokens + learned):.0%} of all {what})"
-            else:
-                share = ""
-            lines.append(
-                f"Evaluations: {duration_text(cost.seconds)}, {count_text(cost.tokens)}"
-                f" {what}{share}"
-            )
-        console.print(Group(*lines, f"Finished: {result.reason}."))
+                line += f" ({cost.tokens / (cost.tokens + learned):.0%} of all {unit})"
+            lines.append(f"Evaluations: {line}")
+        self._console.print(Group(*lines, f"Finished: {result.reason}."))
 
     def _show_baseline(self) -> None:
         """Print the fitness of the untrained base, once it is measured."""
         baseline = self._trainer.run_state.baseline
         if self._baseline_shown or baseline is None:
             return
-        config = self._trainer.fitness
         terms = self.terms
-        count = len(baseline.scores)
         score = score_text(baseline.mean, baseline.standard_error)
-        text = (
-            f"before training: mean reward {score} on the {count} {terms.questions} of the first"
-            " learning step"
-        )
+        count = len(baseline.scores)
+        config = self._trainer.fitness
         if config.uses_validation:
             sampled = ", sampled" if config.sampled else ""
-            text = (
-                f"{terms.untrained}: fitness {score} on {count} validation"
-                f" {terms.questions}{sampled}"
-            )
-        self._console.print(f"{text}\n")
+            questions = f"{count} validation {terms.questions}{sampled}"
+            line = f"{terms.untrained}: fitness {score} on {questions}"
+        else:
+            questions = f"the {count} {terms.questions} of the first learning step"
+            line = f"before training: mean reward {score} on {questions}"
+        self._console.print(f"{line}\n")
         self._baseline_shown = True
 
     # ---- the live region
 
     def __rich__(self) -> RenderableType:
         """Return the live region: progress bar, work under way, and rewards of the last step."""
+        stopping = bool(self._trainer.stop_request.reason)
+        # 1. Progress of the run.
+        self._spinner.style = "yellow" if stopping else "cyan"
+        bar = ProgressBar(
+            total=1.0, completed=self.fraction(), complete_style="cyan", finished_style="green"
+        )
+        times = ", ".join(filter(None, (duration_text(self._elapsed()), self._left_text())))
         row = Table.grid(padding=(0, 1, 0, 0), expand=True)
         row.add_column(no_wrap=True)
         row.add_column(no_wrap=True)
         row.add_column(ratio=1, min_width=8)
         row.add_column(no_wrap=True, justify="right")
-        if self._trainer.stop_request.reason:
-            self._spinner.style = "yellow"
-        else:
-            self._spinner.style = "cyan"
-        bar = ProgressBar(
-            total=1.0, completed=self.fraction(), complete_style="cyan", finished_style="green"
-        )
-        times = ", ".join(filter(None, (duration_text(self._elapsed()), self._left_text())))
         row.add_row(self._spinner, self._phase(), bar, Text(times, "dim"))
         lines: list[RenderableType] = [row]
-        if (work := self._work) is not None:
-            # rewards report no progress
-            if work.activity == "rewarding":
-                part = ""
-            else:
-                part = f" · {work.fraction:.0%}"
-            if work.activity == "learning":
-                doing = "learning from"
-            else:
-                doing = work.activity
-            lines.append(Text(f"  {doing} {count_text(work.count)} {work.noun}{part}", "dim"))
+        # 2. Progress of the step or evaluation; rewards report none.
+        work = self._work
+        if work is not None:
+            activity = "learning from" if work.activity == "learning" else work.activity
+            line = f"  {activity} {count_text(work.count)} {work.noun}"
+            if work.activity != "rewarding":
+                line += f" · {work.fraction:.0%}"
+            lines.append(Text(line, "dim"))
+        # 3. Rewards of the last step.
         if self._step is not None:
-            head = f"  mean reward in step {self._step.step + 1}"
-            rewards = Text.assemble((head, "dim"), rewards_text(self._step))
+            rewards = Text(f"  mean reward in step {self._step.step + 1}", "dim")
+            rewards = Text.assemble(rewards, rewards_text(self._step))
             lines.append(rewards.append(f"   {self._step.seconds:.1f} s per step", "dim"))
-        if self._trainer.stop_request.reason:
-            saving = self._trainer.shared_run_dir is not None
-            verb, rest = ("Stopping and saving", " without saving") if saving else ("Stopping", "")
-            lines.append(Text(f"  {verb}. Press Ctrl-C again to abort{rest}.", "yellow"))
+        if stopping:
+            line = "Stopping. Press Ctrl-C again to abort."
+            if self._trainer.shared_run_dir is not None:
+                line = "Stopping and saving. Press Ctrl-C again to abort without saving."
+            lines.append(Text(f"  {line}", "yellow"))
         return Group(*lines)
 
     def _phase(self) -> Text:
         """Return the current phase of the run."""
         trainer = self._trainer
-        schedule = self._trainer.schedule
+        schedule = trainer.schedule
         state = trainer.run_state
-        if schedule.generations is None:
-            total = ""
-        else:
-            total = f"/{schedule.generations}"
         if not state.begun and trainer.fitness.uses_validation:
             return Text(f"measuring the {self.terms.untrained}")
         if trainer.limits.finished():
-            return Text(
-                f"testing on {schedule.questions('test', trainer.env)} {self.terms.questions}"
-            )
-        if state.step_in_generation >= state.steps_per_generation:
-            # `generation` counts evaluated ones
-            number = state.generation + (0 if state.unplanned else 1)
-            return Text(f"generation {number}{total} · validating")
-        where = f"generation {state.generation + 1}{total}"
-        return Text(f"{where} · step {state.step_in_generation + 1}/{state.steps_per_generation}")
+            count = schedule.questions("test", trainer.env)
+            return Text(f"testing on {count} {self.terms.questions}")
+        validating = state.step_in_generation >= state.steps_per_generation
+        # `generation` counts evaluated ones. After its evaluation, one waits for its plan.
+        planning = validating and state.unplanned
+        number = f"{state.generation if planning else state.generation + 1}"
+        if schedule.generations is not None:
+            number += f"/{schedule.generations}"
+        if validating:
+            return Text(f"generation {number} · validating")
+        step = f"{state.step_in_generation + 1}/{state.steps_per_generation}"
+        return Text(f"generation {number} · step {step}")
 
 
 def _about(seconds: float) -> str:
@@ -340,32 +306,25 @@ def _about(seconds: float) -> str:
 
 def outcome_lines(report: TestOutcome, terms: Terms) -> list[Text]:
     """Return the lines on the test: before training, after, and the difference."""
-    before = report.before
-    after = report.after
-    gain = report.gain
-    if not report.beyond_noise:
-        colour = ""
-    elif after.mean > before.mean:
-        colour = " green"
-    else:
-        colour = " red"
+    style = "bold"
+    if report.beyond_noise:
+        style = "bold green" if report.gain.mean > 0 else "bold red"
+    title = f"Test: {report.questions} {terms.questions} that neither training nor selection saw"
+    member = f"member #{report.index}"
     lines = [
-        Text(
-            f"Test: {report.questions} {terms.questions} that neither training nor selection saw",
-            "bold",
-        ),
-        Text(f"  {terms.untrained:<17}  {before}"),
+        Text(title, "bold"),
+        Text(f"  {terms.untrained:<17}  {report.before}"),
         Text.assemble(
-            f"  {f'member #{report.index}':<17}  ",
-            (str(after), "bold"),
+            f"  {member:<17}  ",
+            (str(report.after), "bold"),
             "   ",
-            (f"{'+' if gain.mean > 0 else ''}{gain}", f"bold{colour}"),
+            (f"{report.gain:+}", style),
         ),
     ]
-    remark = verdict(report, terms)
-    if remark is None:
-        return lines
-    return [*lines, Text(remark, "yellow")]
+    warning = verdict(report, terms)
+    if warning is not None:
+        lines.append(Text(warning, "yellow"))
+    return lines
 
 
 MAX_COMPLETIONS = 3
@@ -393,45 +352,43 @@ def completions_table(examples: Sequence[Example], best: int, width: int) -> Tab
     others = [example for example in examples if example not in first]
     others.sort(key=lambda example: example.reward == first[0].reward)
     shown = [*first, *others][:MAX_COMPLETIONS]
-    # 2. Format the numbers. With a single reward function its values are the rewards, unless it has
-    #    a weight.
+    # 2. Columns of numbers, as pairs, because a reward function may be called `reward` too. With a
+    #    single reward function its values are the rewards, unless it has a weight.
+    numbers: list[tuple[str, list[str]]] = []
     if len(shown[0].rewards) > 1:
-        names = list(shown[0].rewards)
-    else:
-        names = []
-    advantages = [each.advantage for each in shown]
-    numbers = [  # as pairs, because a reward function may be called `reward` or `advantage` too
-        *(
-            (printable(name), [number_text(each.rewards.get(name)) for each in shown])
-            for name in names
-        ),
-        ("reward", [number_text(each.reward) for each in shown]),
-        ("advantage", [f"{value:+.3g}" if value else number_text(value) for value in advantages]),
-    ]
-    members = [f"#{each.index}" for each in shown]
-    head = f"step {shown[0].step + 1}"
+        for name in shown[0].rewards:
+            values = [number_text(each.rewards.get(name)) for each in shown]
+            numbers.append((printable(name), values))
+    numbers.append(("reward", [number_text(each.reward) for each in shown]))
+    numbers.append(("advantage", [_signed(each.advantage) for each in shown]))
     # 3. Divide the width that the other columns leave; the question gets at most half of it.
-    columns = [(head, members), *numbers]
-    number_width = sum(
-        max(map(cell_len, (name, *values))) + _COLUMN_GAP for name, values in columns
-    )
-    text_width = max(width - number_width - 2 * _COLUMN_GAP, 2 * _MIN_TEXT_WIDTH)
+    members = (f"step {shown[0].step + 1}", [f"#{each.index}" for each in shown])
+    text_width = width - 2 * _COLUMN_GAP
+    for name, values in (members, *numbers):
+        text_width -= max(map(cell_len, (name, *values))) + _COLUMN_GAP
+    text_width = max(text_width, 2 * _MIN_TEXT_WIDTH)
     questions = [one_line(each.prompt) for each in shown]
-    question_width = max(min(max(map(cell_len, questions)), text_width // 2), _MIN_TEXT_WIDTH)
+    longest = max(map(cell_len, questions))
+    question_width = max(min(longest, text_width // 2), _MIN_TEXT_WIDTH)
+    completion_width = text_width - question_width
     # 4. Build the table.
     table = Table(box=None, padding=(0, _COLUMN_GAP, 0, 0), header_style="dim", pad_edge=False)
-    table.add_column(head, style="dim", no_wrap=True)
+    table.add_column(members[0], style="dim", no_wrap=True)
     table.add_column("question", style="dim", no_wrap=True)
     table.add_column("completion", style="italic", no_wrap=True)
     for name, _ in numbers:
         table.add_column(Text(name), justify="right", no_wrap=True)
-    for row, each in enumerate(shown):
-        question = Text(shortened(questions[row], question_width))
-        completion = Text(
-            shortened(one_line(each.completion), text_width - question_width) or "(nothing)"
-        )
-        table.add_row(members[row], question, completion, *(values[row] for _, values in numbers))
+    for row, example in enumerate(shown):
+        question = shortened(questions[row], question_width)
+        completion = shortened(one_line(example.completion), completion_width)
+        values = [values[row] for _, values in numbers]
+        texts = (Text(question), Text(completion or "(nothing)"))
+        table.add_row(members[1][row], *texts, *values)
     return table
+
+
+def _signed(value: float | None) -> str:
+    return f"{value:+.3g}" if value else number_text(value)
 
 
 def one_line(text: str) -> str:
@@ -457,30 +414,26 @@ def shortened(text: str, limit: int) -> str:
     return f"{first}…{last}"
 
 
-WIDE = 100  # characters; a narrower terminal gets a table with fewer columns
 EQUAL_GROUPS = "frac_reward_zero_std"  # 1 if all rewards within each group were equal
+_NOTE_WIDTH = 13  # columns kept free for the notes of a table of members
 
 
 def rewards_text(report: StepReport) -> Text:
     """Return the mean reward of each member in a step."""
-    text = Text()
-    rewards = [
-        each.reward
-        for each in report.learned.values()
-        if not each.failed and each.reward is not None
-    ]
+    members = report.learned.values()
+    rewards = [each.reward for each in members if not each.failed and each.reward is not None]
+    best = max(rewards, default=None)
     size = max(map(abs, rewards), default=0.0)
     form = ".2f" if size == 0 or 0.01 <= size < 1e6 else ".3g"
-    for learned in report.learned.values():
-        text.append(f" #{learned.index} ", "dim")
-        if learned.failed:
+    text = Text()
+    for member in members:
+        text.append(f" #{member.index} ", "dim")
+        if member.failed:
             text.append("failed", "red")
+        elif member.reward is None:
+            text.append("nan")
         else:
-            if learned.reward is None:
-                reward = "nan"
-            else:
-                reward = f"{learned.reward:{form}}"
-            text.append(reward, "bold" if learned.reward == max(rewards, default=None) else "")
+            text.append(f"{member.reward:{form}}", "bold" if member.reward == best else "")
     return text
 
 
@@ -505,131 +458,105 @@ def generation_table(
         new: Indices of the members that were born in the plan before this generation.
         measure: Name of the fitness that selection uses, for the heading.
     """
-    # 1. Choose the columns for the width.
-    wide = width >= WIDE
-    heads = {
-        "slot": "right",
-        "member": "right",
-        "parent": "right",
-        **dict.fromkeys(evolving, "right"),
-    }
-    heads |= {
-        f"{measure} ± SE": "left",
-        terms.tokens: "right",
-        **({"time": "right"} if wide else {}),
-        "": "left",
-    }
-    gap = 2 if wide else 1
-    # If the table would be too wide, the notes in the last column are abbreviated.
-    short = not wide or sum(max(len(head), 6) + gap for head in heads) + 24 > width
-    table = Table(box=None, padding=(0, gap, 0, 0), header_style="dim", pad_edge=False)
-    for head, justify in heads.items():
-        table.add_column(head, justify="left" if justify == "left" else "right", no_wrap=bool(head))
-    # 2. Add a row for each member.
-    for member in report.members:
-        best = member.index == report.best.index
-        row = [
-            str(member.slot),
-            f"#{member.index}",
-            "–" if member.parent is None else f"#{member.parent}",
-            *(
-                Text(
-                    number_text(getattr(member.hyperparameters, name)),
-                    "bold cyan" if name in member.changes else "",
-                )
-                for name in evolving
-            ),
-            (
-                Text("failed", "red")
-                if member.fitness is None
-                else score_text(member.fitness, member.standard_error)
-            ),
-        ]
-        if member.seconds < 100:
-            seconds = f"{member.seconds:.0f} s"
-        else:
-            seconds = duration_text(member.seconds)
-        costs = [_short_count(member.tokens), *([seconds] if wide else [])]
-        note = member_note(
-            member, report, short=short, best_so_far=best_so_far, is_new=member.index in new
-        )
-        table.add_row(*row, *costs, note, style="bold green" if best else "")
+    # 1. Cells by heading. A run of one agent has neither slots nor parents.
+    members = report.members
+    columns: dict[str, list[str | Text]] = {}
+    if len(members) > 1:
+        columns["slot"] = [str(each.slot) for each in members]
+    columns["member"] = [f"#{each.index}" for each in members]
+    if any(each.parent is not None for each in members):
+        columns["parent"] = ["–" if each.parent is None else f"#{each.parent}" for each in members]
+    for name in evolving:
+        columns[name] = [_value_text(each, name) for each in members]
+    columns[f"{measure} ± SE"] = [str(each.estimate or "failed") for each in members]
+    columns[terms.tokens] = [_short_count(each.tokens) for each in members]
+    columns["time"] = [duration_text(each.seconds) for each in members]
+    # 2. In a narrow terminal, break the headings, and leave out columns.
+    table = _member_table(report, columns)
+    optional = ["time", terms.tokens, "parent", "slot"]
+    while optional and Console(width=1000).measure(table).maximum > width - _NOTE_WIDTH:
+        columns.pop(optional.pop(0), None)
+        table = _member_table(report, columns, broken_heads=True)
+    # 3. Add the notes, which are wrapped.
+    broken_heads = len(optional) < 4
+    columns[""] = [member_note(each, report, best_so_far, each.index in new) for each in members]
+    return _member_table(report, columns, broken_heads=broken_heads)
+
+
+def _member_table(
+    report: GenerationReport,
+    columns: Mapping[str, Sequence[str | Text]],
+    *,
+    broken_heads: bool = False,
+) -> Table:
+    """Return a table of cells by heading, in which the best member is highlighted."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
+    for name in columns:
+        head = name.replace("_", "_\n") if broken_heads else name
+        is_note = not name
+        table.add_column(head, justify="left" if is_note else "right", no_wrap=not is_note)
+    for row, member in enumerate(report.members):
+        cells = [column[row] for column in columns.values()]
+        table.add_row(*cells, style="bold green" if member.index == report.best_index else "")
     return table
 
 
+def _value_text(member: MemberReport, name: str) -> Text:
+    value = number_text(getattr(member.hyperparameters, name))
+    return Text(value, "bold cyan" if name in member.changes else "")
+
+
 def member_note(
-    member: MemberReport, report: GenerationReport, *, short: bool, best_so_far: bool, is_new: bool
+    member: MemberReport, report: GenerationReport, best_so_far: bool, is_new: bool
 ) -> Text:
-    """Return notes on a member: failed, new, best (with a star if it is the best so far), no learning signal."""
+    """Return notes on a member: failed, best (with a star if it is so far), new, no signal."""
     if member.failed is not None:
         return Text(printable(member.failed), "red")
     notes = []
-    if member.index == report.best.index:
-        if best_so_far:
-            note = "★ best so far"
-        else:
-            note = "best of this generation"
-        notes.append(note.split(maxsplit=1)[0] if short else note)
+    if member.index == report.best_index:
+        notes.append("★ best so far" if best_so_far else "best of this generation")
     if is_new and member.parent is not None:
-        moves = ", ".join(
-            (
-                f"{name} {'↑' if new > old else '↓'}"
-                if isinstance(old, int | float) and isinstance(new, int | float)
-                else f"{name} → {number_text(new)}"
-            )
-            for name, (old, new) in member.changes.items()
-        )
-        # A short note leaves out the changes, which the lines on selection below the table also
-        # show.
-        notes.append(
-            "new" if short else f"clone of #{member.parent}{f': {moves}' if moves else ''}"
-        )
+        notes.append(f"clone of #{member.parent}")
     if member.metrics.get(EQUAL_GROUPS) == 1.0:
-        notes.append("no signal" if short else "no learning signal")
-    return Text((" " if short else " · ").join(notes))
+        notes.append("no learning signal")
+    return Text(" · ".join(notes))
 
 
 def plan_lines(report: GenerationReport) -> list[Text]:
     """Return lines on the plan after a generation: one per retirement and birth."""
     plan = report.plan
-    if plan is None:
-        return []
     members = {member.slot: member.index for member in report.members}
-    retired = report.retired
-    budgets = report.new_budgets
-    if len(members) == 1 and not plan.children:
+    if plan is None or (len(members) == 1 and not plan.children):
         return []
-    if not (plan.children or retired or budgets):
-        close = any("within noise" in reason for reason in plan.reasons)
-        why = ", all differences are within noise" if close else ""
-        return [Text(f"selection: no member replaced{why}", "dim")]
-    reasons = {
-        index: printable(plan.reasons[slot].removeprefix("stopped: "))
-        for slot, index in retired.items()
-    }
-    lines = [
-        Text.assemble((f"selection: #{index} removed", "cyan"), f" ({why})")
-        for index, why in reasons.items()
-    ]
-    lines += [Text(f"selection: {change} from the next generation", "cyan") for change in budgets]
+    # 1. Members without a successor.
+    lines = []
+    for slot, index in report.retired.items():
+        reason = printable(plan.reasons[slot].removeprefix("stopped: "))
+        lines.append(Text.assemble((f"selection: #{index} removed", "cyan"), f" ({reason})"))
+    # 2. Budgets.
+    budgets = [f"selection: {each} from the next generation" for each in report.new_budgets]
+    lines += [Text(line, "cyan") for line in budgets]
+    # 3. Births.
     for child in plan.children:
-        member = members.get(child.slot)
-        if member is None:
-            birth = f"#{child.index} added"
-        else:
-            birth = f"#{member} is replaced by #{child.index}"
+        birth = f"#{child.index} added"
+        if child.slot in members:
+            birth = f"#{members[child.slot]} is replaced by #{child.index}"
         origin = origin_text(child.parent, child.changes)
         lines.append(Text.assemble((f"selection: {birth}", "cyan"), f", a {origin}"))
+    if not lines:
+        close = any("within noise" in reason for reason in plan.reasons)
+        why = ", all differences are within noise" if close else ""
+        lines.append(Text(f"selection: no member replaced{why}", "dim"))
     return lines
 
 
 def _short_count(count: int) -> str:
     """Return a short count: 940, 12.3k, 456k, 7.8M."""
-    # rounded before the unit is chosen: 999,600 becomes 1M, not 1000k
-    rounded = float(f"{count:.3g}")
-    for unit, size in (("M", 1_000_000), ("k", 1_000)):
-        if rounded >= size:
-            if rounded < 1000 * size:
-                return f"{rounded / size:.3g}{unit}"
-            return f"{count_text(count / size)}{unit}"
+    rounded = float(f"{count:.3g}")  # 999,600 becomes 1M, not 1000k
+    if rounded >= 1e9:
+        return f"{count_text(count / 1e6)}M"
+    if rounded >= 1e6:
+        return f"{rounded / 1e6:.3g}M"
+    if rounded >= 1e3:
+        return f"{rounded / 1e3:.3g}k"
     return str(count)
