@@ -65,11 +65,12 @@ def extra_command(extra: str) -> str:
     Pip keeps the installed evogrpo.
     """
     root = Path(__file__).absolute().parents[1]
-    if (root / "pyproject.toml").is_file():  # a checkout
+    # A checkout.
+    if (root / "pyproject.toml").is_file():
         return package_command("-e", f"{root}[{extra}]")
     return f'{shlex.quote(sys.executable)} -m pip install "evogrpo[{extra}]"'
 
 
 def package_command(*words: str) -> str:
-    """Return the pip command that installs packages into the running Python, quoted for the shell."""
+    """Return the pip command that installs packages into the running Python, for the shell."""
     return f"{shlex.quote(sys.executable)} -m pip install {shlex.join(words)}"

@@ -1,4 +1,4 @@
-"""Commands `doctor` and `tasks`: checks of this machine with remedies, and the tasks that are installed."""
+"""Commands `doctor` and `tasks`: checks of this machine, and the tasks that are installed."""
 
 import argparse
 import importlib
@@ -63,6 +63,7 @@ def doctor(args: argparse.Namespace) -> int:
     """Check everything the demo needs; exit code 1 if it cannot run."""
     console = make_console()
     problems = 0
+    # 1. Print one line per finding, and the remedy below it.
     for check in CHECKS:
         for finding in _findings(check):
             problems += finding.state == "problem"
@@ -70,11 +71,11 @@ def doctor(args: argparse.Namespace) -> int:
             console.print(line, soft_wrap=True)
             if finding.remedy:
                 console.print(Text(f"      → {finding.remedy}", "cyan"), soft_wrap=True)
+    # 2. Print the verdict.
     console.print()
     if problems:
-        console.print(
-            Text(f"The demo cannot run here: {pluralize(problems, 'problem')}", "bold red")
-        )
+        summary = f"The demo cannot run here: {pluralize(problems, 'problem')}"
+        console.print(Text(summary, "bold red"))
         return FAILED
     console.print(Text("The demo can run here: evogrpo demo", "bold green"))
     return OK
@@ -124,17 +125,12 @@ def check_precision() -> Iterator[Finding]:
     from evogrpo.members.language.loading import has_bfloat16_products
 
     torch = importlib.import_module("torch")
+    detail = "bfloat16"
     if torch.cuda.is_available():
-        if torch.cuda.is_bf16_supported():
-            detail = "bfloat16"
-        else:
+        if not torch.cuda.is_bf16_supported():
             detail = "float32: the GPU has no bfloat16"
-    else:
-        native = has_bfloat16_products()
-        if native:
-            detail = "bfloat16"
-        else:
-            detail = "float32: the processor has no instructions for bfloat16"
+    elif not has_bfloat16_products():
+        detail = "float32: the processor has no instructions for bfloat16"
     yield Finding(name="precision", state="ok", detail=f"auto selects {detail}")
 
 
@@ -152,10 +148,12 @@ def check_memory() -> Iterator[Finding]:
 
 
 def check_model() -> Iterator[Finding]:
-    """Check the demo's base model: the packages of language models, the wheel, its reader and the converted copy."""
+    """Check the demo's base model: packages, wheel, reader and converted copy."""
+    # 1. The packages of language models.
     require("The demo", *_LANGUAGE_PACKAGES)
     from evogrpo.members.language.loading import DEMO_MODEL, DEMO_WHEEL, cache_folder
 
+    # 2. The wheel with the model.
     try:
         wheel = importlib.metadata.version(DEMO_WHEEL)
     except importlib.metadata.PackageNotFoundError:
@@ -167,6 +165,7 @@ def check_model() -> Iterator[Finding]:
             remedy=remedy,
         )
         return
+    # 3. The converted copy, or the package that reads the wheel's file.
     models = cache_folder() / "models"
     converted = any(models.glob("SmolLM2-*"))
     if not converted and importlib.util.find_spec("gguf") is None:
@@ -175,10 +174,10 @@ def check_model() -> Iterator[Finding]:
             name="demo model", state="problem", detail=detail, remedy=package_command("gguf")
         )
     else:
-        detail = (
-            f"{DEMO_MODEL} from {DEMO_WHEEL} {wheel}, converted"
-            f" {'in' if converted else 'on first use into'} {models}"
-        )
+        place = f"on first use into {models}"
+        if converted:
+            place = f"in {models}"
+        detail = f"{DEMO_MODEL} from {DEMO_WHEEL} {wheel}, converted {place}"
         yield Finding(name="demo model", state="ok", detail=detail)
 
 
@@ -190,6 +189,7 @@ def check_folders() -> Iterator[Finding]:
 
         folders["model cache"] = cache_folder()
     for name, folder in folders.items():
+        # The folder may not exist yet: its nearest parent must be writable.
         existing = folder.absolute()
         while not existing.exists():
             existing = existing.parent
@@ -197,22 +197,18 @@ def check_folders() -> Iterator[Finding]:
             with tempfile.TemporaryFile(dir=existing):
                 free = shutil.disk_usage(existing).free
         except OSError as error:
-            if name == "runs folder":
-                remedy = "change to a writable folder"
-            else:
+            remedy = "change to a writable folder"
+            if name == "model cache":
                 remedy = "set EVOGRPO_CACHE to a writable folder"
             detail = f"{folder.absolute()} is not writable: {error.strerror or error}"
             yield Finding(name=name, state="problem", detail=detail, remedy=remedy)
             continue
         detail = f"{folder.absolute()}, {free / 1e9:.1f} GB free"
-        remedy = f"free {DEMO_DISK / 1e9:.0f} GB"
-        enough = free >= DEMO_DISK
-        yield Finding(
-            name=name,
-            state="ok" if enough else "problem",
-            detail=detail,
-            remedy="" if enough else remedy,
-        )
+        if free >= DEMO_DISK:
+            yield Finding(name=name, state="ok", detail=detail)
+        else:
+            remedy = f"free {DEMO_DISK / 1e9:.0f} GB"
+            yield Finding(name=name, state="problem", detail=detail, remedy=remedy)
 
 
 def check_extras() -> Iterator[Finding]:
@@ -227,7 +223,8 @@ def check_extras() -> Iterator[Finding]:
         ("plotly", "report", "charts of the report page"),
         ("tensorboard", "tensorboard", "TensorBoard logs"),
     ):
-        try:  # metadata instead of an import, which would also find a local folder of that name
+        # Metadata instead of an import, which would also find a local folder of that name.
+        try:
             yield Finding(name=package, state="ok", detail=importlib.metadata.version(package))
         except importlib.metadata.PackageNotFoundError:
             remedy = f"for {use}: {extra_command(extra)}"
@@ -236,6 +233,7 @@ def check_extras() -> Iterator[Finding]:
             )
 
 
+# In the order of the output.
 CHECKS: "tuple[Callable[[], Iterator[Finding]], ...]" = (
     check_python,
     check_torch,
@@ -263,6 +261,7 @@ def tasks(args: argparse.Namespace) -> int:
     from evogrpo.training.configuration.user_code import plugin_names
 
     console = make_console()
+    # 1. Tasks of questions: built in, and those of reasoning-gym.
     console.print(Text.assemble(("Built in", "bold"), "   task: {name: NAME}"))
     width = max(map(len, TASKS))
     for name, task in TASKS.items():
@@ -277,6 +276,7 @@ def tasks(args: argparse.Namespace) -> int:
     else:
         names = sorted(importlib.import_module("reasoning_gym.factory").DATASETS)
         console.print(Columns([Text(name, "cyan") for name in names], padding=(0, 2), equal=True))
+    # 2. Environments of one agent and of several.
     console.print()
     console.print(
         Text.assemble(("Gymnasium", "bold"), "   task: {env: ID}, or evogrpo train --env ID")
@@ -289,6 +289,7 @@ def tasks(args: argparse.Namespace) -> int:
     games = "   task: {parallel_env: MODULE}, or evogrpo train --parallel-env MODULE"
     console.print(Text.assemble(("PettingZoo", "bold"), games))
     console.print(Text("  MODULE has parallel_env, e.g. mpe2.simple_spread_v3; or MODULE:FUNCTION"))
+    # 3. Tasks of plugins and of the user.
     console.print()
     console.print(
         Text.assemble(("Plugins", "bold"), f"   {', '.join(plugin_names()) or 'none installed'}")

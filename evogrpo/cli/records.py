@@ -37,12 +37,14 @@ def lineage(args: argparse.Namespace) -> int:
     console = make_console()
     summary = read_summary(args.run_dir)
     path = {report.index for report in ancestors(summary, summary.best)}
+    # A star and bold letters mark the best member and its ancestors.
     for indent, birth in tree_lines(summary.births, path):
-        mark, style = ("★ ", "bold") if birth.index in path else ("· ", "")
+        member = Text.assemble(("· ", "dim"), f"#{birth.index}")
+        if birth.index in path:
+            member = Text(f"★ #{birth.index}", "bold")
         line = Text.assemble(
             ("│ " * indent, "dim"),
-            (mark, style or "dim"),
-            (f"#{birth.index}", style),
+            member,
             f"  {printable(birth_text(birth, summary.evolvable))}",
             (f"  {_lifetime(birth, summary)}", "dim"),
         )
@@ -92,6 +94,7 @@ def _hyperparameters_text(schedule: BestSchedule) -> str:
     """Return the hyperparameters of the best member as one text."""
     texts = []
     for name, value in schedule.member.hyperparameters.to_json().items():
+        # A calibrated rate changes within a generation; `lr` is only the first guess.
         if name == "lr" and schedule.calibrated is not None:
             first, last = map(number_text, schedule.calibrated)
             texts.append(f"lr {first} to {last} (calibrated, first and last)")
@@ -101,11 +104,13 @@ def _hyperparameters_text(schedule: BestSchedule) -> str:
 
 
 def _stages_table(schedule: BestSchedule, summary: RunSummary) -> Table:
-    """Return the stages of a lineage with the hyperparameters that evolve or differ between them."""
+    """Return the stages of a lineage with hyperparameters that evolve or differ between them."""
     values = [stage.hyperparameters.to_json() for stage in schedule.stages]
+    # 1. Choose the columns.
     first, *others = values
     differing = {name for own in others for name in own if own[name] != first[name]}
     shown = [name for name in first if name in summary.evolvable or name in differing]
+    # 2. Add a row per stage.
     table = _table("from step", "steps", "samples per step", *shown)
     first_step = 0
     for stage, own in zip(schedule.stages, values, strict=True):
@@ -123,15 +128,16 @@ def compare(args: argparse.Namespace) -> int:
     configurations = []
     for folder in folders:
         check_folder(folder)
-        path = folder / CONFIG_FILE
-        configurations.append(read_yaml_file(path) if path.is_file() else None)
+        configuration = None
+        if (folder / CONFIG_FILE).is_file():
+            configuration = read_yaml_file(folder / CONFIG_FILE)
+        configurations.append(configuration)
     compared = compare_runs(folders, configurations)
     # 2. Print one column per run: settings that differ, results, and the difference of the tests.
     table = _table("", *(str(run.path) for run in compared.runs))
 
     def add_row(name: str, values: Iterable[str | Text]) -> None:
-        cells = [value if isinstance(value, Text) else Text(value) for value in values]
-        table.add_row(Text(printable(name), "dim"), *cells)
+        table.add_row(Text(printable(name), "dim"), *values)
 
     for name, values in compared.settings.items():
         add_row(name, map(_setting_text, values))
@@ -167,6 +173,7 @@ def video(args: argparse.Namespace) -> int:
     """Record test episodes of a run's best member."""
     from evogrpo.training.configuration.reading import load_config
 
+    # 1. Check the arguments and the run directory.
     folder: Path = args.folder or args.run_dir / "videos"
     if args.episodes < 1:
         raise ValueError(f"--episodes must be at least 1, got {args.episodes}.")
@@ -177,6 +184,7 @@ def video(args: argparse.Namespace) -> int:
         )
     if not (args.run_dir / "best").is_dir():
         raise _no_best(args.run_dir)
+    # 2. Record the episodes.
     console = make_console()
     with spinner(console, "recording"):
         from evogrpo.training.task_types import task_type_of
@@ -188,6 +196,7 @@ def video(args: argparse.Namespace) -> int:
             episodes = task_type.record_videos(config, best_dir, folder, args.episodes)
         except ImportError as error:
             raise ValueError(str(error)) from error
+    # 3. Print one line per episode.
     for episode in episodes:
         agents = [f"{agent} {number_text(value)}" for agent, value in episode.returns.items()]
         result = f"return {number_text(episode.episode_return)}"
@@ -227,10 +236,12 @@ def _lifetime(birth: MemberRecord, summary: RunSummary) -> str:
     history = summary.histories.get(birth.index)
     if history is None:
         return "not evaluated"
+    # 1. The winner.
     winner = summary.best
     if winner is not None and winner.index == birth.index:
         score = selection_score(winner, summary)
         return f"{score} in generation {winner.generation}, the best member"
+    # 2. Other members.
     first = history.results[0].generation
     last = history.results[-1]
     span = f"generation {first}"
@@ -260,7 +271,9 @@ def _interval_text(estimate: Estimate) -> str:
 
 
 def _noise_text(beyond_noise: bool | None) -> str:
-    return "beyond noise" if beyond_noise else "within noise"
+    if beyond_noise:
+        return "beyond noise"
+    return "within noise"
 
 
 # ---- the table of `compare`
@@ -404,7 +417,7 @@ def _export_member(run_dir: Path, folder: Path) -> None:
 
 
 def _check_export(run_dir: Path, member: Path, source: str) -> str:
-    """Check that PEFT or transformers can load an exported member into the architecture of its base model.
+    """Check that PEFT or transformers can load an exported member into its base model.
 
     Args:
         run_dir: Run directory.
@@ -426,7 +439,8 @@ def _check_export(run_dir: Path, member: Path, source: str) -> str:
     elif is_path(source):  # an untrusted path is not opened
         return "not checked: the base model is a local folder"
     try:
-        outline = load_outline(source).model  # without weights
+        # Without weights.
+        outline = load_outline(source).model
     except ValueError:
         return f"not checked: {source} cannot be loaded here"
     return check_member(member, outline)

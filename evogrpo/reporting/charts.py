@@ -25,9 +25,12 @@ _SLOT_COLOURS = (
     "#9467BD",
     "#8C6D31",
 )
-_SHARED_COLOUR = "#7B93AD"  # of all slots, if there are more slots than colours
-_MAX_MARKED = 80  # generations or steps; more markers would cover the lines
-_MAX_POINTS = 6000  # per chart of learning steps; of more points, neighbouring ones are averaged
+# Of all slots, if there are more slots than colours.
+_SHARED_COLOUR = "#7B93AD"
+# Generations or steps; more markers would cover the lines.
+_MAX_MARKED = 80
+# Per chart of learning steps; of more points, neighbouring ones are averaged.
+_MAX_POINTS = 6000
 
 
 class Style(NamedTuple):
@@ -128,8 +131,8 @@ class Chart:
         """Return a value of the y axis as text."""
         if not self.names:
             return number_text(float(y))
-        position = round(y)
-        return self.names[position] if 0 <= position < len(self.names) else ""
+        # matplotlib also asks for ticks beyond the names.
+        return dict(enumerate(self.names)).get(round(y), "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,14 +163,18 @@ class RunCharts:
         """Return the style of lines of a colour."""
         if colour == BEST:
             return _BEST_STYLE
-        return _CROWDED_STYLE if self.crowded else _SLOT_STYLE
+        if self.crowded:
+            return _CROWDED_STYLE
+        return _SLOT_STYLE
 
     def label(self, colour: str) -> str:
         """Return the meaning of a line's colour."""
         best = self.summary.best
         if colour == BEST and best is not None:
             return f"best member #{best.index} and its ancestors"
-        return "other members" if self.crowded else "other members, one colour per slot"
+        if self.crowded:
+            return "other members"
+        return "other members, one colour per slot"
 
     @property
     def tests(self) -> tuple[tuple[str, str, float, Estimate], ...]:
@@ -209,7 +216,10 @@ def run_charts(summary: RunSummary) -> RunCharts:
     for name, space in summary.evolvable.items():
         if any(_value(result, name) is not None for result in summary.members):
             hyperparameters.append(_hyperparameter_chart(name, space, summary, colours))
-    metrics = summary.metrics if histories else ()
+    # 4. Metrics of learning steps, once a generation has assigned slots to members.
+    metrics = []
+    if histories:
+        metrics = [_metric_chart(name, summary, colours) for name in summary.metrics]
     return RunCharts(
         summary=summary,
         generations=(numbers[0], numbers[-1]),
@@ -217,7 +227,7 @@ def run_charts(summary: RunSummary) -> RunCharts:
         fitness=fitness,
         failures=tuple(failures),
         lineage=_lineage_chart(histories, colours),
-        metrics=tuple(_metric_chart(name, summary, colours) for name in metrics),
+        metrics=tuple(metrics),
         hyperparameters=tuple(hyperparameters),
     )
 
@@ -239,7 +249,9 @@ class _Colours:
         return len(self.slots) > len(_SLOT_COLOURS)
 
     def of(self, slot: int) -> str:
-        return _SHARED_COLOUR if self.crowded else _SLOT_COLOURS[self.slots.index(slot)]
+        if self.crowded:
+            return _SHARED_COLOUR
+        return _SLOT_COLOURS[self.slots.index(slot)]
 
     def lines(self, stretches: Iterable[tuple[int, int, Sequence[Point]]]) -> tuple[Line, ...]:
         """Return the lines of stretches (index, slot, points).
@@ -251,9 +263,11 @@ class _Colours:
         for index, slot, points in stretches:
             last = self.lineage.get(index, -1)
             inherited = sum(point.generation <= last for point in points)
+            # Points up to the birth of the next ancestor belong to the best member's lineage.
             if inherited:
                 best.append(Line(index=index, colour=BEST, points=tuple(points[:inherited])))
-            if inherited < len(points):  # starts at the last point of the lineage
+            # What follows starts at the last point of the lineage, so that the line has no gap.
+            if inherited < len(points):
                 rest = tuple(points[max(0, inherited - 1) :])
                 others.append(Line(index=index, colour=self.of(slot), points=rest))
         return (*others, *best)
@@ -270,8 +284,10 @@ def _fitness_chart(summary: RunSummary, colours: _Colours) -> Chart:
             # A founder starts as the untrained base, one generation before its first result.
             before = first.generation - 1
             points.append(Point(before, summary.start.mean, before, summary.start.standard_error))
-        origin = [history.origin] if history.origin else []
-        for result in (*origin, *history.results):
+        for result in (history.origin, *history.results):
+            # A founder has no origin.
+            if result is None:
+                continue
             number = result.generation
             if result.fitness is None:
                 stretches.append((history.index, first.slot, points))
@@ -310,8 +326,13 @@ def _limits(values: Sequence[float], *, log: bool = False) -> tuple[float, float
     return low - space, high + space
 
 
-def _log_ticks(limits: tuple[float, float]) -> tuple[float, ...]:
-    """Return ticks of a logarithmic axis: powers of ten, 1, 2, 5 times them, or equal steps."""
+def _log_ticks(limits: tuple[float, float], *, log: bool) -> tuple[float, ...]:
+    """Return ticks of a logarithmic axis: powers of ten, 1, 2, 5 times them, or equal steps.
+
+    None for a linear axis, for which each renderer chooses good ticks.
+    """
+    if not log:
+        return ()
     low, high = limits
     powers = [10.0**power for power in range(math.floor(math.log10(low)), 39) if 10.0**power < high]
     for factors in ((1,), (1, 2, 5)):
@@ -347,14 +368,17 @@ def _history_lines(
         first = history.results[0]
         number = first.generation
         value = height(first)
-        if value is None:  # such as clip_low of a founder that uses clip_coef instead
+        # Such as clip_low of a founder that uses clip_coef instead.
+        if value is None:
             continue
         # From the parent's value before the birth to the member's own.
         birth = Point(number - 1, value, number)
         points = [birth]
-        before = height(history.origin) if history.origin else None
-        if history.origin is not None and before is not None:
-            points.insert(0, Point(history.origin.generation, before, number))
+        origin = history.origin
+        if origin is not None:
+            before = height(origin)
+            if before is not None:
+                points.insert(0, Point(origin.generation, before, number))
         for result in history.results:
             value = height(result)
             if value is not None:
@@ -368,15 +392,17 @@ def _lineage_chart(histories: Sequence[MemberHistory], colours: _Colours) -> Cha
     """Return the slot of every member by generation; a line from another slot is a birth."""
     slots = colours.slots
     lines, births = _history_lines(histories, colours, lambda result: slots.index(result.slot))
-    named = not colours.crowded
+    names: tuple[str, ...] = ()
+    if not colours.crowded:
+        names = tuple(map(str, slots))
     return Chart(
         title="lineage",
         unit="slot of every member",
         limits=(-0.5, len(slots) - 0.5),
         lines=lines,
         births=births,
-        ticks=tuple(range(len(slots))) if named else (),
-        names=tuple(map(str, slots)) if named else (),
+        ticks=tuple(range(len(names))),
+        names=names,
     )
 
 
@@ -415,7 +441,7 @@ def _metric_chart(name: str, summary: RunSummary, colours: _Colours) -> Chart:
         lines=colours.lines(stretches),
         x_title="learning step",
         log=log,
-        ticks=_log_ticks(limits) if log else (),
+        ticks=_log_ticks(limits, log=log),
         marked=len(summary.steps) <= _MAX_MARKED,
     )
 
@@ -435,7 +461,9 @@ def _hyperparameter_chart(
 
     def height(result: MemberReport) -> float | None:
         value = _value(result, name)
-        return names.index(value) if isinstance(value, str) else value
+        if isinstance(value, str):
+            return names.index(value)
+        return value
 
     # 2. Axis: names, or numbers on a linear or logarithmic scale.
     ticks: tuple[float, ...] = tuple(range(len(names)))
@@ -446,7 +474,7 @@ def _hyperparameter_chart(
         log = min(numbers) > 0 and (space.get("scale") == "log" or _is_geometric(ticks))
         limits = _limits([*numbers, *(tick for tick in ticks if tick > 0 or not log)], log=log)
         if not 2 <= len(ticks) <= 10:
-            ticks = _log_ticks(limits) if log else ()
+            ticks = _log_ticks(limits, log=log)
     # 3. Lines.
     histories = summary.histories
     lines, births = _history_lines(histories.values(), colours, height)

@@ -57,7 +57,8 @@ class TestDifference:
     questions: int | None = None
     why: str = ""
 
-    __test__ = False  # pytest must not collect it
+    # Pytest must not collect it.
+    __test__ = False
 
     @property
     def beyond_noise(self) -> bool | None:

@@ -23,6 +23,7 @@ TEXT = "string"
 FLAG = "boolean"
 
 COLUMNS: Mapping[str, Mapping[str, tuple[str, str]]] = {
+    # Results.
     "members": {
         "generation": (WHOLE, "generation, from 1"),
         "member": (WHOLE, "index of the member, never reused"),
@@ -67,6 +68,7 @@ COLUMNS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "slot": (WHOLE, "slot of the member"),
         "step_seconds": (REAL, "wall-clock time of the step, all members"),
     },
+    # Lineage.
     "births": {
         "member": (WHOLE, "index of the member"),
         "parent": (WHOLE, "index of its parent; missing for a founder"),
@@ -88,6 +90,7 @@ COLUMNS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "old_name": (TEXT, "its parent's value, if a name"),
         "new_name": (TEXT, "its own value, if a name"),
     },
+    # Measured means.
     "evaluations": {
         "split": (TEXT, "validation, test, or train where fitness is measured by training rewards"),
         "measure": (TEXT, "greedy, sampled or rollouts"),
@@ -154,6 +157,7 @@ def read_run(run_dir: str | Path) -> RunFrames:
         ImportError: If pandas is not installed.
         ValueError: If there is no journal, or a value is invalid.
     """
+    # pandas is optional and slow to import.
     require("read_run", "pandas")
     import pandas as pd
 
@@ -166,9 +170,12 @@ def read_run(run_dir: str | Path) -> RunFrames:
         "evaluations": _evaluations(summary),
     }
     frames = {name: _frame(pd, name, list(each)) for name, each in rows.items()}
+    best = None
+    if summary.best is not None:
+        best = summary.best.index
     return RunFrames(
         facts=summary.facts,
-        best=summary.best.index if summary.best else None,
+        best=best,
         stopped=summary.stopped,
         resumes=summary.resumes,
         **frames,
@@ -212,6 +219,7 @@ def _members(summary: RunSummary) -> Iterator[dict[str, Any]]:
             }
             for name, value in member.metrics.items():
                 row[f"mean/{name}"] = value
+            # Where the learning rate is calibrated, `lr` is only the first guess.
             used_lr = member.metrics.get("learning_rate")
             if member.hyperparameters.target_kl is not None and used_lr is not None:
                 row["lr"] = used_lr
@@ -241,33 +249,41 @@ def _births(summary: RunSummary) -> Iterator[dict[str, Any]]:
     """Yield one row per member."""
     founders: dict[int | None, int] = {}
     for birth in summary.births:
+        # Parents come before their children, so the founder of a parent is known.
         founders[birth.index] = founders.get(birth.parent, birth.index)
-        history = summary.histories.get(birth.index)
-        results = history.results if history else ()
-        scores = [result.fitness for result in results if result.fitness is not None]
-        yield {
-            **_documented(birth, "births"),
+        row = _documented(birth, "births")
+        row |= {
             "member": birth.index,
             "founder": founders[birth.index],
-            "last": results[-1].generation if results else None,
-            "best_fitness": max(scores, default=None),
             "winner": summary.best is not None and birth.index == summary.best.index,
             **birth.hyperparameters.to_json(),
         }
+        # A member that finished no generation has no history.
+        if birth.index in summary.histories:
+            results = summary.histories[birth.index].results
+            row["last"] = results[-1].generation
+            scores = [result.fitness for result in results if result.fitness is not None]
+            row["best_fitness"] = max(scores, default=None)
+        yield row
 
 
 def _changes(summary: RunSummary) -> Iterator[dict[str, Any]]:
     """Yield one row per hyperparameter that changed at a birth."""
     for birth in summary.births:
         for name, (old, new) in birth.changes.items():
-            yield {
+            row: dict[str, Any] = {
                 "member": birth.index,
                 "parent": birth.parent,
                 "born": birth.born,
                 "name": name,
-                "old_name" if isinstance(old, str) else "old": old,
-                "new_name" if isinstance(new, str) else "new": new,
             }
+            # Names and numbers have a column each.
+            for column, value in (("old", old), ("new", new)):
+                if isinstance(value, str):
+                    row[f"{column}_name"] = value
+                else:
+                    row[column] = value
+            yield row
 
 
 def _evaluations(summary: RunSummary) -> Iterator[dict[str, Any]]:
@@ -281,23 +297,21 @@ def _evaluations(summary: RunSummary) -> Iterator[dict[str, Any]]:
         }
     for member in summary.members:
         for measure, estimate in member.measured.items():
-            yield {
-                **_measured("member", measure, estimate),
-                # Training groups are not counted.
-                "questions": None if measure == ROLLOUTS else member.questions,
-                "member": member.index,
-                "generation": member.generation,
-            }
+            row = _measured("member", measure, estimate)
+            row |= {"member": member.index, "generation": member.generation}
+            # Training groups are not counted.
+            if measure != ROLLOUTS:
+                row["questions"] = member.questions
+            yield row
     test = summary.test
     if test is not None:
         means = {"untrained": test.before, "member": test.after, "gain": test.gain}
         for who, estimate in means.items():
-            yield {
-                **_measured(who, test.measure, estimate),
-                "questions": test.questions,
-                "split": "test",
-                "member": None if who == "untrained" else test.index,
-            }
+            row = _measured(who, test.measure, estimate)
+            row |= {"questions": test.questions, "split": "test"}
+            if who != "untrained":
+                row["member"] = test.index
+            yield row
 
 
 def _measured(who: str, measure: str, estimate: Estimate) -> dict[str, Any]:
@@ -316,10 +330,15 @@ def _frame(pd: Any, name: str, rows: Sequence[Mapping[str, Any]]) -> "DataFrame"
     types = {column: kind for column, (kind, _) in COLUMNS[name].items()}
     if name in ("members", "births"):
         for hyperparameter in HYPERPARAMETER_NAMES:
-            kind = WHOLE if is_integer(hyperparameter) else REAL
-            types[hyperparameter] = TEXT if is_categorical(hyperparameter) else kind
+            types[hyperparameter] = REAL
+            if is_categorical(hyperparameter):
+                types[hyperparameter] = TEXT
+            elif is_integer(hyperparameter):
+                types[hyperparameter] = WHOLE
+    # All other columns are metrics.
     for column in dict.fromkeys(chain.from_iterable(rows)):
         types.setdefault(column, REAL)
+    # A frame has all of them, also where the run has no values yet.
     columns = {}
     for column, kind in types.items():
         values = [row.get(column) for row in rows]

@@ -63,7 +63,8 @@ def figure_png(summary: RunSummary) -> bytes:
 
         figure = _figure(run_charts(summary))
         figure.set_dpi(130)
-        FigureCanvasAgg(figure).print_png(buffer)  # savefig would draw everything twice
+        # Savefig would draw everything twice.
+        FigureCanvasAgg(figure).print_png(buffer)
     return buffer.getvalue()
 
 
@@ -92,7 +93,9 @@ def _figure(run: RunCharts) -> "Figure":
     # 1. Rows of panels. At most three share a row; four fill two rows of two.
     small = run.hyperparameters
     columns = {1: 1, 2: 2, 4: 2}.get(len(small), 3)
-    rows = [(run.metrics, len(run.metrics))] if run.metrics else []
+    rows = []
+    if run.metrics:
+        rows.append((run.metrics, len(run.metrics)))
     # Panels in a last row that is not full are as wide as those above.
     starts = range(0, len(small), columns)
     rows += [(small[start : start + columns], columns) for start in starts]
@@ -134,7 +137,9 @@ def draw_chart(axes: "Axes", chart: Chart, run: RunCharts) -> None:
     # 1. Lines. The best member and the first of the other slots are in the legend.
     for number, (colour, lines) in enumerate(by_colour(chart.lines).items()):
         style = run.style(colour)
-        order = 3.0 if colour == BEST else 2.0
+        label = None
+        if number == 0 or colour == BEST:
+            label = run.label(colour)
         x, y, error = _joined(lines)
         axes.plot(
             x,
@@ -142,31 +147,34 @@ def draw_chart(axes: "Axes", chart: Chart, run: RunCharts) -> None:
             color=colour,
             linewidth=style.width,
             alpha=style.opacity,
-            zorder=order,
-            marker="o" if chart.marked else "",
-            markersize=style.marker,
-            label=run.label(colour) if number == 0 or colour == BEST else None,
+            marker="o",
+            markersize=style.marker * chart.marked,
+            label=label,
         )
         if chart.errors:
             band = (y - error, y + error)
             axes.fill_between(x, *band, color=colour, alpha=style.shade, linewidth=0)
-    # 2. Births.
+    # 2. Births, above the lines.
     for colour, births in by_colour(chart.births).items():
         x, y, _ = _joined(births)
         size = run.style(colour).birth
-        order = 4.0 if colour == BEST else 2.5
-        axes.plot(x, y, "o", color=colour, markersize=size, mec="white", mew=0.7, zorder=order)
-    # 3. Axes.
-    wide = chart is run.fitness
-    axes.set_yscale("log" if chart.log else "linear")
+        axes.plot(x, y, "o", color=colour, markersize=size, mec="white", mew=0.7, zorder=3)
+    # 3. Axes. The fitness chart is large and has more ticks.
+    x_bins = 5
+    y_bins = 5
+    if chart is run.fitness:
+        x_bins = 12
+        y_bins = 8
+    if chart.log:
+        axes.set_yscale("log")
     axes.set_ylim(*chart.limits)
     if chart.ticks:
         axes.yaxis.set_major_locator(FixedLocator(list(chart.ticks)))
     else:
-        axes.yaxis.set_major_locator(MaxNLocator(8 if wide else 5, steps=[1, 2, 2.5, 5, 10]))
+        axes.yaxis.set_major_locator(MaxNLocator(y_bins, steps=[1, 2, 2.5, 5, 10]))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: chart.value_text(value)))
     axes.yaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_locator(MaxNLocator(12 if wide else 5, integer=True, min_n_ticks=1))
+    axes.xaxis.set_major_locator(MaxNLocator(x_bins, integer=True, min_n_ticks=1))
     axes.set_title(chart.title)
     axes.set_ylabel(chart.unit)
     axes.set_xlabel(chart.x_title)
@@ -221,8 +229,7 @@ def _draw_fitness(axes: "Axes", run: RunCharts) -> None:
     # 4. Space for the tests; a word instead of lines.
     first, last = run.generations
     width = last - first + 1
-    right = 0.14 if summary.test else 0.07
-    axes.set_xlim(first - 1 - 0.03 * width, last + right * width)
+    axes.set_xlim(first - 1 - 0.03 * width, last + 0.14 * width)
     if not run.fitness.lines:
         words = "no member has a fitness yet"
         if not summary.generations:

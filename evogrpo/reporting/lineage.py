@@ -27,6 +27,7 @@ def lineage_of(summary: RunSummary, member: MemberReport) -> tuple[MemberReport,
     current: MemberReport | None = member
     while current is not None:
         history = summary.histories[current.index]
+        # After the birth of its child, a member trains its own state only.
         own = [each for each in history.results if each.generation <= current.generation]
         line = own + line
         current = history.origin
@@ -67,7 +68,9 @@ def calibrated_rates(
             rate = member.metrics.get(name)
             if rate and (member.index, step.generation) in trained:
                 rates.append(rate)
-    return (rates[0], rates[-1]) if rates else None
+    if not rates:
+        return None
+    return rates[0], rates[-1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +115,8 @@ def best_schedule(summary: RunSummary) -> BestSchedule:
     # 2. Build one stage per sequence of generations with equal settings.
     line = lineage_of(summary, member)
     calibrated = calibrated_rates(summary, line)
-    ends = [0, *(generation.step for generation in generations)]  # steps after each generation
+    # Steps after each generation.
+    ends = [0, *(generation.step for generation in generations)]
     stages: list[ScheduleStage] = []
     for report in line:
         number = report.generation
@@ -169,17 +173,20 @@ def best_hyperparameters(run_dir: str | Path) -> tuple[Hyperparameters, ...]:
         own = member.hyperparameters
         if member.fitness is None or own in found:
             continue
-        rates = None
+        found[own] = own
         if own.target_kl is not None:
             rates = calibrated_rates(summary, lineage_of(summary, member))
-        found[own] = own if rates is None else replace(own, lr=rates[1])
+            if rates is not None:
+                found[own] = replace(own, lr=rates[1])
     return tuple(found.values())
 
 
 def selection_score(member: MemberReport, summary: RunSummary) -> str:
     """Return the fitness that selection used of a member, such as `training fitness 41.2 ± 3.0`."""
-    label = "training fitness " if summary.split == "training" else ""
-    return f"{label}{member.estimate or '–'}"
+    score = f"{member.estimate or '–'}"
+    if summary.split == "training":
+        return f"training fitness {score}"
+    return score
 
 
 def birth_text(member: MemberRecord | MemberReport, evolvable: Iterable[str]) -> str:

@@ -14,7 +14,8 @@ Plot = dict[str, Any]
 Details = Mapping[tuple[int, int], str]
 """Hover texts of members, by index and generation."""
 
-_MAX_NAMED = 60  # members; a lineage chart of more has no labels
+# Members; a lineage chart of more has no labels.
+_MAX_NAMED = 60
 _GRID = {"gridcolor": "rgba(128,128,128,0.25)", "zeroline": False}
 _LAYOUT: Plot = {
     "font": {"size": 12, "family": "system-ui, sans-serif"},
@@ -24,7 +25,8 @@ _LAYOUT: Plot = {
     "margin": {"l": 55, "r": 15, "t": 40, "b": 45},
     "height": 250,
     "hovermode": "closest",
-    "dragmode": False,  # so that a finger scrolls the page
+    # So that a finger scrolls the page.
+    "dragmode": False,
     "showlegend": False,
 }
 
@@ -39,7 +41,8 @@ def page_charts(summary: RunSummary) -> dict[str, dict[str, Plot]]:
     for result in summary.members:
         details[result.index, result.generation] = _hover_text(result, summary)
     sections = {"Fitness": {"fitness": _fitness_plot(run, details)}}
-    if len(summary.histories) > 1:  # one agent has no lineage
+    # One agent has no lineage.
+    if len(summary.histories) > 1:
         lineage = {"lineage": _lineage_plot(run, details)}
         sections = {"Fitness and lineage": sections["Fitness"] | lineage}
     for title, charts in (
@@ -144,9 +147,9 @@ def _plot(chart: Chart, run: RunCharts, details: Details | None = None) -> Plot:
         if chart.errors:
             traces.append({**_bands(lines), "fillcolor": colour, "opacity": style.shade})
         line = {
-            "mode": "lines+markers" if chart.marked else "lines",
+            "mode": "lines+markers",
             "line": {"color": colour, "width": style.width},
-            "marker": {"size": style.marker},
+            "marker": {"size": style.marker * chart.marked},
             "opacity": style.opacity,
             "name": run.label(colour),
             "showlegend": number == 0 or colour == BEST,
@@ -160,23 +163,23 @@ def _plot(chart: Chart, run: RunCharts, details: Details | None = None) -> Plot:
     # 3. Axes. Few generations or steps have one tick each.
     ends = [(line.points[0].x, line.points[-1].x) for line in chart.lines]
     length = max((end for _, end in ends), default=1) - min((start for start, _ in ends), default=0)
-    x_axis = {"title": {"text": chart.x_title, "standoff": 4}, **_GRID}
-    x_axis |= {"dtick": 1} if length < 9 else {"nticks": 9}
-    y_axis = {"type": "log" if chart.log else "linear", "range": _range(chart), **_GRID}
-    if chart.ticks:  # plotly would label 0.02 as "2"
+    x_axis: Plot = {"title": {"text": chart.x_title, "standoff": 4}, **_GRID}
+    if length < 9:
+        x_axis["dtick"] = 1
+    else:
+        x_axis["nticks"] = 9
+    # The limits of a logarithmic axis are exponents of ten.
+    y_axis: Plot = {"type": "linear", "range": chart.limits, **_GRID}
+    if chart.log:
+        y_axis |= {"type": "log", "range": [math.log10(limit) for limit in chart.limits]}
+    # plotly would label 0.02 as "2".
+    if chart.ticks:
         texts = [chart.value_text(tick) for tick in chart.ticks]
         y_axis |= {"tickvals": chart.ticks, "ticktext": texts}
     else:
         y_axis |= {"nticks": 6, "exponentformat": "e"}
     title = {"text": f"<b>{chart.title}</b> {chart.unit}", "font": {"size": 13}, "x": 0.01}
     return {"data": traces, "layout": {**_LAYOUT, "title": title, "xaxis": x_axis, "yaxis": y_axis}}
-
-
-def _range(chart: Chart) -> list[float]:
-    """Return the limits of the y axis; those of a logarithmic axis are exponents of ten."""
-    if chart.log:
-        return [math.log10(limit) for limit in chart.limits]
-    return list(chart.limits)
 
 
 def _points(lines: Iterable[Line], chart: Chart, details: Details | None) -> Plot:
@@ -192,6 +195,7 @@ def _points(lines: Iterable[Line], chart: Chart, details: Details | None) -> Plo
             if details is not None:
                 text = details.get((line.index, point.generation), text)
             texts.append(f"<b>#{line.index}</b> in generation {point.generation}<br>{text}")
+        # A gap ends the line.
         x.append(None)
         y.append(None)
         texts.append("")

@@ -1,4 +1,4 @@
-"""Records of a run: its reports, which the journal stores, its result, and the terms that describe them."""
+"""Records of a run: reports, which the journal stores, result, and terms that describe them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -28,6 +28,9 @@ class JournalRecord:
         return validate(cls, values, f"journal, {cls.__name__}")
 
 
+# ---- measured values
+
+
 @dataclass(frozen=True, kw_only=True)
 class Estimate(JournalRecord):
     """A mean with its standard error.
@@ -45,7 +48,8 @@ class Estimate(JournalRecord):
 
     def __format__(self, spec: str) -> str:
         """Return the text; with "+" as the specification, positive means have a sign."""
-        return f"+{self}" if spec == "+" and self.mean > 0 else str(self)
+        sign = "+" if spec == "+" and self.mean > 0 else ""
+        return f"{sign}{self!s}"
 
     def __repr__(self) -> str:
         return f"Estimate({self})"
@@ -91,6 +95,9 @@ class Example(JournalRecord):
     columns: Mapping[str, bool | Whole | Real | str | None] = field(default_factory=dict)
 
     __repr__ = short_repr
+
+
+# ---- learning steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +158,7 @@ class StepReport(JournalRecord):
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values, without completions; see `StepRecord`."""
+        # Metrics are written beside slot and index, so that a line of the journal stays short.
         members = [
             {"slot": slot, "index": each.index, **each.metrics}
             for slot, each in self.learned.items()
@@ -185,6 +193,9 @@ class StepRecord(Record):
     members: tuple[StepMember, ...]
 
 
+# ---- generations
+
+
 @dataclass(frozen=True, kw_only=True)
 class BaselineReport(JournalRecord):
     """Fitness of the untrained base before training.
@@ -206,6 +217,7 @@ class BaselineReport(JournalRecord):
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""
+        # The estimate's two fields stand beside those of the event.
         return {**super().to_json(), **self.fitness.to_json()}
 
     @classmethod
@@ -270,11 +282,14 @@ class MemberReport(JournalRecord):
 
     def record(self) -> MemberRecord:
         """Return the member as strategies see it."""
+        # The journal has architectures in births only.
         names = [each.name for each in fields(MemberRecord) if each.name != "architecture"]
         return MemberRecord(**{name: getattr(self, name) for name in names})
 
     def __repr__(self) -> str:
-        score = f"failed={self.failed!r}" if self.failed else f"fitness={self.estimate}"
+        score = f"fitness={self.estimate}"
+        if self.failed:
+            score = f"failed={self.failed!r}"
         return (
             f"MemberReport(index={self.index}, slot={self.slot}, generation={self.generation},"
             f" {score})"
@@ -336,7 +351,9 @@ class GenerationReport(JournalRecord):
     @property
     def retired(self) -> dict[int, int]:
         """Index of every member that the plan retires, by slot."""
-        vacant = self.plan.vacant if self.plan else ()
+        if self.plan is None:
+            return {}
+        vacant = self.plan.vacant
         return {member.slot: member.index for member in self.members if member.slot in vacant}
 
     @property
@@ -360,6 +377,9 @@ class GenerationReport(JournalRecord):
         )
 
 
+# ---- test and result
+
+
 @dataclass(frozen=True, kw_only=True)
 class TestReport(JournalRecord):
     """Test of the run's best member against the untrained base, on held-out questions.
@@ -376,7 +396,8 @@ class TestReport(JournalRecord):
             with other runs.
     """
 
-    __test__ = False  # pytest must not collect it
+    # Pytest must not collect it.
+    __test__ = False
     event: ClassVar[str] = "test"
 
     questions: Whole
@@ -463,6 +484,9 @@ class Result:
             after = number_text(self.test.after.mean)
             shown += f", test: {before} → {after}"
         return f"Result({shown})"
+
+
+# ---- terms
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -40,9 +41,14 @@ from evogrpo.text import (
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_MAX_TABLES = 100  # generations with a table of members
-_MAX_TEXT = 4000  # characters of one prompt or completion
-_MAX_TOTAL_TEXT = 100_000  # characters of all of them; with many, each is cut further
+# Generations with a table of members.
+_MAX_TABLES = 100
+# Characters of one prompt or completion.
+_MAX_TEXT = 4000
+# Characters of all of them; with many, each is cut further.
+_MAX_TOTAL_TEXT = 100_000
+# Columns of tables that a run of one agent does not have.
+_SELECTION_COLUMNS = {"slot", "parent", "best", "mean", "reason of birth"}
 _DRAW = """"use strict";
 const charts = JSON.parse(document.getElementById("charts").textContent);
 for (const [name, { data, layout }] of Object.entries(charts))
@@ -143,9 +149,14 @@ def html_page(summary: RunSummary) -> str:
     completions = _completions(summary)
     texts = 2 * sum(map(len, completions.values())) or 1
     limit = max(200, min(_MAX_TEXT, _MAX_TOTAL_TEXT // texts))
-    page.filters["columns"] = _columns
+    page.filters["columns"] = partial(_columns, alone=len(summary.histories) == 1)
+    page.filters["cut"] = partial(shorten, limit=limit)
     page.filters["number"] = number_text
-    page.filters["cut"] = lambda text: shorten(text, limit)
+    page.filters["count"] = count_text
+    page.filters["duration"] = duration_text
+    page.filters["times"] = pluralize
+    page.filters["processed"] = processed
+    page.filters["verdict"] = verdict
     page.policies["json.dumps_kwargs"] = {"allow_nan": False}
     template = page.from_string(package.joinpath("page.html").read_text("utf-8"))
     figures: dict[str, Any] = {}
@@ -160,11 +171,10 @@ def html_page(summary: RunSummary) -> str:
         missing=missing,
         charts=charts,
         figures=figures,
-        result=_result(summary),
-        lead=_lead(summary),
+        questions=_questions(summary),
         scores=list(_scores(summary)),
         costs=list(_costs(summary)),
-        speed=_speed(summary),
+        learning_seconds=math.fsum(_phases(summary).values()),
         lineage=list(_lineage(summary)),
         generations=list(_generations(summary)),
         members=list(_members(summary)),
@@ -176,7 +186,9 @@ def html_page(summary: RunSummary) -> str:
 
 def _printable(value: object) -> object:
     """Escape control characters of a value that the template shows; markup stays."""
-    return value if hasattr(value, "__html__") else printable(str(value))
+    if hasattr(value, "__html__"):
+        return value
+    return printable(str(value))
 
 
 class Row(NamedTuple):
@@ -184,79 +196,45 @@ class Row(NamedTuple):
 
     Attributes:
         cells: Values by heading.
-        kind: Class of the row: "best", "failed" or empty.
+        best: True for the best member.
+        failed: True for a failed member.
     """
 
     cells: Mapping[str, object]
-    kind: str = ""
+    best: bool = False
+    failed: bool = False
 
 
-def _columns(rows: Sequence[Row]) -> list[str]:
-    """Return the headings of a table; columns without values are left out."""
+def _columns(rows: Sequence[Row], *, alone: bool) -> list[str]:
+    """Return the headings of a table, without columns that are empty.
+
+    Args:
+        rows: Rows of the table.
+        alone: True for a run of one agent, which has no columns about selection.
+    """
     filled: set[str] = set()
     for row in rows:
         filled.update(head for head, value in row.cells.items() if value not in ("", "–"))
+    if alone:
+        filled -= _SELECTION_COLUMNS
     return [head for head in rows[0].cells if head in filled]
 
 
-def _result(summary: RunSummary) -> dict[str, object] | None:
-    """Return the main result: the test, or before it the best validation fitness."""
-    test = summary.test
+def _questions(summary: RunSummary) -> int:
+    """Return the number of questions that the best member's fitness is measured on."""
     best = summary.best
-    if test is not None:
-        return {
-            "before": test.before,
-            "after": test.after,
-            "index": test.index,
-            "gain": f"{test.gain:+}",
-            "questions": f"{count_text(test.questions)} test {summary.terms.questions}",
-            "warning": verdict(test, summary.terms),
-        }
-    if summary.start is None or best is None or best.estimate is None:
-        return None
-    return {
-        "before": summary.start,
-        "after": best.estimate,
-        "index": best.index,
-        "gain": None,
-        "questions": f"{_questions(best, summary)} {summary.split} {summary.terms.questions}",
-        "warning": "The best of several members: its fitness is biased upwards until the test.",
-    }
-
-
-def _questions(member: MemberReport, summary: RunSummary) -> int:
-    """Return the number of questions that a fitness is measured on."""
-    if summary.baseline is None:
-        return member.questions
-    return member.questions or summary.baseline.questions
-
-
-def _lead(summary: RunSummary) -> str:
-    """Return the sentences below the result: work, definition of fitness, and the end."""
-    parts = ["No generation has finished yet."]
-    if summary.generations:
-        last = summary.generations[-1]
-        count = pluralize(len(summary.generations), "generation")
-        done = processed(last, summary.terms)
-        parts = [f"{count}, {done}, {duration_text(last.seconds)}."]
-    if summary.resumes:
-        parts.append(f"Resumed {pluralize(summary.resumes, 'time')}.")
-    if summary.changed_data:
-        parts.append(
-            "Questions, rewards or environment changed during the run (see below), so fitness"
-            " before and after cannot be compared."
-        )
-    parts.append(f"Fitness: {summary.fitness_text}. End: {summary.ending}.")
-    return " ".join(parts)
+    if best is not None and best.questions:
+        return best.questions
+    return summary.baseline.questions if summary.baseline else 0
 
 
 def _scores(summary: RunSummary) -> Iterator[Row]:
     """Yield the rows of the main results."""
     untrained = summary.terms.untrained
 
-    def row(name: str, estimate: Estimate, questions: int, kind: str = "") -> Row:
+    def row(name: str, estimate: Estimate, questions: int, *, best: bool = False) -> Row:
         cells = {"result": name, "fitness ± SE": estimate, summary.terms.questions: questions}
-        return Row(cells, kind)
+        return Row(cells, best)
 
     baseline = summary.baseline
     if baseline is not None:
@@ -264,17 +242,19 @@ def _scores(summary: RunSummary) -> Iterator[Row]:
     best = summary.best
     if best is not None and best.estimate is not None:
         name = f"member #{best.index} after generation {best.generation}, {summary.split}"
-        yield row(name, best.estimate, _questions(best, summary), "best")
+        yield row(name, best.estimate, _questions(summary), best=True)
     test = summary.test
     if test is not None:
         yield row(f"{untrained}, test", test.before, test.questions)
-        yield row(f"member #{test.index}, test", test.after, test.questions, "best")
+        yield row(f"member #{test.index}, test", test.after, test.questions, best=True)
         yield row("paired difference, test", test.gain, test.questions)
 
 
 def _phases(summary: RunSummary) -> dict[str, float]:
     """Return the seconds of each phase of the learning steps."""
-    phases = {}
+    phases: dict[str, float] = {}
+    if not summary.generations:
+        return phases
     last = summary.generations[-1].step
     for name in ("sampling", "scoring", "learning"):
         seconds = [step.phases.get(name) or 0.0 for step in summary.steps if step.step < last]
@@ -286,54 +266,42 @@ def _costs(summary: RunSummary) -> Iterator[Row]:
     """Yield the rows of time and tokens by kind of work."""
     if not summary.generations:
         return
-    # 1. Learning steps, evaluations and the test.
+    # 1. Learning steps. Where environment steps are counted, they are those of sampling.
     last = summary.generations[-1]
     seconds = _phases(summary)
-    steps = last.timesteps is not None
-    tokens = {"sampling": last.timesteps} if steps else {"learning": last.tokens}
+    unit = summary.terms.tokens
+    tokens = {"learning": last.tokens}
+    if last.timesteps is not None:
+        unit = "environment steps"
+        tokens = {"sampling": last.timesteps}
+    # 2. Evaluations and the test.
     costs = {"evaluations": last.evaluation}
     if summary.test is not None:
         costs["test"] = summary.test.cost
     for name, cost in costs.items():
         seconds[name] = cost.seconds
         tokens[name] = cost.tokens
-    # 2. Shares of the time.
+    # 3. Shares of the time.
     whole = math.fsum(seconds.values()) or 1.0
-    unit = "environment steps" if steps else summary.terms.tokens
     for name, spent in seconds.items():
-        share = 100 * spent / whole
+        share = f"{100 * spent / whole:.0f} %"
+        if spent > 0 and share == "0 %":
+            share = "< 1 %"
         yield Row(
             {
                 "work": name,
                 "time": duration_text(spent),
-                "share of time": "< 1 %" if 0 < share < 0.5 else f"{share:.0f} %",
+                "share of time": share,
                 unit: count_text(tokens.get(name)),
             }
         )
 
 
-def _speed(summary: RunSummary) -> str:
-    """Return the speed of learning steps."""
-    if not summary.generations:
-        return ""
-    last = summary.generations[-1]
-    tokens = summary.terms.tokens
-    parts = []
-    learning = math.fsum(_phases(summary).values())
-    if learning:
-        speed = count_text(last.tokens / learning)
-        parts.append(f"{speed} {tokens} per second of learning steps.")
-    if last.timesteps is None:
-        parts.append(f"The {tokens} of learning include those of sampling.")
-    return " ".join(parts)
-
-
 def _lineage(summary: RunSummary) -> Iterator[Row]:
     """Yield the rows of the best member's ancestors; none for one agent."""
-    best = summary.best
-    if best is None or len(summary.histories) == 1:
+    if len(summary.histories) == 1:
         return
-    for ancestor in ancestors(summary, best):
+    for ancestor in ancestors(summary, summary.best):
         first = summary.histories[ancestor.index].results[0]
         cells = {
             "member": f"#{ancestor.index}",
@@ -344,22 +312,23 @@ def _lineage(summary: RunSummary) -> Iterator[Row]:
             "fitness at the end": ancestor.estimate or "–",
             "reason": ancestor.reason,
         }
-        yield Row(cells, "best" if ancestor.index == best.index else "")
+        yield Row(cells, best=ancestor == summary.best)
 
 
 def _generations(summary: RunSummary) -> Iterator[Row]:
     """Yield one row per generation."""
-    alone = len(summary.histories) == 1
     for generation in summary.generations:
         best = generation.best
         scores = [member.fitness for member in generation.members if member.fitness is not None]
-        mean = sum(scores) / len(scores) if scores else None
+        mean = None
+        if scores:
+            mean = sum(scores) / len(scores)
         yield Row(
             {
                 "generation": generation.generation,
-                "best": "" if alone else f"#{best.index}",
+                "best": f"#{best.index}",
                 "fitness ± SE": best.estimate or "–",
-                "mean": "" if alone else score_text(mean, None),
+                "mean": score_text(mean, None),
                 "retired": ", ".join(f"#{index}" for index in generation.retired.values()),
                 "new budgets": ", ".join(generation.new_budgets),
                 "time so far": duration_text(generation.seconds),
@@ -379,17 +348,17 @@ def _members(summary: RunSummary) -> Iterator[tuple[str, list[Row]]]:
 
 def _member_row(member: MemberReport, generation: GenerationReport, summary: RunSummary) -> Row:
     """Return the row of a member in the table of its generation."""
-    alone = len(summary.histories) == 1
     cells: dict[str, object] = {
-        "slot": "" if alone else member.slot,
+        "slot": member.slot,
         "member": f"#{member.index}",
-        "parent": "" if alone else _parent_text(member),
+        "parent": _parent_text(member),
         **_values(member, summary),
     }
+    # Means of the learning steps.
     for name in summary.metrics:
         title, _ = METRICS[name]
         cells[title] = number_text(member.metrics.get(name))
-    cells["fitness ± SE"] = f"failed: {member.failed}" if member.failed else member.estimate
+    cells["fitness ± SE"] = member.estimate or f"failed: {member.failed}"
     # Measures beside fitness, if members have any.
     measures: set[str] = set()
     for each in generation.members:
@@ -397,15 +366,15 @@ def _member_row(member: MemberReport, generation: GenerationReport, summary: Run
             measures.update(each.measured)
     for name in sorted(measures):
         cells[name] = member.measured.get(name, "–")
+    # Costs and origin.
     cells |= {
         summary.terms.tokens: count_text(member.tokens),
         "evaluation": count_text(member.evaluation.tokens),
         "time": duration_text(member.seconds),
-        "reason of birth": "" if alone else member.reason,
+        "reason of birth": member.reason,
     }
-    if member.fitness is None:
-        return Row(cells, "failed")
-    return Row(cells, "best" if member.index == generation.best.index else "")
+    best = member.index == generation.best_index
+    return Row(cells, best=best, failed=member.fitness is None)
 
 
 def _values(member: MemberReport, summary: RunSummary) -> dict[str, str]:
@@ -415,7 +384,9 @@ def _values(member: MemberReport, summary: RunSummary) -> dict[str, str]:
 
 
 def _parent_text(member: MemberReport) -> str:
-    return "founder" if member.parent is None else f"#{member.parent}"
+    if member.parent is None:
+        return "founder"
+    return f"#{member.parent}"
 
 
 def _completions(summary: RunSummary) -> dict[int, list[Example]]:
@@ -423,6 +394,7 @@ def _completions(summary: RunSummary) -> dict[int, list[Example]]:
     chosen = {}
     for generation in summary.generations:
         examples = list(generation.examples)
+        # The last generation shows all members.
         if generation is not summary.generations[-1]:
             best = [each for each in examples if each.index == generation.best_index]
             examples = best or examples[:1]
@@ -437,6 +409,7 @@ def _facts(summary: RunSummary) -> Iterator[Row]:
     # Members have their own tables.
     for name in ("members", "lineage"):
         facts.pop(name, None)
+    # The time is untrusted: only a plausible one is shown.
     started = facts.pop("time", None)
     if isinstance(started, int | float) and 0 <= started < 1e11:
         facts = {
@@ -459,4 +432,6 @@ def _readable(value: object, separator: str = " · ") -> str:
         return ", ".join(_readable(each, ", ") for each in value)
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return number_text(value) if isinstance(value, int | float | None) else str(value)
+    if isinstance(value, int | float | None):
+        return number_text(value)
+    return str(value)

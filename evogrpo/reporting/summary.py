@@ -88,11 +88,12 @@ class RunSummary:
     @cached_property
     def best(self) -> MemberReport | None:
         """Report with which the run's best member became the best; None before the first."""
-        best_ever = self.generations[-1].best_ever if self.generations else None
-        for member in self.members:
-            if (member.index, member.generation) == best_ever:
-                return member
-        return None
+        if not self.generations:
+            return None
+        # The trainer decides, because members that raced compare by other means than those shown.
+        best_ever = self.generations[-1].best_ever
+        states = {(member.index, member.generation): member for member in self.members}
+        return states.get(best_ever) if best_ever else None
 
     @cached_property
     def histories(self) -> Mapping[int, MemberHistory]:
@@ -105,10 +106,12 @@ class RunSummary:
             first = own[0]
             # A child begins with its parent's last state before its own first generation. That
             # is always earlier, even in a damaged journal, so a loop over origins ends.
-            parents = reports.get(first.parent, [])
-            before = [each for each in parents if each.generation < first.generation]
+            origin = None
+            for report in reports.get(first.parent, []):
+                if report.generation < first.generation:
+                    origin = report
             histories[first.index] = MemberHistory(
-                index=first.index, origin=before[-1] if before else None, results=tuple(own)
+                index=first.index, origin=origin, results=tuple(own)
             )
         return histories
 
@@ -137,14 +140,18 @@ class RunSummary:
     @property
     def split(self) -> str:
         """Split that fitness is measured on: "validation" or "training"."""
-        config = self.facts.get("fitness")  # untrusted
-        by_rollouts = isinstance(config, Mapping) and config.get("by") == ROLLOUTS
-        return "training" if by_rollouts else "validation"
+        # Untrusted.
+        config = self.facts.get("fitness")
+        if isinstance(config, Mapping) and config.get("by") == ROLLOUTS:
+            return "training"
+        return "validation"
 
     @property
     def start(self) -> Estimate | None:
         """Fitness that founders start from: that of the untrained base."""
-        return self.baseline.fitness if self.baseline else None
+        if self.baseline is None:
+            return None
+        return self.baseline.fitness
 
     @property
     def fitness_text(self) -> str:
@@ -182,7 +189,9 @@ def read_summary(run_dir: str | Path) -> RunSummary:
         events = error.events
     if all(event["event"] != "run" for event in events):
         best = path.parent / "best"
-        hint = f" GRPO.load({str(best)!r}) loads its best member." if best.is_dir() else ""
+        hint = ""
+        if best.is_dir():
+            hint = f" GRPO.load({str(best)!r}) loads its best member."
         raise ValueError(
             f"{path} does not contain the start of the run: it was stopped too early, or lines were"
             f" removed. Restore it from a copy, or start another run.{hint}"
@@ -242,16 +251,18 @@ def summarise(events: Sequence[Mapping[str, Any]]) -> RunSummary:
             test = TestReport.from_json(event)
         elif event["event"] in ("stopped", "ended"):
             stopped = validate(str, event.get("reason"), "journal, reason of the end")
-    if stopped is None and test is not None:  # killed between the test and the last event
+    # Killed between the test and the last event.
+    if stopped is None and test is not None:
         stopped = "the test is done"
     # 4. Collect the births: founders, children in plans, and all members of generations, which
     #    include those of an earlier run. The first record of a member counts.
     births = {birth.index: birth for birth in reversed(run.lineage)}
     for generation in generations:
-        for member in generation.members:
-            births.setdefault(member.index, member.record())
-        for child in generation.plan.children if generation.plan else ():
-            births.setdefault(child.index, child)
+        records = [member.record() for member in generation.members]
+        if generation.plan is not None:
+            records += generation.plan.children
+        for record in records:
+            births.setdefault(record.index, record)
     return RunSummary(
         facts=facts,
         evolvable=run.evolvable,

@@ -19,12 +19,14 @@ from rich.text import Text
 from evogrpo.distributed import processes
 from evogrpo.text import printable, relative_path, shown
 
-LOG_WIDTH = 120  # characters per line of a log file
-NOTEBOOK_WIDTH = 92  # characters per line below a notebook cell that fit without scrolling
+# Characters per line of a log file.
+LOG_WIDTH = 120
+# Characters per line below a notebook cell that fit without scrolling.
+NOTEBOOK_WIDTH = 92
 
 
 class VisibleConsole(Console):
-    """Console that prints untrusted text literally: no markup, no emoji names, and control characters are escaped."""
+    """Console that prints untrusted text literally: no markup, and control characters escaped."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(
@@ -40,7 +42,11 @@ class VisibleConsole(Console):
     ) -> Iterable[Segment]:
         """Render a renderable with control characters escaped."""
         for segment in super().render(renderable, options):
-            yield segment if segment.control else segment._replace(text=printable(segment.text))
+            # Control segments are rich's own, such as movements of the cursor.
+            if segment.control:
+                yield segment
+            else:
+                yield segment._replace(text=printable(segment.text))
 
 
 def make_console(stream: TextIO | None = None, *, all_ranks: bool = False) -> Console:
@@ -52,10 +58,10 @@ def make_console(stream: TextIO | None = None, *, all_ranks: bool = False) -> Co
     """
     stream = stream or sys.stdout
     terminal = stream.isatty() and os.environ.get("TERM") != "dumb"
+    width: int | None = LOG_WIDTH
     if stream.isatty() or "COLUMNS" in os.environ:
+        # Rich finds it.
         width = None
-    else:
-        width = LOG_WIDTH
     quiet = not (all_ranks or processes().is_rank_zero)
     # `force_terminal` overrides the environment variables by which rich would treat a file as a
     # terminal.
@@ -77,7 +83,8 @@ def console_for(progress: bool | None) -> Console | None:
         )
     if progress is False or sys.stdout is None or not processes().is_rank_zero:
         return None
-    notebook = VisibleConsole(width=None if "JUPYTER_COLUMNS" in os.environ else NOTEBOOK_WIDTH)
+    width = None if "JUPYTER_COLUMNS" in os.environ else NOTEBOOK_WIDTH
+    notebook = VisibleConsole(width=width)
     if notebook.is_jupyter:
         return notebook
     if progress or sys.stdout.isatty():
@@ -98,14 +105,11 @@ def spinner(console: Console, activity: str) -> Iterator[None]:
 def command(*words: str | Path) -> str:
     """Return an evogrpo command line, quoted for the shell."""
     # `evogrpo` is on the path only if its virtual environment is activated.
+    program = f"{shlex.quote(sys.executable)} -m evogrpo"
     if shutil.which("evogrpo"):
         program = "evogrpo"
-    else:
-        program = f"{shlex.quote(sys.executable)} -m evogrpo"
-    return (
-        f"{program}"
-        f" {shlex.join(relative_path(word) if isinstance(word, Path) else word for word in words)}"
-    )
+    texts = [relative_path(word) if isinstance(word, Path) else word for word in words]
+    return f"{program} {shlex.join(texts)}"
 
 
 def show_command(console: Console, name: str, line: str) -> None:
@@ -127,7 +131,8 @@ def print_rows(console: Console, rows: Mapping[str, str]) -> None:
     console.print(table)
 
 
-_COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # some libraries colour their warnings
+# Some libraries colour their warnings.
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def print_error(message: str) -> None:
@@ -149,7 +154,7 @@ def print_warning(message: str, console: Console | None = None) -> None:
 
 
 class _ErrorIgnoringStream:
-    """Stream that discards output after the first error of the wrapped stream, so that the program continues."""
+    """Stream that discards output after the first error of the wrapped stream."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -184,7 +189,7 @@ class _ErrorIgnoringStream:
 
 @contextmanager
 def ignore_output_errors() -> Iterator[None]:
-    """Ignore errors of writing to stdout and stderr in the block, such as those of a closed pipe or a full disk."""
+    """Ignore errors of writing to stdout and stderr, such as a closed pipe or a full disk."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (stream and _ErrorIgnoringStream(stream) for stream in before)
     try:
@@ -195,7 +200,7 @@ def ignore_output_errors() -> Iterator[None]:
 
 @contextmanager
 def clean_warnings(console: Console | None = None) -> Iterator[None]:
-    """Print warnings of evogrpo and of user files on one line each; hide those of other libraries."""
+    """Print warnings of evogrpo and of user files as lines; hide those of other libraries."""
 
     def show(message: Warning | str, *_: Any, **__: Any) -> None:
         print_warning(_COLOURS.sub("", str(message)), console)

@@ -36,7 +36,8 @@ from evogrpo.text import (
 )
 from evogrpo.training.trainer import Callback, Trainer
 
-SECONDS_BETWEEN_LINES = 1.0  # in a log
+# In a log.
+SECONDS_BETWEEN_LINES = 1.0
 
 
 class RunDisplay(Callback):
@@ -51,11 +52,13 @@ class RunDisplay(Callback):
         self._console = console
         self._trainer = trainer
         self._began = time.monotonic() - trainer.run_state.seconds
-        self._work: ProgressUpdate | None = None  # progress of the step or evaluation under way
+        # Progress of the step or evaluation under way.
+        self._work: ProgressUpdate | None = None
         self.terms = terms_of(trainer.population.members.kind)
         self._spinner = Spinner("dots")
         self._step: StepReport | None = None
-        self._last_line_at = -SECONDS_BETWEEN_LINES  # by time.monotonic()
+        # By time.monotonic().
+        self._last_line_at = -SECONDS_BETWEEN_LINES
         self._entered = False
         self._baseline_shown = trainer.run_state.baseline is not None
         self._live: Live | None = None
@@ -80,7 +83,8 @@ class RunDisplay(Callback):
             self._live.stop()
 
     def _on_progress(self, work: ProgressUpdate) -> None:
-        self._show_baseline()  # no hook is called for it
+        # No hook is called for it.
+        self._show_baseline()
         self._work = work
 
     def fraction(self) -> float:
@@ -90,9 +94,11 @@ class RunDisplay(Callback):
         """
         schedule = self._trainer.schedule
         state = self._trainer.run_state
+        # 1. Limits on steps, tokens and time.
         amounts = state.spent(evaluations=schedule.count_evaluations) | {"seconds": state.seconds}
         limits = {name: getattr(schedule, f"max_{name}") for name in amounts}
         parts = [amounts[name] / limit for name, limit in limits.items() if limit is not None]
+        # 2. The number of generations.
         if schedule.generations is not None:
             done = state.step + state.generation
             left = self._steps_left() + max(0, schedule.generations - state.generation)
@@ -124,6 +130,7 @@ class RunDisplay(Callback):
         self._show_baseline()
         self._step = report
         self._work = None
+        # 1. Calibrated learning rates.
         for member in report.learned.values():
             if "calibrated_lr" in member.metrics:
                 trials = pluralize(int(member.metrics["step_passes"] or 0), "trial")
@@ -131,7 +138,7 @@ class RunDisplay(Callback):
                 self._console.print(
                     f"#{member.index}: learning rate calibrated to {lr} after {trials}"
                 )
-        # A log gets at most one line a second, and always the last step of a generation.
+        # 2. A log gets at most one line a second, and always the last step of a generation.
         state = self._trainer.run_state
         last = state.step_in_generation == state.steps_per_generation
         due = time.monotonic() - self._last_line_at >= SECONDS_BETWEEN_LINES
@@ -157,13 +164,19 @@ class RunDisplay(Callback):
             head += f" of {trainer.schedule.generations}"
         done = f"{duration_text(report.seconds)} · {processed(report, self.terms)}"
         facts = f" · step {report.step} · {done}"
-        if len(head) + len(facts) > width:  # avoid a line with a single word
+        # Avoid a line with a single word.
+        if len(head) + len(facts) > width:
             facts = facts.removesuffix(" processed")
         shown: list[RenderableType] = [Text.assemble((head, "bold"), (facts, "dim"))]
         # 2. Members. `born` does not tell new ones: it may be a generation of an earlier run of
         #    this population.
         population = trainer.population
-        step_size = "lr" if population[0].hyperparameters.target_kl is None else "target_kl"
+        step_size = "target_kl"
+        if population[0].hyperparameters.target_kl is None:
+            step_size = "lr"
+        measure = "training"
+        if trainer.fitness.uses_validation:
+            measure = "fitness"
         new: set[int] = set()
         for generation in trainer.run_state.history[-2:-1]:
             before = {member.index for member in generation.members}
@@ -176,7 +189,7 @@ class RunDisplay(Callback):
             self.terms,
             best_so_far=best is None or best.generation == report.generation,
             new=new,
-            measure="fitness" if trainer.fitness.uses_validation else "training",
+            measure=measure,
         )
         shown.append(table)
         if best is not None and best.generation != report.generation:
@@ -200,9 +213,11 @@ class RunDisplay(Callback):
             line = f"{result.reason} after learning step {result.steps}; {saved}"
             self._console.print(Text(line, "yellow"))
             return
+        # 1. The test.
         lines: list[RenderableType] = []
         if result.test:
             lines += [*outcome_lines(result.test, self.terms), ""]
+        # 2. The share of evaluations in all environment steps, or in all tokens.
         cost = result.evaluation
         if cost.tokens:
             learned = result.tokens
@@ -226,9 +241,9 @@ class RunDisplay(Callback):
         count = len(baseline.scores)
         config = self._trainer.fitness
         if config.uses_validation:
-            sampled = ", sampled" if config.sampled else ""
-            questions = f"{count} validation {terms.questions}{sampled}"
-            line = f"{terms.untrained}: fitness {score} on {questions}"
+            line = f"{terms.untrained}: fitness {score} on {count} validation {terms.questions}"
+            if config.sampled:
+                line += ", sampled"
         else:
             questions = f"the {count} {terms.questions} of the first learning step"
             line = f"before training: mean reward {score} on {questions}"
@@ -241,7 +256,9 @@ class RunDisplay(Callback):
         """Return the live region: progress bar, work under way, and rewards of the last step."""
         stopping = bool(self._trainer.stop_request.reason)
         # 1. Progress of the run.
-        self._spinner.style = "yellow" if stopping else "cyan"
+        self._spinner.style = "cyan"
+        if stopping:
+            self._spinner.style = "yellow"
         bar = ProgressBar(
             total=1.0, completed=self.fraction(), complete_style="cyan", finished_style="green"
         )
@@ -256,7 +273,7 @@ class RunDisplay(Callback):
         # 2. Progress of the step or evaluation; rewards report none.
         work = self._work
         if work is not None:
-            activity = "learning from" if work.activity == "learning" else work.activity
+            activity = work.activity.replace("learning", "learning from")
             line = f"  {activity} {count_text(work.count)} {work.noun}"
             if work.activity != "rewarding":
                 line += f" · {work.fraction:.0%}"
@@ -285,8 +302,9 @@ class RunDisplay(Callback):
             return Text(f"testing on {count} {self.terms.questions}")
         validating = state.step_in_generation >= state.steps_per_generation
         # `generation` counts evaluated ones. After its evaluation, one waits for its plan.
-        planning = validating and state.unplanned
-        number = f"{state.generation if planning else state.generation + 1}"
+        number = f"{state.generation + 1}"
+        if validating and state.unplanned:
+            number = f"{state.generation}"
         if schedule.generations is not None:
             number += f"/{schedule.generations}"
         if validating:
@@ -329,8 +347,10 @@ def outcome_lines(report: TestOutcome, terms: Terms) -> list[Text]:
 
 MAX_COMPLETIONS = 3
 """Maximum number of completions in the table."""
-_COLUMN_GAP = 2  # spaces between columns
-_MIN_TEXT_WIDTH = 12  # columns of a question or a completion
+# Spaces between columns.
+_COLUMN_GAP = 2
+# Columns of a question or a completion.
+_MIN_TEXT_WIDTH = 12
 
 
 def completions_table(examples: Sequence[Example], best: int, width: int) -> Table | None:
@@ -388,11 +408,13 @@ def completions_table(examples: Sequence[Example], best: int, width: int) -> Tab
 
 
 def _signed(value: float | None) -> str:
-    return f"{value:+.3g}" if value else number_text(value)
+    if not value:
+        return number_text(value)
+    return f"{value:+.3g}"
 
 
 def one_line(text: str) -> str:
-    """Return an untrusted text on one line, with control characters escaped and empty lines removed."""
+    """Return an untrusted text on one line, control characters escaped, empty lines removed."""
     lines = (line.strip() for line in printable(text.expandtabs(1)).split("\n"))
     return " ⏎ ".join(line for line in lines if line)
 
@@ -404,6 +426,7 @@ def shortened(text: str, limit: int) -> str:
     """
     if cell_len(text) <= limit:
         return text
+    # The end of a completion, where answers are, gets a third of the width.
     tail = max(limit // 3, 4)
     first = text[: limit - tail - 1]
     last = text[-tail:]
@@ -414,8 +437,10 @@ def shortened(text: str, limit: int) -> str:
     return f"{first}…{last}"
 
 
-EQUAL_GROUPS = "frac_reward_zero_std"  # 1 if all rewards within each group were equal
-_NOTE_WIDTH = 13  # columns kept free for the notes of a table of members
+# 1 if all rewards within each group were equal.
+EQUAL_GROUPS = "frac_reward_zero_std"
+# Columns kept free for the notes of a table of members.
+_NOTE_WIDTH = 13
 
 
 def rewards_text(report: StepReport) -> Text:
@@ -424,7 +449,10 @@ def rewards_text(report: StepReport) -> Text:
     rewards = [each.reward for each in members if not each.failed and each.reward is not None]
     best = max(rewards, default=None)
     size = max(map(abs, rewards), default=0.0)
-    form = ".2f" if size == 0 or 0.01 <= size < 1e6 else ".3g"
+    # One form for all members: decimals, unless the rewards are tiny or huge.
+    form = ".3g"
+    if size == 0 or 0.01 <= size < 1e6:
+        form = ".2f"
     text = Text()
     for member in members:
         text.append(f" #{member.index} ", "dim")
@@ -432,8 +460,10 @@ def rewards_text(report: StepReport) -> Text:
             text.append("failed", "red")
         elif member.reward is None:
             text.append("nan")
+        elif member.reward == best:
+            text.append(f"{member.reward:{form}}", "bold")
         else:
-            text.append(f"{member.reward:{form}}", "bold" if member.reward == best else "")
+            text.append(f"{member.reward:{form}}")
     return text
 
 
@@ -492,18 +522,27 @@ def _member_table(
     """Return a table of cells by heading, in which the best member is highlighted."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
     for name in columns:
-        head = name.replace("_", "_\n") if broken_heads else name
-        is_note = not name
-        table.add_column(head, justify="left" if is_note else "right", no_wrap=not is_note)
+        # The notes.
+        if name == "":
+            table.add_column()
+        elif broken_heads:
+            table.add_column(name.replace("_", "_\n"), justify="right", no_wrap=True)
+        else:
+            table.add_column(name, justify="right", no_wrap=True)
     for row, member in enumerate(report.members):
-        cells = [column[row] for column in columns.values()]
-        table.add_row(*cells, style="bold green" if member.index == report.best_index else "")
+        style = ""
+        if member.index == report.best_index:
+            style = "bold green"
+        table.add_row(*(column[row] for column in columns.values()), style=style)
     return table
 
 
 def _value_text(member: MemberReport, name: str) -> Text:
+    """Return a hyperparameter of a member; it is highlighted if it changed at its birth."""
     value = number_text(getattr(member.hyperparameters, name))
-    return Text(value, "bold cyan" if name in member.changes else "")
+    if name in member.changes:
+        return Text(value, "bold cyan")
+    return Text(value)
 
 
 def member_note(
@@ -552,7 +591,8 @@ def plan_lines(report: GenerationReport) -> list[Text]:
 
 def _short_count(count: int) -> str:
     """Return a short count: 940, 12.3k, 456k, 7.8M."""
-    rounded = float(f"{count:.3g}")  # 999,600 becomes 1M, not 1000k
+    # 999,600 becomes 1M, not 1000k.
+    rounded = float(f"{count:.3g}")
     if rounded >= 1e9:
         return f"{count_text(count / 1e6)}M"
     if rounded >= 1e6:
