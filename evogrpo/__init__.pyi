@@ -5,8 +5,10 @@ from evogrpo.algorithms.grpo import EvolvableAlgorithm as EvolvableAlgorithm
 from evogrpo.algorithms.grpo import MultiAgentGRPO as MultiAgentGRPO
 from evogrpo.algorithms.population import Population as Population
 from evogrpo.config.hyperparameters import Hyperparameters as Hyperparameters
-from evogrpo.config.hyperparameters import Optimizer as Optimizer
+from evogrpo.config.network import ArchitectureLimits as ArchitectureLimits
+from evogrpo.config.network import NetworkConfig as NetworkConfig
 from evogrpo.config.objective import Objective as Objective
+from evogrpo.config.optimizer import Optimizer as Optimizer
 from evogrpo.config.search_space import HyperparameterConfig as HyperparameterConfig
 from evogrpo.config.search_space import RLParameter as RLParameter
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups as GymnasiumGroups
@@ -28,8 +30,6 @@ from evogrpo.evolution.strategies.tournament import Tournament as Tournament
 from evogrpo.evolution.strategies.truncation_pbt import TruncationPBT as TruncationPBT
 from evogrpo.members.language.loading import load_base as load_base
 from evogrpo.members.language.vllm_sampler import VLLMSampler as VLLMSampler
-from evogrpo.members.networks.architecture import ArchitectureLimits as ArchitectureLimits
-from evogrpo.members.networks.architecture import NetworkConfig as NetworkConfig
 from evogrpo.reporting.data_frames import read_run as read_run
 from evogrpo.reporting.lineage import best_hyperparameters as best_hyperparameters
 from evogrpo.reporting.report import report as report

@@ -20,7 +20,8 @@ from evogrpo import (
     evolve,
 )
 from evogrpo.algorithms.factory import MultiAgentOptions, Options
-from evogrpo.config.hyperparameters import Optimizer
+from evogrpo.config.network import ArchitectureLimits, NetworkConfig
+from evogrpo.config.optimizer import Optimizer
 from evogrpo.evolution import FitnessConfig
 from evogrpo.evolution.mutation import Mutation
 from evogrpo.evolution.strategies import (
@@ -31,7 +32,6 @@ from evogrpo.evolution.strategies import (
     SelectionOnly,
     TruncationPBT,
 )
-from evogrpo.members.networks.architecture import ArchitectureLimits, NetworkConfig
 from evogrpo.training.configuration.sections import PopulationConfig
 from evogrpo.training.run_dir import LoggingConfig
 from evogrpo.training.schedule import Schedule

@@ -9,9 +9,9 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
+from evogrpo.config.network import NetworkConfig
 from evogrpo.config.objective import Objective
 from evogrpo.members.members import Banks
-from evogrpo.members.networks.architecture import NetworkConfig
 from evogrpo.members.networks.bank import StackedBank
 from evogrpo.randomness import generator
 from evogrpo.records import DEFAULT_POLICY, UNTRUNCATED, Batch, ObservationInputs, SamplingOptions

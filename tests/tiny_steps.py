@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from evogrpo import GRPO, HyperparameterConfig, Population, RLParameter, Tournament
+from evogrpo.config.network import ArchitectureLimits, NetworkConfig
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
 from evogrpo.envs.protocol import GroupEnvironment
 from evogrpo.evolution import FitnessConfig, Strategy
-from evogrpo.members.networks.architecture import ArchitectureLimits, NetworkConfig
 from evogrpo.training.configuration.sections import LoggingConfig
 from evogrpo.training.run_dir import RunDir
 from evogrpo.training.schedule import Schedule

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from evogrpo import GRPO, HuggingFaceGym, HyperparameterConfig, Population, RLParameter
 from evogrpo.algorithms.agent import Agent
 from evogrpo.algorithms.learning.learning_step import learn
-from evogrpo.config.hyperparameters import Optimizer
+from evogrpo.config.optimizer import Optimizer
 from evogrpo.envs.protocol import GroupEnvironment
 from evogrpo.envs.text.templates import Tokenizer
 from evogrpo.evolution import Strategy

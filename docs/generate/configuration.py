@@ -10,15 +10,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from docs.generate.docstrings import attributes, summary
-from evogrpo.algorithms.factory import CommonOptions, Options
-from evogrpo.config.hyperparameters import Hyperparameters, Optimizer
+from evogrpo.config.agent import LanguageAgent, LoraSettings, NetworkOptions
+from evogrpo.config.hyperparameters import Hyperparameters
+from evogrpo.config.network import ArchitectureLimits, NetworkConfig
 from evogrpo.config.objective import Objective
+from evogrpo.config.optimizer import Optimizer
 from evogrpo.config.search_space import RLParameter
 from evogrpo.evolution import FitnessConfig, Mutation
 from evogrpo.evolution.strategies import BUILT_IN
-from evogrpo.members.networks.architecture import ArchitectureLimits, NetworkConfig
-from evogrpo.training.configuration.environment_tasks import NetworkAgent, WrapperSection
-from evogrpo.training.configuration.question_tasks import DatasetFiles, LanguageAgent, LoraSettings
+from evogrpo.training.configuration.environment_tasks import WrapperSection
+from evogrpo.training.configuration.question_tasks import DatasetFiles
 from evogrpo.training.configuration.reading import DEFAULT_SCHEDULE, configuration_schema
 from evogrpo.training.configuration.sections import Config, LoggingConfig, PopulationConfig
 from evogrpo.training.schedule import Schedule
@@ -41,14 +42,12 @@ class Section:
         title: Title on the page.
         record: Record that the section is parsed into.
         lead: Text before its keys.
-        others: Records whose docstrings describe keys that the record's own docstring does not.
     """
 
     path: str
     title: str
     record: type[Any]
     lead: str = ""
-    others: Sequence[type[Any]] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,10 +85,9 @@ def sections() -> list[Section]:
         Section(path="fitness", title="Fitness", record=FitnessConfig,
                 lead="Or one of the names of `by`."),
         *_strategies(),
-        Section(path="agent", title="Agent: language models", record=LanguageAgent,
-                others=(CommonOptions, Options)),
+        Section(path="agent", title="Agent: language models", record=LanguageAgent),
         Section(path="agent.lora", title="LoRA adapters", record=LoraSettings),
-        Section(path="agent", title="Agent: small networks", record=NetworkAgent, others=(CommonOptions,)),
+        Section(path="agent", title="Agent: small networks", record=NetworkOptions),
         Section(path="agent.network", title="Network architecture", record=NetworkConfig),
         Section(path="agent.evolve_network", title="Evolving architectures", record=ArchitectureLimits),
         Section(path="agent.objective", title="Objective", record=Objective,
@@ -133,11 +131,7 @@ def _other_defaults() -> str:
 
 def keys(section: Section) -> list[Key]:
     """Return the keys of a section."""
-    descriptions = {
-        name: text
-        for each in (*section.others, section.record)
-        for name, text in attributes(each).items()
-    }
+    descriptions = attributes(section.record)
     schema = configuration_schema() if section.record is Config else json_schema(section.record)
     left_out = _SEPARATE if section.record is Config else ()
     found = []

@@ -14,6 +14,7 @@ from docs.generate.docstrings import as_markup
 PACKAGES = (
     "evogrpo",
     "evogrpo.config.hyperparameters",
+    "evogrpo.config.optimizer",
     "evogrpo.config.search_space",
     "evogrpo.functional.loss_types",
     "evogrpo.config.objective",
@@ -36,6 +37,7 @@ INTERFACES = {
     "evogrpo.reporting.data_frames": ("RunFrames",),
     "evogrpo.training.schedule": ("Schedule",),
     "evogrpo.algorithms.agent": ("Agent",),
+    "evogrpo.config.agent": ("LanguageOptions", "NetworkOptions", "TeamOptions", "AgentOptions", "Seeded"),
     "evogrpo.algorithms.factory": ("CommonOptions", "Options", "MultiAgentOptions"),
     "evogrpo.envs.text.prompt_environment": ("PromptOptions",),
     "evogrpo.members.language.loading": ("load_base", "BaseModel"),

@@ -2,6 +2,7 @@
 
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -9,7 +10,8 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
-from evogrpo.config.hyperparameters import HyperparameterAttributes, Hyperparameters, Value
+from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES, Hyperparameters, Value
+from evogrpo.config.keywords import HyperparameterAttributes
 from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.history import NETWORK, Changes, MemberRecord, changes_between
@@ -333,3 +335,20 @@ class Agent(NamesMissing, HyperparameterAttributes):
     def device(self) -> torch.device:
         """Device of the bank."""
         return self.members.device
+
+
+def _hyperparameter(name: str) -> property:
+    """Return a property of agents that reads one hyperparameter, or replaces the frozen record."""
+
+    def read(agent: Agent) -> Any:
+        return getattr(agent.hyperparameters, name)
+
+    def write(agent: Agent, value: object) -> None:
+        changes: dict[str, Any] = {name: value}
+        agent.hyperparameters = replace(agent.hyperparameters, **changes)
+
+    return property(read, write, doc=f"Hyperparameter `{name}`; see `Hyperparameters`.")
+
+
+for _name in HYPERPARAMETER_NAMES:
+    setattr(Agent, _name, _hyperparameter(_name))

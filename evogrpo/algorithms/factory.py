@@ -9,13 +9,23 @@ import torch
 from gymnasium import spaces
 from torch import jit, nn
 
-from evogrpo.config.hyperparameters import (
-    HYPERPARAMETER_NAMES,
-    HyperparameterOptions,
-    Hyperparameters,
-    Optimizer,
+from evogrpo.config.agent import (
+    NETWORK_DEFAULTS,
+    JointSettings,
+    LanguageOptions,
+    LanguageSettings,
+    NetworkOptions,
+    NetworkSettings,
 )
-from evogrpo.config.objective import Objective, default_space
+from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES, Hyperparameters
+from evogrpo.config.keywords import (
+    HyperparameterKeywords,
+    LanguageKeywords,
+    NetworkKeywords,
+    SharedKeywords,
+    TeamKeywords,
+)
+from evogrpo.config.objective import default_space
 from evogrpo.config.search_space import (
     LANGUAGE_RANGES,
     NETWORK_RANGES,
@@ -23,24 +33,13 @@ from evogrpo.config.search_space import (
 )
 from evogrpo.envs.control.policy_mapping import (
     AgentSpaces,
-    Policies,
     PolicyMapping,
     map_policies,
     single_agent,
 )
 from evogrpo.members.devices import autocast_context, choose_device
 from evogrpo.members.members import Members
-from evogrpo.members.networks.architecture import ArchitectureLimits, NetworkConfig
 from evogrpo.members.networks.members import NetworkMembers
-from evogrpo.members.settings import (
-    NETWORK_DEFAULTS,
-    STEPWISE,
-    Credit,
-    JointSettings,
-    LanguageSettings,
-    NetworkSettings,
-    check_hyperparameters,
-)
 from evogrpo.text import class_name, shown
 from evogrpo.validation import flag, instance, refuse_unknown, whole_between
 
@@ -50,66 +49,33 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class CommonOptions(HyperparameterOptions, total=False):
-    """Optional arguments of all agents, in addition to the hyperparameters of the first member.
+class CommonOptions(HyperparameterKeywords, SharedKeywords, NetworkKeywords, total=False):
+    """Optional arguments of all agents: those that follow, and the fields of records.
 
-    Some defaults differ for small networks: lr 5e-3, batch_size 2048, update_epochs 4, gamma 0.99,
-    and an objective of loss_type "dapo" with advantage "return_to_go_timestep" (`NETWORK_DEFAULTS`
-    and `STEPWISE` of `evogrpo.members.settings`).
+    The records are `Hyperparameters`, `NetworkOptions` and `Seeded`. `lr="auto"`, the default,
+    calibrates the learning rate: `target_kl` is then 0.01 unless it is given. Some defaults differ
+    for small networks (`NETWORK_DEFAULTS` of `evogrpo.config.agent`).
 
     Attributes:
         hp_config: Search space; None (default) = nothing evolves. "auto", for a population: the
             most important hyperparameters that are not set here, over wide ranges
             (`evogrpo.config.search_space`).
         index: Identity in the lineage; 0 by default. A population counts up from it.
-        objective: The loss, advantages, KL, reference and reward switches.
-        optimizer: AdamW settings: betas, eps, weight decay, warm-up and schedule.
-        seed: Root of every random stream; 0 by default.
         device: Device of the model; by default where it is, and the CPU for small networks.
-        network: Small networks only, as the next two: initial architecture; by default two tanh
-            layers of 64, after convolutions for images.
-        evolve_network: Limits within which mutation changes architectures; None (default) =
-            architectures are fixed.
-        normalise_observations: Standardise floating-point observations by each member's running
-            mean and variance; False by default.
     """
 
     hp_config: HyperparameterConfig | Literal["auto"] | None
     index: int
-    objective: Objective
-    optimizer: Optimizer
-    seed: int
     device: str | torch.device | None
-    network: NetworkConfig
-    evolve_network: ArchitectureLimits | None
-    normalise_observations: bool
 
 
-class Options(CommonOptions, total=False):
+class Options(CommonOptions, LanguageKeywords, total=False):
     """Optional arguments of `GRPO` and `GRPO.population`, in addition to the common ones.
+
+    For language models, these are the fields of `LanguageOptions` and those that follow.
 
     Attributes:
         accelerator: Chooses the device and the precision of forward passes.
-        calc_position_embeddings: Language models only, as all that follow: pass position ids,
-            counted without padding; True by default. False is for models that take none.
-        reduce_memory_peak: Compute logits in chunks of a few hundred tokens; True by default. False
-            computes the logits of a whole micro-batch at once. Same results, up to rounding.
-        min_output_tokens: Minimum tokens before an end of sequence; 0 by default.
-        max_output_tokens: Maximum tokens of a completion, or of one turn of a conversation; 128 by
-            default.
-        max_episode_tokens: Maximum tokens of a conversation, replies included; the model's context
-            by default.
-        top_k: Sample from the k most likely tokens; 0 (default) = all. Learning uses the full
-            distribution: if this or one of the next three truncates it, old log-probabilities are
-            computed by the trainer, and `Objective.importance_correction` can correct for the
-            difference.
-        top_p: Sample from the most likely tokens with this total probability; 1 by default.
-        min_p: Sample from tokens at least this many times as likely as the most likely one; 0 by
-            default.
-        repetition_penalty: Divisor of the logits of tokens that occurred before, also in greedy
-            decoding; 1 (default) = none.
-        eos_token_ids: Token or tokens that end a completion; by default all that the model's
-            configurations, the tokenizer or its chat template name as the end of a turn.
         lora_config: A `peft.LoraConfig`; None (default) = rank 16, alpha 32, on all linear layers
             except the head.
         full_finetuning: Train all weights of the model instead of adapters; False by default. Each
@@ -118,46 +84,19 @@ class Options(CommonOptions, total=False):
         adapter: Folder of a PEFT adapter, such as an export or a checkpoint, that all members start
             from; its lora_config is used. The reference and the baseline are the base without
             adapters.
-        micro_batch_tokens: Maximum tokens in one forward pass with gradients. Default: 1024 on
-            CPUs; on CUDA the largest power of two estimated to fit into half of the memory left by
-            the base and the members. Halved if memory runs out.
         source: Name that the base model was loaded by, for checkpoints; the model's own name by
             default.
     """
 
     accelerator: "Accelerator | None"
-    calc_position_embeddings: bool
-    reduce_memory_peak: bool
-    min_output_tokens: int
-    max_output_tokens: int
-    max_episode_tokens: int | None
-    top_k: int
-    top_p: float
-    min_p: float
-    repetition_penalty: float
-    eos_token_ids: int | tuple[int, ...]
     lora_config: "LoraConfig | None"
     full_finetuning: bool
     adapter: str | Path | None
-    micro_batch_tokens: int | None
     source: str | None
 
 
-class MultiAgentOptions(CommonOptions, total=False):
-    """Optional arguments of `MultiAgentGRPO` and `MultiAgentGRPO.population`, in addition to the common ones.
-
-    Attributes:
-        policies: "shared" (default): one policy for all agents; "prefix": one for each group of
-            agents whose names agree before the last underscore; "independent": one for each agent.
-        credit: "team" (default): rewards of all agents; "agent": the agent's own rewards, as in a
-            competition.
-        agent_ids: Add the agent's identity to the observations of a policy shared by several
-            agents; False by default.
-    """
-
-    policies: Policies
-    credit: Credit
-    agent_ids: bool
+class MultiAgentOptions(CommonOptions, TeamKeywords, total=False):
+    """Optional arguments of `MultiAgentGRPO`: the common ones, and the fields of `TeamOptions`."""
 
 
 class MultiAgentPopulationOptions(MultiAgentOptions, total=False):
@@ -384,14 +323,15 @@ def auto_space(
         unused: Hyperparameters that the algorithm does not use.
     """
     chosen = {name: options[name] for name in HYPERPARAMETER_NAMES if options.get(name) is not None}
-    objective = options.get("objective")
-    if not isinstance(objective, Objective):  # None, or invalid and rejected later
-        objective = Objective() if language else STEPWISE
+    kind: type[LanguageOptions | NetworkOptions] = LanguageOptions if language else NetworkOptions
+    ranges = LANGUAGE_RANGES if language else NETWORK_RANGES
+    defaults = {} if language else NETWORK_DEFAULTS
+    given = {} if options.get("objective") is None else {"objective": options["objective"]}
     unset = {"target_kl": None} if "target_kl" in unused else {}
     return default_space(
-        LANGUAGE_RANGES if language else NETWORK_RANGES,
-        objective,
-        HyperparameterConfig().first({} if language else NETWORK_DEFAULTS, {**unset, **chosen}),
+        ranges,
+        kind(**given).objective,
+        HyperparameterConfig().first(defaults, {**unset, **chosen}),
         fixed={*chosen, *unused},
         samples_per_step=samples_per_step,
         rows_are_samples=language,
@@ -423,5 +363,5 @@ def _first_hyperparameters(
     chosen = {name: options[name] for name in HYPERPARAMETER_NAMES if name in options}
     first = settings.objective.resolved(space.first(defaults, chosen), space)
     settings.objective.check(first, space)
-    check_hyperparameters(settings, first, space, per_action=isinstance(settings, NetworkSettings))
+    settings.check(first, space)
     return first

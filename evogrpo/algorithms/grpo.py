@@ -28,6 +28,7 @@ from evogrpo.algorithms.factory import (
 from evogrpo.algorithms.learning.learning_step import learn
 from evogrpo.algorithms.population import Population
 from evogrpo.compat.agilerl import AgileRLMethods
+from evogrpo.config.agent import JointSettings, LanguageSettings, NetworkSettings
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.search_space import (
     MAX_MEMBERS,
@@ -44,7 +45,6 @@ from evogrpo.evolution.founders import spread_founders, warm_start_founders
 from evogrpo.members.members import Members, optional_method
 from evogrpo.members.networks.members import NetworkMembers
 from evogrpo.members.requests import RolloutBatch
-from evogrpo.members.settings import JointSettings, LanguageSettings, NetworkSettings
 from evogrpo.randomness import generator
 from evogrpo.records import LearnReport
 from evogrpo.text import shown

@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field
 
-from evogrpo.config.hyperparameters import Hyperparameters, Optimizer
+from evogrpo.config.hyperparameters import Hyperparameters
+from evogrpo.config.optimizer import Optimizer
 from evogrpo.config.search_space import (
     DEFAULT_SEARCHED,
     HyperparameterConfig,
@@ -260,10 +261,10 @@ class Objective:
             ValueError: If there is such a switch.
         """
         space = HyperparameterConfig() if space is None else space
-        loss_types = possible_types("loss_type", self, hyperparameters, space)
+        loss_types = self.possible("loss_type", hyperparameters, space)
         self._refuse_equal_losses(loss_types)
         for loss_type in loss_types:
-            for advantage in possible_types("advantage", self, hyperparameters, space):
+            for advantage in self.possible("advantage", hyperparameters, space):
                 try:
                     self.with_types(loss_type, advantage)
                 except ValueError as error:
@@ -281,6 +282,32 @@ class Objective:
             raise ValueError(
                 f"delta must be above 1 + clip_high, got {self.delta} with clip_high up to {high}."
             )
+
+    def check_own_loop(self, *names: str) -> None:
+        """Refuse switches that act while samples are collected.
+
+        `learn` cannot apply them to samples of a user's own loop.
+
+        Raises:
+            ValueError: If one of these switches is on.
+        """
+        for name in names:
+            if getattr(self, name):
+                raise ValueError(
+                    f"{name} has no effect in learn(), because it acts while samples are collected."
+                    " Leave it out and apply it in your loop, or train with evogrpo.evolve(...)."
+                )
+
+    def possible(
+        self,
+        name: Literal["loss_type", "advantage"],
+        hyperparameters: Hyperparameters,
+        space: HyperparameterConfig,
+    ) -> tuple[Any, ...]:
+        """Return every loss type or advantage that a member can have now or after mutation."""
+        first = getattr(hyperparameters, name) or getattr(self, name)
+        evolved = space[name].names if name in space else ()
+        return tuple(dict.fromkeys((first, *evolved)))
 
     def _refuse_equal_losses(self, loss_types: Sequence[str]) -> None:
         """Raise ValueError if two of these loss types are the same loss: a mutation between them changes nothing."""
@@ -457,14 +484,6 @@ def _kl_problems(objective: Objective) -> Iterator[str]:
 
 
 # ---- values that members can evolve to
-
-
-def possible_types(
-    name: str, objective: Objective, hyperparameters: Hyperparameters, space: HyperparameterConfig
-) -> tuple[Any, ...]:
-    """Return every value that `loss_type` or `advantage` can have in a member."""
-    first = getattr(hyperparameters, name) or getattr(objective, name)
-    return tuple(dict.fromkeys((first, *(space[name].names if name in space else ()))))
 
 
 def highest(name: str, hyperparameters: Hyperparameters, space: HyperparameterConfig) -> float:
@@ -662,9 +681,7 @@ def without_effect(
     Returns:
         One message per hyperparameter, first those that evolve; empty if all have an effect.
     """
-    losses = {
-        loss for member in members for loss in possible_types("loss_type", objective, member, space)
-    }
+    losses = {loss for member in members for loss in objective.possible("loss_type", member, space)}
     used = {clip for loss in losses for clip in LOSS_TYPES[loss].clips}
     if objective.cispo_clip_low:
         used.add("clip_low")

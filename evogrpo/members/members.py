@@ -24,7 +24,6 @@ from evogrpo.members.requests import (
     RolloutBatch,
     SamplingRequest,
 )
-from evogrpo.members.settings import check_hyperparameters
 from evogrpo.records import DEFAULT_POLICY
 
 if TYPE_CHECKING:
@@ -313,9 +312,7 @@ class BankMembers(Members):
 
     def check_hyperparameters(self, hyperparameters: Hyperparameters) -> None:
         """Raise ValueError for hyperparameters that do not fit objective and optimizer."""
-        check_hyperparameters(
-            self.settings, hyperparameters, self.hp_config, per_action=self.step_based
-        )
+        self.settings.check(hyperparameters, self.hp_config)
 
     @property
     def state_keys(self) -> tuple[str, ...]:

@@ -291,8 +291,8 @@ def warn_first_guess(
         space: Search space.
         plays: The members are small networks.
     """
+    from evogrpo.config.agent import NETWORK_DEFAULTS
     from evogrpo.evolution.strategies import Replay
-    from evogrpo.members.settings import NETWORK_DEFAULTS
 
     if plays:
         default = NETWORK_DEFAULTS["lr"]

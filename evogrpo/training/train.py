@@ -7,15 +7,15 @@ from typing import Any
 
 import gymnasium
 
-from evogrpo.config.hyperparameters import DEFAULT_TARGET_KL, Hyperparameters, Optimizer
+from evogrpo.config.agent import NETWORK_DEFAULTS, NetworkOptions
+from evogrpo.config.hyperparameters import DEFAULT_TARGET_KL, Hyperparameters
+from evogrpo.config.optimizer import Optimizer
 from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
 from evogrpo.evolution.fitness import FitnessConfig
-from evogrpo.members.settings import NETWORK_DEFAULTS
 from evogrpo.text import class_name, expand_user, reference_to, shown
 from evogrpo.training.configuration.environment_tasks import (
     EnvironmentTask,
-    NetworkAgent,
     merge_sections,
     packaged_values,
     without_packaged_limits,
@@ -53,7 +53,7 @@ _SECTIONS: Mapping[str, frozenset[str]] = {
     "hyperparameters": _names(Hyperparameters),
     "schedule": _names(Schedule, "max_timesteps"),
     "population": _names(PopulationConfig),
-    "agent": _names(NetworkAgent),
+    "agent": _names(NetworkOptions),
     "task": _names(EnvironmentTask, "env", "seed"),
     "logging": _names(LoggingConfig, "completions"),
 }
@@ -80,7 +80,7 @@ _OPTIONS = (*_WITHOUT_SECTION, *sorted(frozenset().union(*_SECTIONS.values())))
     Hyperparameters,
     Schedule,
     PopulationConfig,
-    NetworkAgent,
+    NetworkOptions,
     EnvironmentTask,
     LoggingConfig,
     **_DEFAULTS,

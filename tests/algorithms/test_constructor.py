@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from evogrpo import GRPO, HyperparameterConfig, MultiAgentGRPO, Objective
 from evogrpo.algorithms.checkpointing import population_state, restore_population
-from evogrpo.members.networks.architecture import NetworkConfig
+from evogrpo.config.network import NetworkConfig
 from evogrpo.testing.samplers import different_members
 from tests.causal_families import family_model
 from tests.tiny_models import EOS, VOCABULARY, tiny_model
@@ -44,7 +44,7 @@ def accelerators() -> Iterator[None]:
         ),
         ({"pad_token_id": None}, "pad_token_id must be given"),
         ({"eos_token_ids": (1, VOCABULARY)}, rf"eos_token_ids .*0 to {VOCABULARY - 1}\), got"),
-        ({"min_output_tokens": 7}, r"min_output_tokens must be in \[0, max_output_tokens = 6\]"),
+        ({"min_output_tokens": 7}, r"min_output_tokens must be at most max_output_tokens = 6"),
         ({"max_episode_tokens": 5}, "max_episode_tokens must be at least max_output_tokens = 6"),
         (
             {"lora_config": LoraConfig(target_modules="all-linear", lora_dropout=0.1)},

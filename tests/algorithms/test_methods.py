@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from evogrpo import GRPO, Objective, Population
 from evogrpo.compat.agilerl import NetworkGroup
+from evogrpo.config.agent import STEPWISE
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.evolution import Mutation
 from evogrpo.members.language.conversations import as_batch, as_completions
-from evogrpo.members.settings import STEPWISE
 from evogrpo.records import Rollout
 from tests.rounding import LOG_PROB
 from tests.tiny_models import EOS, PAD, tiny_model

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from evogrpo.algorithms.grpo import MultiAgentGRPO
+from evogrpo.config.agent import STEPWISE
+from evogrpo.config.network import ArchitectureLimits, NetworkConfig
 from evogrpo.config.objective import Objective
 from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
-from evogrpo.members.networks.architecture import ArchitectureLimits, NetworkConfig
-from evogrpo.members.settings import STEPWISE
 from tests.envs import joint_probes
 from tests.oracles.slow_advantages import of_actions
 from tests.policy_banks import assert_states_agree

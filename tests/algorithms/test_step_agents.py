@@ -10,9 +10,9 @@ from gymnasium import spaces
 
 from evogrpo import GRPO, HyperparameterConfig, Objective, RLParameter, evolve
 from evogrpo.compat.agilerl import NetworkGroup
+from evogrpo.config.agent import NETWORK_DEFAULTS, STEPWISE
+from evogrpo.config.network import ArchitectureLimits, NetworkConfig
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
-from evogrpo.members.networks.architecture import ArchitectureLimits, NetworkConfig
-from evogrpo.members.settings import NETWORK_DEFAULTS, STEPWISE
 from evogrpo.members.space_json import space_from_json, space_to_json
 from evogrpo.randomness import generator
 from evogrpo.storage.checkpoint import CheckpointError

@@ -8,8 +8,8 @@ import torch
 
 from evogrpo import HyperparameterConfig, RLParameter
 from evogrpo.algorithms.evaluation import evaluate
+from evogrpo.config.agent import STEPWISE
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
-from evogrpo.members.settings import STEPWISE
 from evogrpo.randomness import generator
 from tests.envs.probes import ConstantReward, Masked, MatchDict, NoisyWalk
 from tests.policy_banks import assert_states_agree

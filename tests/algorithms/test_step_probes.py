@@ -7,9 +7,9 @@ import gymnasium
 import pytest
 
 from evogrpo import GRPO, evolve
+from evogrpo.config.network import NetworkConfig
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
 from evogrpo.evolution import Fixed
-from evogrpo.members.networks.architecture import NetworkConfig
 from tests.envs.probes import (
     DelayedCredit,
     Masked,

@@ -9,7 +9,8 @@ import torch
 
 from evogrpo import GRPO, EvolvableAlgorithm, HyperparameterConfig, MultiAgentGRPO, Objective
 from evogrpo.algorithms.learning.step_size import StepControl, measured_step, step_target
-from evogrpo.config.hyperparameters import DEFAULT_TARGET_KL, Optimizer
+from evogrpo.config.hyperparameters import DEFAULT_TARGET_KL
+from evogrpo.config.optimizer import Optimizer
 from tests.tiny_models import tiny_model
 from tests.tiny_steps import cart_pole, step_population
 from tests.tiny_teams import team_env, team_population

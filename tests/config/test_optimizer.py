@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import get_scheduler
 
-from evogrpo.config.hyperparameters import Optimizer
+from evogrpo.config.optimizer import Optimizer
 from evogrpo.safe_parsing import load_yaml
 
 INVALID = """

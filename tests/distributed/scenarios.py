@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from evogrpo.algorithms.grpo import MultiAgentGRPO
 from evogrpo.algorithms.population import Population
 from evogrpo.cli import main
+from evogrpo.config.network import NetworkConfig
 from evogrpo.config.objective import Objective
 from evogrpo.distributed import processes
 from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
@@ -21,7 +22,6 @@ from evogrpo.evolution import FitnessConfig, SuccessiveHalving, Tournament
 from evogrpo.members.bank import Sampler
 from evogrpo.members.language.loading import load_base
 from evogrpo.members.language.vllm_sampler import VLLMSampler
-from evogrpo.members.networks.architecture import NetworkConfig
 from evogrpo.training.evolve import Run
 from evogrpo.training.trainer import Trainer
 from tests.distributed.whole_sampler import WholeSampler

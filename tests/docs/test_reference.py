@@ -6,7 +6,7 @@ from importlib import import_module
 
 import pytest
 
-from docs.generate import commands, configuration, metrics, names
+from docs.generate import commands, configuration, keywords, metrics, names
 from docs.generate.pages import PAGES as GENERATED
 from evogrpo.cli.main import make_parser
 from evogrpo.reporting.records import StepReport
@@ -34,6 +34,12 @@ def test_all_keys_of_configurations_are_listed():
         for key in keys:
             path = f"{section_path}.{key}".removeprefix(".")
             assert path in listed | prefixes | {"auto", "run_id", "search_space"}, path
+
+
+def test_keyword_arguments_follow_from_the_records_of_settings():
+    assert keywords.FILE.read_text(encoding="utf-8") == keywords.module(), (
+        "Run `python -m docs.generate.keywords`."
+    )
 
 
 def test_every_recorded_number_is_defined(any_stored_run):

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from evogrpo.config.hyperparameters import Hyperparameters, Optimizer
+from evogrpo.config.hyperparameters import Hyperparameters
+from evogrpo.config.optimizer import Optimizer
 from evogrpo.members.language.bank import AdapterBank
 from evogrpo.records import SamplingBatch
 from evogrpo.testing.samplers import (

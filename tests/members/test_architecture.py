@@ -6,13 +6,8 @@ import torch
 from gymnasium import spaces
 
 from evogrpo.config.hyperparameters import Hyperparameters
-from evogrpo.members.networks.architecture import (
-    ArchitectureLimits,
-    NetworkConfig,
-    add_layer,
-    morph,
-    mutate_architecture,
-)
+from evogrpo.config.network import ArchitectureLimits, NetworkConfig, mutate_architecture
+from evogrpo.members.networks.architecture import add_layer, morph
 from evogrpo.members.networks.networks import DefaultNetwork
 from evogrpo.randomness import generator
 from tests.policy_banks import same_state

@@ -6,7 +6,7 @@ import torch
 from gymnasium import spaces
 from torch import nn
 
-from evogrpo.members.networks.architecture import NetworkConfig
+from evogrpo.config.network import NetworkConfig
 from evogrpo.members.networks.bank import StackedBank
 from evogrpo.members.networks.networks import DefaultNetwork, ModuleNetwork, ObservationEncoder
 from evogrpo.records import map_tensors

@@ -7,7 +7,8 @@ import torch
 from peft import PeftModel
 from safetensors.torch import save_file
 
-from evogrpo.config.hyperparameters import Hyperparameters, Optimizer
+from evogrpo.config.hyperparameters import Hyperparameters
+from evogrpo.config.optimizer import Optimizer
 from evogrpo.members.language.lora import peft_files
 from evogrpo.testing.samplers import different_members
 from tests.oracles.peft_members import PeftMember, PlainMember

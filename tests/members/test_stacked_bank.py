@@ -6,7 +6,7 @@ import torch
 from gymnasium import spaces
 
 from evogrpo.config.hyperparameters import Hyperparameters
-from evogrpo.members.networks.architecture import NetworkConfig
+from evogrpo.config.network import NetworkConfig
 from evogrpo.members.networks.bank import StackedBank
 from evogrpo.randomness import generator
 from tests.members.test_devices import ACCELERATORS

@@ -4,9 +4,10 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from evogrpo.config.hyperparameters import Hyperparameters, Optimizer
+from evogrpo.config.hyperparameters import Hyperparameters
+from evogrpo.config.network import NetworkConfig
+from evogrpo.config.optimizer import Optimizer
 from evogrpo.members.networks import train_states
-from evogrpo.members.networks.architecture import NetworkConfig
 from tests.oracles.torch_members import TorchMember
 from tests.policy_banks import assert_gradients_agree, assert_weights_agree
 from tests.tiny_networks import CASES, Case, acted_batch

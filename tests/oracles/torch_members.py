@@ -6,7 +6,7 @@ import torch
 from gymnasium import spaces
 from torch import Tensor, distributions, nn
 
-from evogrpo.members.networks.architecture import NetworkConfig
+from evogrpo.config.network import NetworkConfig
 from evogrpo.members.networks.bank import StackedBank
 
 ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU, "elu": nn.ELU}

@@ -6,9 +6,9 @@ import pytest
 
 from evogrpo import GRPO, GymnasiumGroups, Objective, evolve
 from evogrpo.config.hyperparameters import DEFAULT_TARGET_KL, HYPERPARAMETER_NAMES
+from evogrpo.config.network import ArchitectureLimits
 from evogrpo.config.search_space import DEFAULT_SEARCHED, LANGUAGE_RANGES, NETWORK_RANGES
 from evogrpo.evolution import RandomSearch, SuccessiveHalving, Tournament, spread_founders
-from evogrpo.members.networks.architecture import ArchitectureLimits
 from evogrpo.training.configuration.reading import parse_config
 from tests.tiny_models import tiny_model
 

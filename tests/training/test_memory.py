@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from evogrpo import GRPO, GymnasiumGroups, NetworkConfig, evolve
+from evogrpo.config.agent import LanguageAgent
 from evogrpo.members.devices import process_memory
-from evogrpo.training.configuration.question_tasks import LanguageAgent
 from evogrpo.training.forecast import MemoryNeed, check_memory
 from evogrpo.training.task_types.language import peak_memory
 from tests.tiny_models import tiny_model

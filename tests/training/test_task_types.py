@@ -58,9 +58,9 @@ class TaskTypeTestCase(ABC):
     def test_defaults_round_trip(self, kind, given, tmp_path):
         config = parse_config({**given, "agent": {}, "hyperparameters": {}})
         assert isinstance(config.agent, kind.agent)
-        assert config.agent.objective == kind.objective
+        assert config.agent.objective == kind.agent().objective
         partial = parse_config({**given, "agent": {"objective": {"advantage_eps": 1e-5}}})
-        assert partial.agent.objective == replace(kind.objective, advantage_eps=1e-5)
+        assert partial.agent.objective == replace(kind.agent().objective, advantage_eps=1e-5)
         assert {
             name: getattr(config.hyperparameters, name) for name in kind.hyperparameters
         } == kind.hyperparameters

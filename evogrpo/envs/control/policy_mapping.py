@@ -3,19 +3,19 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, TypeGuard, get_args
+from typing import Any, TypeGuard, get_args
 
 import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
+from evogrpo.config.agent import Policies
 from evogrpo.envs.control.conversion import Leaves, stack
 from evogrpo.envs.control.single_env import ACTION_MASK, check_mask_name
 from evogrpo.records import DEFAULT_POLICY
 from evogrpo.spaces import check_action_space, flatten, leaf_spaces
 from evogrpo.text import shown
 
-Policies = Literal["shared", "prefix", "independent"]
 SHARED = "shared"
 AGENT = "agent"
 """Name of a single agent."""

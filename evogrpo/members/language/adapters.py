@@ -11,7 +11,8 @@ from peft import LoraConfig
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from evogrpo.config.hyperparameters import Hyperparameters, Optimizer
+from evogrpo.config.hyperparameters import Hyperparameters
+from evogrpo.config.optimizer import Optimizer
 from evogrpo.functional.optim import clipped_adamw_steps_
 from evogrpo.members.bank import (
     INITIAL_RUNNING_STATS,

@@ -10,7 +10,8 @@ from peft import LoraConfig
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from evogrpo.config.hyperparameters import Hyperparameters, Optimizer
+from evogrpo.config.hyperparameters import Hyperparameters
+from evogrpo.config.optimizer import Optimizer
 from evogrpo.distributed import Processes
 from evogrpo.functional.log_probs import chunked_log_probs
 from evogrpo.members.bank import LossFunction, PolicyVersion, Update

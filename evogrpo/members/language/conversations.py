@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from evogrpo.config.agent import LanguageSettings
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.envs.protocol import PromptBatch, Scores
 from evogrpo.envs.text.prompt_batch import SingleTurnBatch
 from evogrpo.functional.rewards import overlong_penalty
 from evogrpo.members.bank import FinishedCallback, Sampler
 from evogrpo.members.requests import Learner
-from evogrpo.members.settings import LanguageSettings
 from evogrpo.randomness import generator
 from evogrpo.records import (
     Batch,

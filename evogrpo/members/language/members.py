@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from evogrpo.chat_templates import end_of_turn_ids
+from evogrpo.config.agent import LanguageSettings
 from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.distributed import Processes
 from evogrpo.envs.protocol import GroupEnvironment, PromptBatch, Scores, Split
@@ -57,7 +58,6 @@ from evogrpo.members.requests import (
     RolloutBatch,
     SamplingRequest,
 )
-from evogrpo.members.settings import LanguageSettings, check_own_loop
 from evogrpo.members.space_json import space_from_json, space_to_json
 from evogrpo.randomness import generator
 from evogrpo.records import (
@@ -540,7 +540,7 @@ class LanguageMembers(BankMembers):
         The second value is for small networks.
         """
         # 1. Convert and check the tokens.
-        check_own_loop(self.settings.objective, ("dynamic_sampling", "overlong_buffer"))
+        self.settings.objective.check_own_loop("dynamic_sampling", "overlong_buffer")
         hyperparameters = learner.hyperparameters
         shortest = self.settings.min_output_tokens
         batch = as_batch(experiences, learner.slot, hyperparameters, shortest, self.device)

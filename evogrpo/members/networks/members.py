@@ -11,6 +11,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from evogrpo.config.agent import JointSettings, NetworkSettings
 from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.distributed import Processes
 from evogrpo.envs.control.action_noise import ActionNoise
@@ -33,7 +34,6 @@ from evogrpo.members.requests import (
     RolloutBatch,
     SamplingRequest,
 )
-from evogrpo.members.settings import JointSettings, NetworkSettings, check_own_loop
 from evogrpo.members.space_json import space_from_json, space_to_json
 from evogrpo.randomness import generator
 from evogrpo.records import DEFAULT_POLICY, Batch, Experience
@@ -424,7 +424,7 @@ class NetworkMembers(BankMembers):
             raise ValueError(
                 f"learn needs the experience of collect(...), got {class_name(experiences)}."
             )
-        check_own_loop(self.settings.objective, ("dynamic_sampling", "mask_truncated"))
+        self.settings.objective.check_own_loop("dynamic_sampling", "mask_truncated")
         if isinstance(experiences, tuple | list) and len(experiences) == 4:
             # The masks are part of the observations.
             observations, own_masks = self.mapping.specs[DEFAULT_POLICY].split_mask(experiences[0])

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import conv2d
 
-from evogrpo.members.networks.architecture import Activation, Convolution, NetworkConfig, Parameters
+from evogrpo.config.network import Activation, Convolution, NetworkConfig
+from evogrpo.members.networks.architecture import Parameters
 from evogrpo.randomness import generator
 from evogrpo.records import map_tensors
 from evogrpo.spaces import describe_input, flatten, leaf_spaces, preprocess_observation, unflatten

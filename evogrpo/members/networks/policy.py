@@ -11,6 +11,8 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 from torch import nn
 
+from evogrpo.config.agent import JointSettings, NetworkSettings
+from evogrpo.config.network import NothingToChangeError, mutate_architecture
 from evogrpo.envs.control.conversion import (
     check_categories,
     check_representable,
@@ -26,11 +28,9 @@ from evogrpo.envs.control.normalisation import (
 )
 from evogrpo.envs.control.rollout import fits_float32
 from evogrpo.evolution.history import ArchitectureChange
-from evogrpo.members.networks.architecture import NothingToChangeError, mutate_architecture
 from evogrpo.members.networks.bank import StackedBank, to_tensors
 from evogrpo.members.networks.networks import ModuleNetwork, split
 from evogrpo.members.requests import Learner
-from evogrpo.members.settings import JointSettings, NetworkSettings
 from evogrpo.records import Batch, ObservationInputs, SampledActions
 from evogrpo.spaces import flatten, leaf_spaces, preprocess_observation, unflatten
 from evogrpo.text import class_name, shown

@@ -14,7 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from evogrpo.config.hyperparameters import Hyperparameters, Optimizer
+from evogrpo.config.hyperparameters import Hyperparameters
+from evogrpo.config.network import NetworkConfig
+from evogrpo.config.optimizer import Optimizer
 from evogrpo.functional.optim import clipped_adamw_steps_
 from evogrpo.members.bank import (
     INITIAL_RUNNING_STATS,
@@ -23,7 +25,7 @@ from evogrpo.members.bank import (
     check_train_state,
 )
 from evogrpo.members.devices import check_allocation
-from evogrpo.members.networks.architecture import NetworkConfig, Parameters, morph
+from evogrpo.members.networks.architecture import Parameters, morph
 from evogrpo.members.networks.distributions import Distribution, distribution_for
 from evogrpo.members.networks.networks import (
     DefaultNetwork,

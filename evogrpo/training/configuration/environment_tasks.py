@@ -1,8 +1,8 @@
-"""Sections of small networks: the agent, tasks in Gymnasium and PettingZoo environments, and their presets."""
+"""Sections of tasks in Gymnasium and PettingZoo environments, and their presets."""
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import field, fields
+from dataclasses import fields
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
@@ -11,16 +11,12 @@ from typing import Any, ClassVar
 import gymnasium
 from gymnasium.envs.registration import EnvSpec
 
-from evogrpo.config.hyperparameters import Optimizer
-from evogrpo.config.objective import Objective
+from evogrpo.config.agent import TeamOptions
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups, Vectorization, check_wrapper
 from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
-from evogrpo.envs.control.policy_mapping import Policies
 from evogrpo.envs.control.single_env import Wrap, env_spec
 from evogrpo.envs.protocol import TEST_SIZE, VALIDATION_SIZE
 from evogrpo.extras import require
-from evogrpo.members.networks.architecture import ArchitectureLimits, NetworkConfig
-from evogrpo.members.settings import STEPWISE, Credit, NetworkSettings
 from evogrpo.safe_parsing import load_yaml
 from evogrpo.synonyms import unknown_name_error
 from evogrpo.text import class_name, one_line, shown, user_line
@@ -31,27 +27,6 @@ from evogrpo.training.configuration.user_code import (
     plugin_names,
 )
 from evogrpo.validation import Flag, PositiveInt, Seed, Text, settings
-
-
-@settings
-class NetworkAgent:
-    """Settings of small networks, one per policy; see `evogrpo.algorithms.factory.Options`.
-
-    Settings that `objective` does not name are those of `STEPWISE`.
-    """
-
-    network: NetworkConfig = field(default_factory=NetworkConfig)
-    evolve_network: ArchitectureLimits | None = None
-    normalise_observations: Flag = False
-    objective: Objective = STEPWISE
-    optimizer: Optimizer = field(default_factory=Optimizer)
-
-    def __post_init__(self) -> None:
-        NetworkSettings(**self.settings())  # validates
-
-    def settings(self) -> dict[str, Any]:
-        """Return the arguments of `GRPO.population` and `MultiAgentGRPO.population`."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
 @settings
@@ -249,7 +224,7 @@ def _registered(env: str) -> EnvSpec:
 
 
 @settings
-class ParallelTask(StartsTask):
+class ParallelTask(StartsTask, TeamOptions):
     """A parallel environment of several agents.
 
     See `evogrpo.envs.control.pettingzoo_groups.PettingZooGroups`.
@@ -258,12 +233,6 @@ class ParallelTask(StartsTask):
         parallel_env: The function that creates the environment, as "module:function" or
             "path.py:function"; or a module with a function `parallel_env`, such as
             "mpe2.simple_spread_v3"; or a plugin. Its code is executed.
-        policies: "shared": one policy for all agents; "prefix": one for all agents whose names
-            agree before the last underscore; "independent": one for each agent.
-        credit: Rewards that an agent's action is credited with: "team" = those of all agents,
-            "agent" = its own.
-        agent_ids: Add the agent's identity to the observations of a policy that acts for several
-            agents.
         max_episode_steps: Steps after which all active agents are truncated; null = the
             environment's own limit, or 1,000 where it has none.
         score: Fitness of an episode: "sum" (the default), "min" or "mean" of all agents' returns;
@@ -277,9 +246,6 @@ class ParallelTask(StartsTask):
     description: ClassVar[str] = "a parallel PettingZoo environment"
 
     parallel_env: Text
-    policies: Policies = "shared"
-    credit: Credit = "team"
-    agent_ids: Flag = False
     max_episode_steps: PositiveInt | None = None
     score: Text | tuple[Text, ...] = "sum"
     num_envs: PositiveInt = 64

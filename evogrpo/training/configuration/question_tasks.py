@@ -1,16 +1,14 @@
-"""Sections of language models: the agent, built-in tasks, tasks of reasoning-gym, and the user's own datasets."""
+"""Sections of tasks with questions: built-in ones, those of reasoning-gym, and the user's own datasets."""
 
 import csv
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import field, fields
+from dataclasses import fields
 from inspect import signature
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from evogrpo.config.hyperparameters import Optimizer
-from evogrpo.config.objective import Objective
 from evogrpo.envs.protocol import SPLITS, TEST_SIZE, VALIDATION_SIZE, Split
 from evogrpo.envs.text.datasets import check_column_names
 from evogrpo.envs.text.environment_gym import (
@@ -25,92 +23,24 @@ from evogrpo.envs.text.reward_runner import check_worker_limits
 from evogrpo.envs.text.tasks import TASKS
 from evogrpo.envs.text.templates import Tokenizer, numbered
 from evogrpo.extras import require
-from evogrpo.members.settings import LanguageSettings
 from evogrpo.safe_parsing import read_regular, unique_keys
 from evogrpo.synonyms import close_match
 from evogrpo.text import class_name, one_line, pluralize, shown
 from evogrpo.training.configuration.sections import DATASET_SUFFIXES
 from evogrpo.training.configuration.user_code import load_named, load_plugin, plugin_names
 from evogrpo.validation import (
-    Flag,
     Float,
     Int,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    PositiveShare,
     Seed,
-    Share,
     Text,
     refuse_unknown,
     settings,
 )
 
 Messages = tuple[Mapping[str, str], ...]
-
-
-@settings
-class LoraSettings:
-    """LoRA adapters, with the names and defaults of `peft.LoraConfig`.
-
-    Attributes:
-        r: Rank.
-        lora_alpha: The update is scaled by lora_alpha / r.
-        target_modules: Adapted modules: "all-linear", a regular expression, or module names.
-        exclude_modules: Modules that are not adapted: a regular expression or module names.
-        use_rslora: Scale by lora_alpha / sqrt(r) instead.
-    """
-
-    r: PositiveInt = 16
-    lora_alpha: PositiveInt = 32
-    target_modules: Text | tuple[Text, ...] = "all-linear"
-    exclude_modules: Text | tuple[Text, ...] | None = None
-    use_rslora: Flag = False
-
-
-@settings
-class LanguageAgent:
-    """Settings of language models; see `evogrpo.algorithms.factory.Options`.
-
-    Attributes:
-        lora: Shape of the adapters.
-        full_finetuning: Train all weights of the model instead of adapters.
-        adapter: Folder of a PEFT adapter that all members start from, instead of `lora`.
-    """
-
-    max_output_tokens: PositiveInt = 128
-    min_output_tokens: NonNegativeInt = 0
-    top_k: NonNegativeInt = 0
-    top_p: PositiveShare = 1.0
-    min_p: Share = 0.0
-    repetition_penalty: PositiveFloat = 1.0
-    eos_token_ids: tuple[Int, ...] | None = None
-    micro_batch_tokens: PositiveInt | None = None
-    reduce_memory_peak: Flag = True
-    calc_position_embeddings: Flag = True
-    objective: Objective = field(default_factory=Objective)
-    optimizer: Optimizer = field(default_factory=Optimizer)
-    lora: LoraSettings = field(default_factory=LoraSettings)
-    full_finetuning: Flag = False
-    adapter: Text | None = None
-    max_episode_tokens: PositiveInt | None = None
-
-    def __post_init__(self) -> None:
-        if self.adapter is not None and self.lora != LoraSettings():
-            raise ValueError(f"adapter {self.adapter!r} has its own LoRA settings. Remove lora.")
-        if self.full_finetuning and (self.adapter is not None or self.lora != LoraSettings()):
-            raise ValueError("full_finetuning trains all weights. Remove lora and adapter.")
-        # Validate the settings. The padding of the tokenizer is not known yet, so 0 stands for it.
-        LanguageSettings(pad_token_id=0, **self.settings())
-
-    def settings(self) -> dict[str, Any]:
-        """Return the fields that are passed to `GRPO.population` unchanged."""
-        others = ("lora", "full_finetuning", "adapter")
-        return {
-            field.name: getattr(self, field.name)
-            for field in fields(self)
-            if field.name not in others
-        }
 
 
 @settings

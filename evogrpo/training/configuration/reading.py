@@ -21,7 +21,7 @@ from evogrpo.training.configuration.sections import (
     PopulationConfig,
 )
 from evogrpo.training.schedule import Schedule, check_training_rewards
-from evogrpo.validation import build, is_text, json_schema, plain
+from evogrpo.validation import build, is_text, json_schema
 
 if TYPE_CHECKING:
     from evogrpo.evolution.strategies import Strategy
@@ -75,8 +75,6 @@ def parse_config(values: Mapping[str, Any], strategy: "Strategy | None" = None) 
 
     task_class, kind = select_task(values["task"])
     agent = values.get("agent", {})
-    if isinstance(agent, Mapping) and isinstance(agent.get("objective"), Mapping):
-        agent = {**agent, "objective": {**plain(kind.objective), **agent["objective"]}}
     model = _sections_model(task_class, kind.agent)  # type: ignore[arg-type]  # a type is hashable
     members = build(model, {"task": values["task"], "agent": agent}, misplaced=misplaced)
     parsed["task"], parsed["agent"] = members.task, members.agent

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
 
-from evogrpo.config.hyperparameters import Hyperparameters, check_calibration
+from evogrpo.config.hyperparameters import Hyperparameters
+from evogrpo.config.optimizer import check_calibration
 from evogrpo.config.search_space import MAX_MEMBERS, HyperparameterConfig, check_group_size
 from evogrpo.members.devices import Precision
 from evogrpo.text import shown

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from evogrpo.algorithms.grpo import GRPO, MultiAgentGRPO
 from evogrpo.algorithms.population import Population
-from evogrpo.config.objective import Objective
+from evogrpo.config.agent import LanguageAgent
 from evogrpo.config.search_space import LANGUAGE_RANGES, RLParameter
 from evogrpo.storage.checkpoint import CheckpointError, is_path, read_record
 from evogrpo.text import shown
@@ -16,7 +16,6 @@ from evogrpo.training.configuration.environment_tasks import EnvironmentTask, Pa
 from evogrpo.training.configuration.question_tasks import (
     BuiltinTask,
     DatasetTask,
-    LanguageAgent,
     QuestionTask,
     ReasoningTask,
 )
@@ -40,9 +39,8 @@ class LanguageTask:
         tasks: Task sections of this type: settings with `key` (that selects the section),
             `description` (of the key), `seed` (None = the run's), `label` (a short description of
             the task) and `facts()` (rows of the printed plan: user code that is executed).
-        agent: Agent section: settings that all members share, among them `objective`.
+        agent: Type of the section `agent`: settings that all members share.
         model: Default base model; None if members have none.
-        objective: Defaults of an objective given in part.
         hyperparameters: Defaults of the first member that differ from those of `Hyperparameters`.
         ranges: Default range of every hyperparameter for evolution.
         rows_are_samples: Members learn from whole samples; False = from single transitions.
@@ -53,7 +51,6 @@ class LanguageTask:
     tasks: Sequence[type[QuestionTask]] = (BuiltinTask, ReasoningTask, DatasetTask)
     agent = LanguageAgent
     model: str | None = "smollm2-135m"
-    objective = Objective()
     hyperparameters: Mapping[str, Any] = {}
     ranges: Mapping[str, RLParameter] = LANGUAGE_RANGES
     rows_are_samples = True

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from evogrpo.algorithms.grpo import GRPO
 from evogrpo.algorithms.population import Population
+from evogrpo.config.agent import LanguageOptions
 from evogrpo.distributed import processes
 from evogrpo.envs.text.prompt_environment import SAMPLE_COMPLETIONS, Preflight, PromptEnvironment
 from evogrpo.envs.text.reward_functions import RewardError
@@ -43,10 +44,8 @@ from evogrpo.members.language.sizing import (
     sampling_bytes,
 )
 from evogrpo.members.requests import RolloutBatch
-from evogrpo.members.settings import LanguageSettings
 from evogrpo.records import DEFAULT_POLICY
 from evogrpo.text import count_text, number_text, pluralize, shorten, user_line
-from evogrpo.training.configuration.question_tasks import LanguageAgent
 from evogrpo.training.configuration.sections import Config
 from evogrpo.training.forecast import (
     Forecast,
@@ -263,7 +262,10 @@ class PreparedLanguage:
 
     def population(self) -> Population:
         """Load the base model and make the founders."""
-        options = self.config.agent.settings()
+        # `lora` became an object of peft; an adapter has its own.
+        options = {**vars(self.config.agent)}
+        del options["lora"]
+        options["lora_config"] = None if options["adapter"] else self.lora
         tokenizer = self.outline.tokenizer
         # Padding is masked, so any token can be used.
         if tokenizer.pad_token_id is None:
@@ -276,12 +278,6 @@ class PreparedLanguage:
             self.env.action_space,
             actor_network=self._base(),
             pad_token_id=int(padding or 0),
-            **(
-                {"adapter": self.config.agent.adapter}
-                if self.config.agent.adapter
-                else {"lora_config": self.lora}
-            ),
-            full_finetuning=self.config.agent.full_finetuning,
             source=self.model,
             **options,
             **self.config.founder_options(),
@@ -330,9 +326,7 @@ class PreparedLanguage:
         )
 
 
-def max_row_tokens(
-    agent: LanguageAgent | LanguageSettings, turns: int, prompt: int, context: int | None
-) -> int:
+def max_row_tokens(agent: LanguageOptions, turns: int, prompt: int, context: int | None) -> int:
     """Return the maximum number of tokens of a completion or conversation, without its prompt.
 
     Without a limit on a conversation, its replies are assumed to be as long as its completions.
@@ -379,7 +373,7 @@ def _member_tokens(config: Config, groups: int, longest_prompt: int, row_tokens:
 def peak_memory(
     model: "PreTrainedModel",
     *,
-    agent: LanguageAgent | LanguageSettings,
+    agent: LanguageOptions,
     members: int,
     samples: int,
     validation: int,

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from gymnasium import spaces
 
 from evogrpo.algorithms.grpo import GRPO, MultiAgentGRPO
 from evogrpo.algorithms.population import Population
+from evogrpo.config.agent import NETWORK_DEFAULTS, NetworkOptions, TeamOptions
 from evogrpo.config.search_space import NETWORK_RANGES
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
 from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
@@ -20,13 +21,11 @@ from evogrpo.envs.control.policy_mapping import PolicyMapping
 from evogrpo.members.devices import available_device
 from evogrpo.members.networks.networks import ObservationEncoder
 from evogrpo.members.requests import RolloutBatch
-from evogrpo.members.settings import NETWORK_DEFAULTS, STEPWISE
 from evogrpo.records import DEFAULT_POLICY
 from evogrpo.spaces import leaf_spaces
 from evogrpo.text import count_text, pluralize, shown
 from evogrpo.training.configuration.environment_tasks import (
     EnvironmentTask,
-    NetworkAgent,
     ParallelTask,
 )
 from evogrpo.training.configuration.sections import Config
@@ -228,9 +227,8 @@ class NetworkTask:
         algorithm: Class of the agents.
     """
 
-    agent = NetworkAgent
+    agent = NetworkOptions
     model = None
-    objective = STEPWISE
     hyperparameters = NETWORK_DEFAULTS
     ranges = NETWORK_RANGES
     rows_are_samples = False
@@ -351,10 +349,10 @@ def _population(
     config: Config, env: GymnasiumGroups | PettingZooGroups, size: int, device: str
 ) -> Population:
     """Create the founders: agents for a Gymnasium environment, or teams for a PettingZoo environment."""
-    options = {"device": device, **config.agent.settings(), **config.founder_options()}
+    options = {"device": device, **vars(config.agent), **config.founder_options()}
     if isinstance(env, GymnasiumGroups):
         return GRPO.population(size, env.observation_space, env.action_space, **options)
-    own = {name: getattr(config.task, name) for name in ("policies", "credit", "agent_ids")}
+    own = {each.name: getattr(config.task, each.name) for each in fields(TeamOptions)}
     return MultiAgentGRPO.population(
         size, env.observation_spaces, env.action_spaces, **own, **options
     )
