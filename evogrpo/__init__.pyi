@@ -4,6 +4,8 @@ from evogrpo.algorithms.grpo import GRPO as GRPO
 from evogrpo.algorithms.grpo import EvolvableAlgorithm as EvolvableAlgorithm
 from evogrpo.algorithms.grpo import MultiAgentGRPO as MultiAgentGRPO
 from evogrpo.algorithms.population import Population as Population
+from evogrpo.compat.roll import from_roll as from_roll
+from evogrpo.compat.trl import from_trl as from_trl
 from evogrpo.config.hyperparameters import Hyperparameters as Hyperparameters
 from evogrpo.config.network import ArchitectureLimits as ArchitectureLimits
 from evogrpo.config.network import NetworkConfig as NetworkConfig

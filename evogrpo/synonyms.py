@@ -353,7 +353,7 @@ _CALLS: Mapping[str, str] = {
         " finetune_llm_* train_on_policy train_off_policy train_multi_agent_* tuner train fit run"
         " step training_step rolloutworker localtrainer"
     ),
-    "pass its settings to {GRPO} and {evolve}, or use Objective.from_trl(config)": (
+    "pass its settings to {GRPO} and {evolve}, or use evogrpo.from_trl(config)": (
         "grpoconfig trainingarguments ppoconfig"
     ),
     "GRPO.population(size, ...) makes one": "create_population population agents makepopulation",

@@ -46,9 +46,9 @@ from evogrpo import (
     GymnasiumGroups,
     HuggingFaceGym,
     HyperparameterConfig,
-    Objective,
     RLParameter,
     evolve,
+    from_trl,
     load_base,
 )
 from evogrpo.evolution import Fixed, TruncationPBT
@@ -150,12 +150,12 @@ print("rewards:", [round(value, 2) for value in trl_rewards])
 # %% [markdown]
 # ## The same with evogrpo
 #
-# Dataset and reward function are unchanged. `Objective.from_trl` reads the
+# Dataset and reward function are unchanged. `evogrpo.from_trl` reads the
 # settings. Settings without a counterpart are listed with the reason, and
 # unsupported settings raise an error.
 
 # %%
-settings = Objective.from_trl(config)
+settings = from_trl(config)
 print("hyperparameters:", dict(settings.hyperparameters))
 print("left aside, for example:", dict(list(settings.ignored.items())[:3]))
 
@@ -368,7 +368,7 @@ for generation in run:
 #
 # ## Three things to try
 #
-# 1. Read one of your own configurations with `Objective.from_trl` (or
+# 1. Read one of your own configurations with `evogrpo.from_trl` (or
 #    `from_roll`), and check `ignored`.
 # 2. Give `train` an `hp_config` with `lr=RLParameter(min=1e-5, max=1e-3,
 #    scale="log")` and leave out `strategy=Fixed()`. This turns the TRL run into

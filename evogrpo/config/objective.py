@@ -1,22 +1,18 @@
 """The objective: switches of loss, advantages, KL and rewards, with checks of their combinations and of evolution."""
 
 import dataclasses
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field
 
 from evogrpo.config.hyperparameters import Hyperparameters
-from evogrpo.config.optimizer import Optimizer
 from evogrpo.config.search_space import (
     DEFAULT_SEARCHED,
     HyperparameterConfig,
     RLParameter,
     feasible_group_sizes,
 )
-from evogrpo.config.translation import SettingsReader
 from evogrpo.functional.loss_types import (
     ADVANTAGES,
     FULL_KLS,
@@ -42,7 +38,7 @@ from evogrpo.validation import (
     settings,
 )
 
-__all__ = ["Imported", "Objective"]
+__all__ = ["Objective"]
 
 KlPlacement = Literal["loss", "reward"]
 Reference = Literal["base", "snapshot", "old"]
@@ -325,23 +321,6 @@ class Objective:
                 )
             found[meaning] = loss_type
 
-    @classmethod
-    def from_roll(cls, source: Mapping[str, Any] | str | Path) -> "Imported":
-        """Translate the settings of a ROLL pipeline; see `evogrpo.config.roll.read_roll`."""
-        from evogrpo.config.roll import read_roll
-
-        return Imported.of(read_roll(source))
-
-    @classmethod
-    def from_trl(cls, source: object) -> "Imported":
-        """Translate a TRL `GRPOConfig`, or a mapping of its fields.
-
-        See `evogrpo.config.trl.read_trl`.
-        """
-        from evogrpo.config.trl import read_trl
-
-        return Imported.of(read_trl(source))
-
 
 _DEFAULTS: Mapping[str, Any] = {
     field.name: field.default for field in dataclasses.fields(Objective)
@@ -513,106 +492,6 @@ def highest_clip_high(hyperparameters: Hyperparameters, space: HyperparameterCon
     if hyperparameters.clip_high is not None:
         return high
     return max(high, highest("clip_coef", hyperparameters, space))
-
-
-# ---- settings of other libraries
-
-SETTINGS = {
-    "samples_per_step": "schedule",
-    "max_output_tokens": "agent",
-    "top_k": "agent",
-    "top_p": "agent",
-    "min_p": "agent",
-    "repetition_penalty": "agent",
-    "max_prompt_length": "task",
-    "reward_weights": "task",
-    "seed": "run",
-}
-"""Settings that `Imported.settings` can hold, and the section of a configuration that each belongs
-to.
-"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Imported:
-    """Settings of another library as records of this package.
-
-    Settings without a counterpart are in `ignored`.
-
-    Attributes:
-        objective: Switches of loss, advantages, KL, reference and rewards.
-        hyperparameters: Given hyperparameters by name, for
-            `Hyperparameters(**imported.hyperparameters)`.
-        optimizer: Settings of AdamW.
-        settings: Settings of other sections of a configuration, by name; see `SETTINGS`.
-        ignored: Given fields without a counterpart here, with the reason.
-
-    Raises:
-        ValueError: If the objective and the hyperparameters are incompatible.
-    """
-
-    objective: Objective
-    hyperparameters: Mapping[str, Any]
-    optimizer: Optimizer
-    settings: Mapping[str, Any]
-    ignored: Mapping[str, str]
-
-    @classmethod
-    def of(cls, reader: SettingsReader) -> Self:
-        """Build the records from the keyword arguments of a reader.
-
-        Raises:
-            ValueError: With one line for every setting that is not supported or out of range.
-        """
-        from evogrpo.records import SamplingOptions  # needs torch
-
-        # 1. List the records. Each hyperparameter is one of its own, so that every invalid value is
-        #    reported.
-        settings = reader.arguments["settings"]
-        hyperparameters = reader.arguments["hyperparameters"]
-        sampling = {field.name for field in dataclasses.fields(SamplingOptions)} & settings.keys()
-        records: list[tuple[Callable[..., Any], Mapping[str, Any]]] = [
-            (Objective, reader.arguments["objective"]),
-            (Optimizer, reader.arguments["optimizer"]),
-            (SamplingOptions, {name: settings[name] for name in sampling}),
-            *((Hyperparameters, {name: value}) for name, value in hyperparameters.items()),
-        ]
-        # 2. Build them all before raising an error, which then lists every problem.
-        built = []
-        problems = list(dict.fromkeys(reader.refused))
-        for record, arguments in records:
-            try:
-                built.append(record(**arguments))
-            except ValueError as error:
-                problems.append(str(error))
-        if problems:
-            if len(problems) > 1:
-                count = f"{len(problems)} settings cannot be translated:\n- "
-            else:
-                count = ""
-            raise ValueError(count + "\n- ".join(problems))
-        return cls(
-            objective=built[0],
-            hyperparameters=hyperparameters,
-            optimizer=built[1],
-            settings=settings,
-            ignored=reader.ignored,
-        )
-
-    def __post_init__(self) -> None:
-        self.objective.check(Hyperparameters(**self.hyperparameters))
-
-    def to_config(self) -> dict[str, Any]:
-        """Return sections of a configuration of `evogrpo train`, without model, task and limits."""
-        sections: dict[str, dict[str, Any]] = {"agent": {"objective": vars(self.objective).copy()}}
-        sections["agent"]["optimizer"] = {
-            **vars(self.optimizer),
-            "betas": list(self.optimizer.betas),
-        }
-        sections["hyperparameters"] = dict(self.hyperparameters)
-        for name, value in self.settings.items():
-            sections.setdefault(SETTINGS[name], {})[name] = value
-        return {**sections.pop("run", {}), **sections}
 
 
 # ---- hyperparameters that evolve by default, and those that evolve without effect

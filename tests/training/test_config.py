@@ -8,8 +8,8 @@ import pytest
 import yaml
 from datasets import Dataset
 
+from evogrpo import from_roll
 from evogrpo.config.hyperparameters import DEFAULT_TARGET_KL, Hyperparameters
-from evogrpo.config.objective import Objective
 from evogrpo.safe_parsing import load_yaml, read_yaml_file
 from evogrpo.training.configuration.environment_tasks import merge_sections
 from evogrpo.training.configuration.question_tasks import DatasetTask, read_rows
@@ -131,7 +131,7 @@ def test_an_imported_configuration_is_valid():
         "gamma": 0.9,
     }
     keys |= {"response_length": 64, "prompt_length": 32, "seed": 3, "dual_clip_loss": True}
-    imported = Objective.from_roll(keys)
+    imported = from_roll(keys)
     config = parse_config(merge_sections(imported.to_config(), MINIMAL))
     assert config.agent.objective == imported.objective
     assert config.agent.optimizer == imported.optimizer

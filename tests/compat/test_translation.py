@@ -7,7 +7,8 @@ import torch
 import yaml
 from transformers import TrainingArguments, get_scheduler
 
-from evogrpo.config import roll, trl
+from evogrpo import from_roll, from_trl
+from evogrpo.compat import roll, trl
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.objective import Objective
 from evogrpo.safe_parsing import load_yaml
@@ -211,7 +212,7 @@ def mapping(cell):
 
 
 def imported(library, keys):
-    return getattr(Objective, f"from_{library}")({**PLAIN[library], **keys})
+    return {"trl": from_trl, "roll": from_roll}[library]({**PLAIN[library], **keys})
 
 
 def objective(library, **switches):
@@ -417,23 +418,23 @@ class Settings:
 
 
 def test_objects_are_read_like_mappings():
-    result = Objective.from_trl(Settings(loss_type="grpo", epsilon_high=0.3, output_dir="out"))
+    result = from_trl(Settings(loss_type="grpo", epsilon_high=0.3, output_dir="out"))
     plain = {
         "loss_type": "grpo",
         "epsilon_high": 0.3,
         "output_dir": "out",
         "lr_scheduler_type": "constant",
     }
-    assert result == Objective.from_trl(plain)
+    assert result == from_trl(plain)
     assert set(result.ignored) == {"output_dir"}
-    assert not Objective.from_trl(Settings()).ignored
+    assert not from_trl(Settings()).ignored
     with pytest.raises(ValueError, match="unknown TRL field 'brand_new'"):
-        Objective.from_trl(Settings(brand_new=2))
+        from_trl(Settings(brand_new=2))
 
 
 def test_kl_bias_correction_follows_trls_default():
-    assert Objective.from_trl(Settings(beta=0.1)).objective.kl_bias_correction
-    assert not Objective.from_trl(
+    assert from_trl(Settings(beta=0.1)).objective.kl_bias_correction
+    assert not from_trl(
         Settings(beta=0.1, use_bias_correction_kl=False)
     ).objective.kl_bias_correction
     assert imported("trl", {"beta": 0.1}).objective.kl_bias_correction, "TRL's default"
@@ -443,7 +444,7 @@ def test_kl_bias_correction_follows_trls_default():
 @pytest.mark.parametrize("source", [3, "dapo", None, Settings])
 def test_sources_without_fields_are_refused(source):
     with pytest.raises(ValueError, match="GRPOConfig"):
-        Objective.from_trl(source)
+        from_trl(source)
 
 
 def test_grpo_config_is_translated(tmp_path):
@@ -454,7 +455,7 @@ def test_grpo_config_is_translated(tmp_path):
         output_dir=str(tmp_path), report_to=[], use_cpu=True, num_generations=4, per_device_train_batch_size=4,
         gradient_accumulation_steps=2, steps_per_generation=4, scale_rewards=False, max_steps=30, epsilon_high=0.3,
     )  # fmt: skip
-    result = Objective.from_trl(config)
+    result = from_trl(config)
     assert result.objective == objective("trl", advantage="mean_only")
     values = result.hyperparameters
     assert (values["group_size"], values["batch_size"], values["clip_high"]) == (4, 8, 0.3)
@@ -493,10 +494,10 @@ add_token_level_kl: false
 
 def test_the_documented_example_is_read_as_file_text_or_mapping(tmp_path):
     (tmp_path / "example_grpo.yaml").write_text(EXAMPLE)
-    result = Objective.from_roll(tmp_path / "example_grpo.yaml")
+    result = from_roll(tmp_path / "example_grpo.yaml")
     (tmp_path / "run:1.yaml").write_text(EXAMPLE)
-    assert result == Objective.from_roll(str(tmp_path / "run:1.yaml"))
-    assert result == Objective.from_roll(EXAMPLE) == Objective.from_roll(yaml.safe_load(EXAMPLE))
+    assert result == from_roll(str(tmp_path / "run:1.yaml"))
+    assert result == from_roll(EXAMPLE) == from_roll(yaml.safe_load(EXAMPLE))
     assert result.objective == objective(
         "roll", whiten_advantages=True, reward_clip=10.0, dual_clip=1.4
     )
@@ -543,4 +544,4 @@ def test_keys_of_rolls_optimizer_are_translated():
 )
 def test_sources_without_plain_keys_are_refused(source):
     with pytest.raises(ValueError, match=r"ROLL keys|constructor"):
-        Objective.from_roll(source)
+        from_roll(source)

@@ -1,4 +1,4 @@
-"""TRL's GRPOConfig, with its fields from transformers, as keyword arguments of this package's records."""
+"""TRL's GRPOConfig, with its fields from transformers, as records of this package."""
 
 import dataclasses
 import json
@@ -7,16 +7,15 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from evogrpo.config.translation import (
+from evogrpo.compat.translation import (
+    Imported,
     Key,
-    SettingsReader,
+    Translation,
+    Unsupported,
     count,
-    min_p,
     number,
     one_of,
-    repetition_penalty,
     top_k,
-    top_p,
 )
 from evogrpo.extras import require
 from evogrpo.functional.loss_types import IMPORTANCE_CORRECTIONS
@@ -51,11 +50,8 @@ def _arguments(what: str, value: Any) -> Mapping[str, Any]:
             value = json.loads(value)
     if not isinstance(value, Mapping):
         raise ValueError(f"{what} must be a mapping, got {shown(value)}.")
-    return {
-        name: finite_number(f"{what}: {name}", each)
-        for name, each in value.items()
-        if each is not None
-    }
+    given = {name: each for name, each in value.items() if each is not None}
+    return {name: finite_number(f"{what}: {name}", each) for name, each in given.items()}
 
 
 FIELDS: Mapping[str, Key] = {
@@ -99,10 +95,10 @@ FIELDS: Mapping[str, Key] = {
     "max_completion_length": Key(512, count, "settings.max_output_tokens"),
     "max_prompt_length": Key(None, count, "settings.max_prompt_length"),
     "reward_weights": Key(None, _numbers, "settings.reward_weights"),
-    "top_p": Key(1.0, top_p, "settings.top_p"),
+    "top_p": Key(1.0, number, "settings.top_p"),
     "top_k": Key(0, top_k, "settings.top_k"),
-    "min_p": Key(None, min_p, "settings.min_p"),
-    "repetition_penalty": Key(1.0, repetition_penalty, "settings.repetition_penalty"),
+    "min_p": Key(0.0, number, "settings.min_p"),
+    "repetition_penalty": Key(1.0, number, "settings.repetition_penalty"),
     # The optimizer.
     "optim": Key("adamw_torch", _adamw),
     "weight_decay": Key(0.0, number, "optimizer.weight_decay"),
@@ -116,7 +112,7 @@ FIELDS: Mapping[str, Key] = {
     "max_steps": Key(-1, whole_number),
 }
 """Fields that are translated."""
-UNSUPPORTED: Mapping[str, tuple[tuple[Any, ...], str]] = {
+UNSUPPORTED: Unsupported = {
     "generation_kwargs": ((None, {}), "give top_k, top_p and the like by name"),
     "chat_template_kwargs": ((None, {}), "give it to HuggingFaceGym(chat_template_kwargs=...)"),
     "vllm_structured_outputs_regex": ((None,), "sampling is not constrained by a grammar"),
@@ -128,51 +124,18 @@ UNSUPPORTED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "use_adaptive_entropy": ((False,), "the entropy coefficient is fixed or evolves"),
     "vllm_importance_sampling_clip_min": ((None,), "importance weights have no lower bound"),
 }
-"""Fields whose effect is not implemented: the values without effect, and advice."""
-INFRASTRUCTURE = (
-    *(
-        "model_init_kwargs",
-        "trust_remote_code",
-        "disable_dropout",
-        "cast_lm_head_to_fp32",
-        "num_generations_eval",
-    ),
-    *(
-        "ds3_gather_for_generation",
-        "shuffle_dataset",
-        "pad_to_multiple_of",
-        "cache_implementation",
-        "vllm_mode",
-    ),
-    *(
-        "vllm_model_impl",
-        "vllm_enable_sleep_mode",
-        "vllm_server_base_url",
-        "vllm_server_host",
-        "vllm_server_port",
-    ),
-    *(
-        "vllm_server_timeout",
-        "vllm_group_port",
-        "vllm_gpu_memory_utilization",
-        "vllm_max_model_length",
-    ),
-    *(
-        "vllm_max_model_len",
-        "vllm_tensor_parallel_size",
-        "vllm_dtype",
-        "vllm_device",
-        "log_completions",
-    ),
-    *(
-        "log_multimodal",
-        "num_completions_to_print",
-        "log_unique_prompts",
-        "wandb_log_unique_prompts",
-    ),
-    *("log_completions_hub_repo", "use_transformers_continuous_batching", "use_transformers_paged"),
-    *("transformers_continuous_batching_config", "use_liger_loss", "use_liger_kernel"),
-)
+"""Fields whose effect is not implemented."""
+_INFRASTRUCTURE = """
+    model_init_kwargs trust_remote_code disable_dropout cast_lm_head_to_fp32 num_generations_eval
+    ds3_gather_for_generation shuffle_dataset pad_to_multiple_of cache_implementation vllm_mode
+    vllm_model_impl vllm_enable_sleep_mode vllm_server_base_url vllm_server_host vllm_server_port
+    vllm_server_timeout vllm_group_port vllm_gpu_memory_utilization vllm_max_model_length
+    vllm_max_model_len vllm_tensor_parallel_size vllm_dtype vllm_device log_completions
+    log_multimodal num_completions_to_print log_unique_prompts wandb_log_unique_prompts
+    log_completions_hub_repo use_transformers_continuous_batching use_transformers_paged
+    transformers_continuous_batching_config use_liger_loss use_liger_kernel
+"""
+INFRASTRUCTURE = tuple(_INFRASTRUCTURE.split())
 """Fields of GRPOConfig that change nothing here."""
 UNLIMITED = ("max_completion_length", "vllm_importance_sampling_clip_max")
 """Fields in which None means no limit, which is not supported; a missing one has its default."""
@@ -201,19 +164,18 @@ SCHEDULES: Mapping[str, tuple[str, ...]] = {
 """Schedules of transformers that are translated, and the `lr_scheduler_kwargs` of each."""
 
 
-def read_trl(source: object) -> SettingsReader:
+def from_trl(source: object) -> Imported:
     """Translate TRL's settings.
+
+    Prompts longer than `max_prompt_length` are left out here and cut in TRL.
 
     Args:
         source: A `GRPOConfig`, or a mapping of its fields. Missing fields of a mapping have TRL's
             defaults for a single process.
 
-    Returns:
-        The keyword arguments, and every setting that is unknown or not supported in `refused`.
-        Prompts longer than `max_prompt_length` are left out here and cut in TRL.
-
     Raises:
-        ValueError: If `source` has no fields.
+        ValueError: If `source` has no fields, or with one line for every setting that is unknown,
+            not supported or out of range.
 
     Source: TRL 1.16, `GRPOConfig` and `GRPOTrainer._compute_loss`.
     """
@@ -222,77 +184,30 @@ def read_trl(source: object) -> SettingsReader:
 
     # 1. Read the fields.
     given = _given_fields(source)
-    trl = SettingsReader("TRL field", given, FIELDS)
-    unlimited = {name for name in UNLIMITED if given.get(name, 0) in (None, "None")}
-    if not trl["use_vllm"] or trl["vllm_importance_sampling_cap"] is not None:
-        unlimited.discard("vllm_importance_sampling_clip_max")
-    trl.refused += [
-        f"TRL field {name} must be a number here, got None (no limit)" for name in sorted(unlimited)
-    ]
-    infrastructure = (
-        {*INFRASTRUCTURE, *TrainingArguments.__dataclass_fields__}
-        - FIELDS.keys()
-        - UNSUPPORTED.keys()
-    )
-    trl.check_names([*UNSUPPORTED, *sorted(infrastructure)])
-    trl.check_unsupported(UNSUPPORTED)
-    trl.ignored.update(
-        {
-            name: "only concerns TRL's own infrastructure"
-            for name in trl.given
-            if name in infrastructure
-        }
-    )
-    trl.ignore(
-        "memory is bounded by micro_batch_tokens, with the same results", *GRADIENT_CHECKPOINTING
-    )
+    trl = Translation("TRL field", given, FIELDS)
+    unlimited = [name for name in UNLIMITED if given.get(name, 0) in (None, "None")]
+    for name in unlimited:
+        is_used = trl["use_vllm"] and trl["vllm_importance_sampling_cap"] is None
+        if is_used or name == "max_completion_length":
+            trl.refuse(name, "must be a number here, got None (no limit)")
+    infrastructure = {*INFRASTRUCTURE, *TrainingArguments.__dataclass_fields__}
+    infrastructure -= {*FIELDS, *UNSUPPORTED}
+    reason = "only concerns TRL's own infrastructure"
+    trl.check(UNSUPPORTED, dict.fromkeys(sorted(infrastructure), reason))
+    reason = "memory is bounded by micro_batch_tokens, with the same results"
+    trl.ignore(reason, *GRADIENT_CHECKPOINTING)
     trl.ignore("sampling does not use vLLM", "use_vllm")
-
-    # 2. Translate the fields that depend on each other; `translate` adds those with a target in
-    #    `FIELDS`.
-    loss_type, aggregation = _loss(trl)
-    objective: dict[str, Any] = {
-        "loss_type": loss_type,
-        "aggregation": aggregation,
-        "advantage_eps": 1e-4,
-        "advantage": SCALES[trl["scale_rewards"]],
-        "kl_bias_correction": trl["use_bias_correction_kl"] and trl["beta"] != 0,
-        # TRL's entropy bonus is a mean over tokens for every loss type.
-        "entropy_reduction": "mean" if trl["entropy_coef"] else "loss",
-        **_importance(trl),
-    }
-    if trl["multi_objective_aggregation"] == "normalize_then_sum":
-        trl.ignore(
-            "multi_objective_aggregation 'normalize_then_sum' has its own scale", "scale_rewards"
-        )
-        objective["advantage"] = "gdpo"
-    if loss_type == "sapo":
-        objective["sapo_tau_positive"] = trl["sapo_temperature_pos"]
-        objective["sapo_tau_negative"] = trl["sapo_temperature_neg"]
-    else:
-        trl.ignore("used by loss_type 'sapo' only", "sapo_temperature_pos", "sapo_temperature_neg")
-    if trl["sync_ref_model"]:
-        objective["reference"] = "snapshot"
-        objective["reference_sync_steps"] = trl["ref_model_sync_steps"]
-        objective["reference_mixing"] = trl["ref_model_mixup_alpha"]
-    else:
-        trl.ignore("used with sync_ref_model only", "ref_model_mixup_alpha", "ref_model_sync_steps")
-    # 3. Translate batch sizes and the upper clipping bound.
+    # 2. Translate the fields that depend on each other; fields with a target in `FIELDS` follow.
     samples, batch = _batch(trl)
-    clip_high = trl["epsilon_high"]
-    if loss_type == "cispo":
-        # TRL caps the ratio at epsilon_high, by default epsilon. Here the cap is 1 + clip_high.
-        cap = trl["epsilon"] if clip_high is None else clip_high
-        clip_high = cap - 1
-        if cap <= 1:
-            clip_high = None
-            trl.refused.append(
-                f"TRL field epsilon_high must be above 1 with loss_type 'cispo', got {cap}: try 5.0"
-            )
-    return trl.translate(
+    objective = {**_objective(trl), **_importance(trl)}
+    hyperparameters: dict[str, Any] = {"batch_size": batch}
+    if objective["loss_type"] == "cispo":
+        hyperparameters["clip_high"] = _clip_high(trl)
+    betas = (trl["adam_beta1"], trl["adam_beta2"])
+    return trl.imported(
         objective=objective,
-        hyperparameters={"batch_size": batch, "clip_high": clip_high},
-        optimizer={"betas": (trl["adam_beta1"], trl["adam_beta2"]), **_schedule(trl)},
+        hyperparameters=hyperparameters,
+        optimizer={"betas": betas, **_schedule(trl)},
         settings={"samples_per_step": samples},
     )
 
@@ -315,23 +230,76 @@ def _given_fields(source: object) -> dict[str, Any]:
         else:
             default = field.default_factory()
         value = getattr(source, field.name)
-        # Checkpointing is on by default in TRL and costs time. It is kept here to be listed as
-        # ignored.
-        if (
-            field.name in FIELDS
-            or value != default
-            or (field.name in GRADIENT_CHECKPOINTING and value)
-        ):
+        # Checkpointing is on by default in TRL and costs time. It is listed as ignored.
+        costs_time = field.name in GRADIENT_CHECKPOINTING and value
+        if field.name in FIELDS or value != default or costs_time:
             values[field.name] = value
     return values
 
 
-def _batch(trl: SettingsReader) -> tuple[int, int]:
+def _objective(trl: Translation) -> dict[str, Any]:
+    """Return the switches of loss, advantages and reference."""
+    loss_type = trl["loss_type"]
+    objective = {
+        "advantage_eps": 1e-4,
+        "advantage": SCALES[trl["scale_rewards"]],
+        "kl_bias_correction": trl["use_bias_correction_kl"] and trl["beta"] != 0,
+        # TRL's entropy bonus is a mean over tokens for every loss type.
+        "entropy_reduction": "mean" if trl["entropy_coef"] else "loss",
+    }
+    if trl["importance_sampling_level"] == "sequence":
+        if loss_type not in SEQUENCE_LOSSES:
+            known = ", ".join(SEQUENCE_LOSSES)
+            trl.refuse(
+                "importance_sampling_level",
+                f"'sequence' needs loss_type {known}, got {shown(loss_type)}",
+            )
+        loss_type, objective["aggregation"] = SEQUENCE_LOSSES.get(loss_type, (loss_type, None))
+    elif loss_type == "luspo":
+        trl.refuse("loss_type", "'luspo' needs importance_sampling_level 'sequence'")
+    objective["loss_type"] = loss_type
+    if trl["multi_objective_aggregation"] == "normalize_then_sum":
+        objective["advantage"] = "gdpo"
+        reason = "multi_objective_aggregation 'normalize_then_sum' has its own scale"
+        trl.ignore(reason, "scale_rewards")
+    if loss_type == "sapo":
+        objective["sapo_tau_positive"] = trl["sapo_temperature_pos"]
+        objective["sapo_tau_negative"] = trl["sapo_temperature_neg"]
+    else:
+        trl.ignore("used by loss_type 'sapo' only", "sapo_temperature_pos", "sapo_temperature_neg")
+    if trl["sync_ref_model"]:
+        objective["reference"] = "snapshot"
+        objective["reference_sync_steps"] = trl["ref_model_sync_steps"]
+        objective["reference_mixing"] = trl["ref_model_mixup_alpha"]
+    else:
+        trl.ignore("used with sync_ref_model only", "ref_model_mixup_alpha", "ref_model_sync_steps")
+    return objective
+
+
+def _importance(trl: Translation) -> dict[str, Any]:
+    """Return the importance weights between vLLM and the trainer."""
+    mode = "vllm_importance_sampling_mode"
+    cap = "vllm_importance_sampling_cap"
+    bound = "vllm_importance_sampling_clip_max"
+    if not trl["use_vllm"] or not trl["vllm_importance_sampling_correction"]:
+        trl.ignore("used by a correction for vLLM only", mode, bound, cap)
+        return {}
+    for name in ("top_p", "top_k", "min_p", "repetition_penalty"):
+        if trl[name] != FIELDS[name].default:
+            trl.refuse(
+                "vllm_importance_sampling_correction",
+                f"compares with the whole distribution, got {name} {trl[name]}: set it to False, or"
+                f" leave out {name}",
+            )
+    largest = trl[bound] if trl[cap] is None else trl[cap]
+    return {"importance_correction": trl[mode], "importance_cap": largest}
+
+
+def _batch(trl: Translation) -> tuple[int, int]:
     """Return samples per learning step and per optimizer step."""
-    accumulation, steps, generation = (
-        trl[name]
-        for name in ("gradient_accumulation_steps", "steps_per_generation", "generation_batch_size")
-    )
+    accumulation = trl["gradient_accumulation_steps"]
+    generation = trl["generation_batch_size"]
+    steps = trl["steps_per_generation"]
     if generation is None:
         steps = steps or accumulation
         generation = trl["per_device_train_batch_size"] * steps
@@ -341,52 +309,27 @@ def _batch(trl: SettingsReader) -> tuple[int, int]:
     micro, rest = divmod(generation, steps)
     batch = micro * accumulation
     if rest or batch > generation:
-        trl.refused.append(
-            f"TRL field generation_batch_size ({generation}) must be a multiple of"
-            f" steps_per_generation ({steps}) and at least one optimizer step, got"
-            f" gradient_accumulation_steps {accumulation}: lower it"
+        trl.refuse(
+            "generation_batch_size",
+            f"({generation}) must be a multiple of steps_per_generation ({steps}) and at least one"
+            f" optimizer step, got gradient_accumulation_steps {accumulation}: lower it",
         )
     return generation, batch
 
 
-def _loss(trl: SettingsReader) -> tuple[str, str | None]:
-    """Return the loss type and the aggregation; None = the default aggregation of the loss type."""
-    loss: str = trl["loss_type"]
-    if trl["importance_sampling_level"] == "token":
-        if loss == "luspo":
-            trl.refused.append(
-                "TRL field loss_type 'luspo' needs importance_sampling_level 'sequence'"
-            )
-        return loss, None
-    if loss not in SEQUENCE_LOSSES:
-        known = ", ".join(SEQUENCE_LOSSES)
-        trl.refused.append(
-            f"TRL field importance_sampling_level 'sequence' needs loss_type {known}, got"
-            f" {shown(loss)}"
-        )
-    return SEQUENCE_LOSSES.get(loss, (loss, None))
+def _clip_high(trl: Translation) -> float | None:
+    """Return the upper half-width of clipping of cispo.
+
+    TRL caps the ratio at epsilon_high, by default epsilon. Here the cap is 1 + clip_high.
+    """
+    cap: float = trl["epsilon"] if trl["epsilon_high"] is None else trl["epsilon_high"]
+    if cap > 1:
+        return cap - 1
+    trl.refuse("epsilon_high", f"must be above 1 with loss_type 'cispo', got {cap}: try 5.0")
+    return None
 
 
-def _importance(trl: SettingsReader) -> dict[str, Any]:
-    """Return the importance weights between vLLM and the trainer."""
-    mode, cap, bound = (f"vllm_importance_sampling_{part}" for part in ("mode", "cap", "clip_max"))
-    if trl["use_vllm"] and trl["vllm_importance_sampling_correction"]:
-        for name in ("top_p", "top_k", "min_p", "repetition_penalty"):
-            if trl[name] not in (None, FIELDS[name].default):
-                trl.refused.append(
-                    "TRL field vllm_importance_sampling_correction compares with the whole"
-                    f" distribution, got {name} {trl[name]}: set it to False, or leave out {name}"
-                )
-        if trl[cap] is None:
-            importance_cap = trl[bound]
-        else:
-            importance_cap = trl[cap]
-        return {"importance_correction": trl[mode], "importance_cap": importance_cap}
-    trl.ignore("used by a correction for vLLM only", mode, bound, cap)
-    return {}
-
-
-def _schedule(trl: SettingsReader) -> dict[str, Any]:
+def _schedule(trl: Translation) -> dict[str, Any]:
     """Return warm-up and schedule of `Optimizer`.
 
     Source: transformers 5, `TrainingArguments.get_warmup_steps` and `get_scheduler`.
@@ -396,11 +339,10 @@ def _schedule(trl: SettingsReader) -> dict[str, Any]:
     # 1. Read the warm-up: `warmup_steps` below 1, or else `warmup_ratio`, is a fraction of the run.
     if trl["warmup_steps"]:
         name = "warmup_steps"
+        trl.ignore("warmup_steps takes precedence", "warmup_ratio")
     else:
         name = "warmup_ratio"
     length = trl[name] or 0
-    if name == "warmup_steps":
-        trl.ignore("warmup_steps takes precedence", "warmup_ratio")
     if length >= 1:
         warmup = int(length)
     else:
@@ -410,16 +352,12 @@ def _schedule(trl: SettingsReader) -> dict[str, Any]:
         warmup = 0
     elif 0 < length < 1 and not total:
         trl.ignored[name] = "a fraction of a run of unknown length: set warmup_steps"
-
     # 2. Return without a decay if there is none, or if it cannot be translated.
     if kind in ("constant", "constant_with_warmup"):
         trl.ignore(f"lr_scheduler_type {kind!r} has no arguments", "lr_scheduler_kwargs")
         return {"warmup_steps": warmup}
     if kind not in SCHEDULES or not total:
-        if kind in SCHEDULES:
-            reason = "needs max_steps"
-        else:
-            reason = "is not supported"
+        reason = "needs max_steps" if kind in SCHEDULES else "is not supported"
         trl.ignored["lr_scheduler_type"] = (
             f"{kind!r} {reason}: set schedule and total_steps of the optimizer"
         )
@@ -429,25 +367,20 @@ def _schedule(trl: SettingsReader) -> dict[str, Any]:
     arguments = trl["lr_scheduler_kwargs"] or {}
     for name in arguments:
         if name not in SCHEDULES[kind]:
-            trl.refused.append(
-                str(
-                    unknown_name_error(
-                        "key of TRL field lr_scheduler_kwargs", name, SCHEDULES[kind]
-                    )
-                )
-            )
+            what = "key of TRL field lr_scheduler_kwargs"
+            trl.refused.append(str(unknown_name_error(what, name, SCHEDULES[kind])))
     if kind == "linear":
         shape = {"schedule": "linear"}
     else:
         shape = {"schedule": "cosine", "cycles": arguments.get("num_cycles", 0.5)}
     if kind == "cosine_with_min_lr":
         if ("min_lr" in arguments) == ("min_lr_rate" in arguments):
-            trl.refused.append(
-                "TRL field lr_scheduler_kwargs must have one of min_lr and min_lr_rate"
-            )
+            trl.refuse("lr_scheduler_kwargs", "must have one of min_lr and min_lr_rate")
         if "min_lr_rate" in arguments:
             shape["floor"] = arguments["min_lr_rate"]
         elif trl["learning_rate"]:  # 0 is refused elsewhere
             shape["floor"] = arguments.get("min_lr", 0.0) / trl["learning_rate"]
     # If the run ends within the warm-up, the learning rate never decays.
-    return {"warmup_steps": warmup, **({"total_steps": total, **shape} if total > warmup else {})}
+    if total <= warmup:
+        return {"warmup_steps": warmup}
+    return {"warmup_steps": warmup, "total_steps": total, **shape}
