@@ -49,6 +49,9 @@ _RULES: Mapping[str, str] = {
 }
 """Texts of errors by their type in pydantic; other errors keep the text of pydantic."""
 _UNKNOWN_KEY = ("extra_forbidden", "unexpected_keyword_argument")
+_OWN_MESSAGE = ("value_error", "assertion_error")
+"""Errors that a validator raised, with its own message."""
+_MAX_KEYS = 16  # of a mapping whose keys a message lists
 
 # ---- types of settings
 
@@ -286,86 +289,84 @@ def describe(
         where: Dotted path of the values.
         misplaced: Finds the section of a key that belongs to another one.
     """
-    # 1. Collect the broken rules by path and received value. A value that fits no type of a union
-    # has one error for each type, which are joined in one line. Errors inside the value are more
-    # precise and replace them.
+    # 1. Find where each error is. A value that fits no type of a union has one error for each type.
+    #    Errors inside the value are more precise and replace them.
+    errors = error.errors(include_url=False)
+    paths = [tuple(_keys_in(data, details)) for details in errors]
+    outer = {path[:length] for path in paths for length in range(len(path))}
+    # 2. Collect the broken rules by path and received value.
     rules: dict[tuple[str, str], list[str]] = {}
-    found = [
-        ([*([where] if where else []), *_keys_in(data, each)], each)
-        for each in error.errors(include_url=False)
-    ]
-    for keys, details in found:
-        if any(len(keys) < len(other) and keys == other[: len(keys)] for other, _ in found):
+    for path, details in zip(paths, errors, strict=True):
+        if path in outer:
             continue
-        path = dotted(keys)
-        value = f", got {shown(details['input'])}"
-        name = details["type"]
-        # `where` is not part of the model's schema
-        context = details.get("ctx", {})
-        depth = 1 if where else 0
-        if name in _UNKNOWN_KEY:
-            section = dotted(keys[:-1])
-            key = str(keys[-1])
-            valid = _valid_keys(_schema(model), keys[depth:-1])
-            if misplaced:
-                intended = misplaced(key, section, valid)
-            else:
-                intended = None
-            if misplaced:
-                place_of = partial(misplaced, section=section, valid=())
-            else:
-                place_of = None
-            rule = str(
-                unknown_name_error(f"key in {section}" if section else kind, key, valid, place_of)
-            )
-            path, value, rule = (
-                "",
-                "",
-                rule if intended is None else f"Unknown key {path!r}. Use {intended!r}.",
-            )
-        elif name == "missing":
-            rule = "must be given"
-            value = ""
-        elif name in (
-            "value_error",
-            "assertion_error",
-        ):  # raised by a validator, with its own message
-            rule = str(context["error"])
-            value = ""
-            if path and not rule.startswith("must "):
-                path = f"{path}:"
-        elif name == "literal_error":
-            names = re.findall(r"'([^']*)'", context["expected"])
-            rule = f"must be one of {', '.join(names)}"
-            typed = one_line(details["input"], MAX_SHOWN)
-            match = counterpart(typed, names) or close_match(typed, names)
-            value += f": did you mean {match!r}?" if match else ""
-        elif name in ("dataclass_type", "model_type"):
-            valid = _valid_keys(_schema(model), keys[depth:])
-            if len(valid) < 16:
-                rule = f"must be a mapping with the keys {', '.join(valid)}"
-            else:
-                rule = "must be a mapping"
-        elif name in _RULES:
-            rule = _RULES[name].format_map({key: _bound(bound) for key, bound in context.items()})
-        else:
-            rule = re.sub(r"^\w+ should ", "must ", one_line(details["msg"]))
-        # A line of an unknown key consists of the rule only.
-        rules.setdefault((path or rule, value), []).append(rule if path else "")
-    # 2. Write one line for each value.
+        full_path = (where, *path) if where else path
+        if details["type"] in _UNKNOWN_KEY:
+            valid = _valid_keys(_schema(model), path[:-1])
+            line = _unknown_key(full_path, valid, kind, misplaced)
+            rules[line, ""] = [""]
+            continue
+        rule, value = _broken_rule(details, partial(_valid_keys, _schema(model), path))
+        name = dotted(full_path)
+        if name and details["type"] in _OWN_MESSAGE and not rule.startswith("must "):
+            name = f"{name}:"
+        rules.setdefault((name, value), []).append(rule)
+    # 3. Write one line for each value, with the rules of all types that it fits.
     lines = []
-    for (path, value), (first, *others) in rules.items():
-        parts = dict.fromkeys(
-            [first, *(rule.removeprefix("must be ") for rule in others if rule != first)]
-        )
-        lines.append(f"{path} {' or '.join(parts)}".rstrip() + value)
+    for (name, value), (first, *others) in rules.items():
+        further = [rule.removeprefix("must be ") for rule in others if rule != first]
+        rule = " or ".join(dict.fromkeys([first, *further]))
+        lines.append(f"{name} {rule}".strip() + value)
     if len(lines) > MAX_ERRORS:
-        more = [f"and {len(lines) - MAX_ERRORS} more errors"]
-    else:
-        more = []
-    return "\n".join(
-        f"{source}: {line}" if source else line for line in [*lines[:MAX_ERRORS], *more]
-    )
+        lines[MAX_ERRORS:] = [f"and {len(lines) - MAX_ERRORS} more errors"]
+    start = f"{source}: " if source else ""
+    return "\n".join(start + line for line in lines)
+
+
+def _unknown_key(
+    path: Sequence[str | int], valid: Sequence[str], kind: str, misplaced: Misplaced | None
+) -> str:
+    """Return the message for an unknown key."""
+    section = dotted(path[:-1])
+    key = str(path[-1])
+    where = None
+    if misplaced is not None:
+        intended = misplaced(key, section, valid)
+        if intended is not None:
+            return f"Unknown key {dotted(path)!r}. Use {intended!r}."
+        where = partial(misplaced, section=section, valid=())
+    return str(unknown_name_error(f"key in {section}" if section else kind, key, valid, where))
+
+
+def _broken_rule(details: ErrorDetails, valid_keys: Callable[[], list[str]]) -> tuple[str, str]:
+    """Return the broken rule and the received value, both as text.
+
+    Args:
+        details: The error.
+        valid_keys: Returns the keys of a mapping in the place of the value.
+    """
+    name = details["type"]
+    context = details.get("ctx", {})
+    value = f", got {shown(details['input'])}"
+    if name == "missing":
+        return "must be given", ""
+    if name in _OWN_MESSAGE:
+        return str(context["error"]), ""
+    if name == "literal_error":
+        names = re.findall(r"'([^']*)'", context["expected"])
+        typed = one_line(details["input"], MAX_SHOWN)
+        match = counterpart(typed, names) or close_match(typed, names)
+        if match is not None:
+            value += f": did you mean {match!r}?"
+        return f"must be one of {', '.join(names)}", value
+    if name in ("dataclass_type", "model_type"):
+        keys = valid_keys()
+        if len(keys) < _MAX_KEYS:
+            return f"must be a mapping with the keys {', '.join(keys)}", value
+        return "must be a mapping", value
+    if name in _RULES:
+        bounds = {key: _bound(bound) for key, bound in context.items()}
+        return _RULES[name].format_map(bounds), value
+    return re.sub(r"^\w+ should ", "must ", one_line(details["msg"])), value
 
 
 def _bound(value: object) -> object:
@@ -385,14 +386,11 @@ def _keys_in(data: object, details: ErrorDetails) -> Iterator[str | int]:
     """Yield the keys and positions of an error's location, without the types of unions that pydantic adds to it."""
     location = details["loc"]
     for number, key in enumerate(location, 1):
-        keys = (
-            data
-            if isinstance(data, Mapping)
-            else range(len(data))
-            if isinstance(data, list | tuple)
-            else ()
-        )
-        if key in keys:
+        if isinstance(data, Mapping):
+            present = key in data
+        else:
+            present = isinstance(data, list | tuple) and key in range(len(data))
+        if present:
             data = data[key]  # type: ignore[index]  # a key of a mapping, or a position in a list
             yield key
         elif number == len(location) and details["type"] == "missing":

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from inspect import signature
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TextIO
 
 from evogrpo.envs.protocol import SPLITS, TEST_SIZE, VALIDATION_SIZE, Split
 from evogrpo.envs.text.datasets import check_column_names
@@ -502,70 +502,25 @@ def read_rows(path: Path) -> Sequence[Any]:
     # 1. Check that the file exists.
     suffix = path.suffix.lower()
     if suffix not in DATASET_SUFFIXES:
-        advice = {
-            "": " Give a folder or a dataset of the hub as dataset.hub.",
-            ".gz": " Unpack it.",
-            ".zip": " Unpack it.",
-        }
+        advice = ""
+        if suffix == "":
+            advice = " Give a folder or a dataset of the hub as dataset.hub."
+        elif suffix in (".gz", ".zip"):
+            advice = " Unpack it."
         raise ValueError(
-            f"A dataset file must end in {', '.join(DATASET_SUFFIXES)}, got"
-            f" {path}.{advice.get(suffix, '')}"
+            f"A dataset file must end in {', '.join(DATASET_SUFFIXES)}, got {path}.{advice}"
         )
     if not path.is_file():
-        # Suggest a similar file, or list the files of the folder.
-        files = sorted(
-            each.name for each in path.parent.glob("*") if each.suffix.lower() in DATASET_SUFFIXES
+        raise ValueError(
+            f"cannot read the dataset {path}, there is no such file. {_similar_files(path)}"
         )
-        match = close_match(path.name, files)
-        remedy = (
-            "Paths in a configuration are relative to its folder, those in overrides to the working"
-            " directory."
-        )
-        if match:
-            remedy = f"Did you mean {match}?"
-        elif files:
-            remedy = (
-                f"{path.parent} has"
-                f" {', '.join(files[:5])}{' and others' if len(files) > 5 else ''}."
-            )
-        raise ValueError(f"cannot read the dataset {path}, there is no such file. {remedy}")
     # 2. Read it in the format of its suffix.
     if suffix == ".parquet":
         return _read_parquet(path)
     try:
-        # with or without a byte order mark
+        # With or without a byte order mark.
         with path.open(encoding="utf-8-sig", newline="") as file:
-            heading = file.readline()
-            file.seek(0)
-            if suffix in (".csv", ".tsv"):
-                csv.field_size_limit(2**31 - 1)
-                # The delimiter is the one of , ; and tab that gives the most columns.
-                delimiter = max(
-                    ",;\t", key=lambda mark: len(next(csv.reader([heading], delimiter=mark), []))
-                )
-                reader = csv.DictReader(file, delimiter=delimiter)
-                check_column_names(reader.fieldnames or [], str(path))
-                rows: list[Any] = []
-                for row in reader:
-                    # Surplus values have the key None, and missing ones are None.
-                    if None in row or None in row.values():
-                        raise ValueError(
-                            f"Line {reader.line_num} of {path} must have one value per column."
-                        )
-                    rows.append(row)
-            elif heading.lstrip().startswith("[") or (
-                suffix == ".json" and not _is_object(heading)
-            ):
-                rows = _parse_json(file.read(), str(path))
-            else:  # one object per line
-                rows = [
-                    _parse_json(line, f"line {number} of {path}")
-                    for number, line in enumerate(file, 1)
-                    if line.strip()
-                ]
-                # A file with one object may hold the rows in it.
-                if suffix == ".json" and len(rows) == 1:
-                    (rows,) = rows
+            rows = _read_json(file, path) if "json" in suffix else _read_table(file, path)
     except OSError as error:
         raise ValueError(
             f"cannot read the dataset {path}: {error.strerror or error}. Check the file."
@@ -591,6 +546,64 @@ def read_rows(path: Path) -> Sequence[Any]:
             raise ValueError(
                 f"{numbered(number, str(path))} must be an object with columns, got {shown(row)}."
             )
+    return rows
+
+
+def _similar_files(path: Path) -> str:
+    """Suggest a similar file, or list the files of the folder."""
+    files = sorted(
+        each.name for each in path.parent.glob("*") if each.suffix.lower() in DATASET_SUFFIXES
+    )
+    match = close_match(path.name, files)
+    if match is not None:
+        return f"Did you mean {match}?"
+    if files:
+        others = " and others" if len(files) > _MAX_FILES else ""
+        return f"{path.parent} has {', '.join(files[:_MAX_FILES])}{others}."
+    return (
+        "Paths in a configuration are relative to its folder, those in overrides to the working"
+        " directory."
+    )
+
+
+_MAX_FILES = 5  # in a message
+
+
+def _read_table(file: TextIO, path: Path) -> list[Any]:
+    """Read the rows of a .csv or .tsv file."""
+    heading = file.readline()
+    file.seek(0)
+    csv.field_size_limit(2**31 - 1)
+
+    def columns(delimiter: str) -> int:
+        return len(next(csv.reader([heading], delimiter=delimiter), []))
+
+    # The delimiter is the one that gives the most columns.
+    reader = csv.DictReader(file, delimiter=max(",;\t", key=columns))
+    check_column_names(reader.fieldnames or [], str(path))
+    rows = []
+    for row in reader:
+        # Surplus values have the key None, and missing ones are None.
+        if None in row or None in row.values():
+            raise ValueError(f"Line {reader.line_num} of {path} must have one value per column.")
+        rows.append(row)
+    return rows
+
+
+def _read_json(file: TextIO, path: Path) -> Any:
+    """Read a .json or .jsonl file: a list of objects, or one object per line."""
+    heading = file.readline()
+    file.seek(0)
+    is_jsonl = path.suffix.lower() == ".jsonl"
+    if heading.lstrip().startswith("[") or not (is_jsonl or _is_object(heading)):
+        return _parse_json(file.read(), str(path))
+    rows = []
+    for number, line in enumerate(file, 1):
+        if line.strip():
+            rows.append(_parse_json(line, f"line {number} of {path}"))
+    # A .json file with one object may hold the rows in it.
+    if len(rows) == 1 and not is_jsonl:
+        return rows[0]
     return rows
 
 
