@@ -1,4 +1,4 @@
-"""Answers to unknown names: the name in evogrpo, the place where it belongs, or what to use instead."""
+"""Answers to unknown names: the name here, the place where it belongs, or what to use instead."""
 
 import difflib
 import inspect
@@ -227,8 +227,7 @@ _ADVICE: Mapping[str, str] = {
         "vf_coef gae_lambda clip_range_vf vf_clip_param lam lambda "
         "lambda_ gae use_gae use_critic critic_* value_* cliprange_value cliprange_vf"
     ),
-    "set {advantage} to 'outcome', which divides by the group's standard deviation, or to 'mean_only'": (
-        ""
+    "set {advantage} to 'outcome' to divide by the group's standard deviation, or to 'mean_only'": (
         "scale_rewards normalize_advantage norm_adv_by_std_in_grpo norm_mean_type norm_std_type "
         "normalize_reward norm_reward whiten_rewards"
     ),
@@ -272,7 +271,7 @@ _ADVICE: Mapping[str, str] = {
     "it is a setting of {lora|lora_config}": (
         "r lora_r lora_rank lora_alpha target_modules exclude_modules use_rslora"
     ),
-    "only r, lora_alpha, target_modules, exclude_modules and use_rslora of {lora|lora_config} are supported": (
+    "{lora|lora_config} has only r, lora_alpha, target_modules, exclude_modules and use_rslora": (
         "lora_* rank_pattern alpha_pattern modules_to_save use_dora use_qalora use_bdlora"
         " init_lora_weights revision task_type peft_* auto_mapping inference_mode fan_in_fan_out"
         " bias layers_* layer_replication megatron_* trainable_token_indices loftq_config"
@@ -343,8 +342,8 @@ _ADVICE: Mapping[str, str] = {
 }
 """Names in other libraries, in small letters, by what to write here. A `*` stands for any letters.
 
-In braces are names of settings, which are replaced by the place where the setting is given; of several, separated by
-bars, the first one that has a place.
+In braces are names of settings, which are replaced by the place where the setting is given; of
+several, separated by bars, the first one that has a place.
 """
 
 _CALLS: Mapping[str, str] = {
@@ -444,7 +443,7 @@ def one_edit_match(name: str, valid: Iterable[str]) -> str | None:
 
 
 def _is_one_edit(typed: str, name: str) -> bool:
-    """Return True if one letter was changed, added or left out, or two neighbouring letters were swapped."""
+    """Return True if one letter was changed, added or left out, or two neighbours were swapped."""
     start = next(
         (position for position, (a, b) in enumerate(zip(typed, name, strict=False)) if a != b), None
     )
@@ -512,7 +511,9 @@ def _filled(text: str, where: Where) -> str | None:
 def unknown_name_error(
     kind: str, name: object, valid: Iterable[str], where: Where | None = None
 ) -> ValueError:
-    """Return the error for an unknown name: its name here, what to use instead, a similar name, or all valid names.
+    """Return the error for an unknown name.
+
+    It has the name here, what to use instead, a similar name, or all valid names.
 
     Args:
         kind: Kind of name, such as "hyperparameter".
@@ -560,7 +561,7 @@ def _is_known(name: str) -> bool:
 
 
 def answer_elsewhere(name: str, valid: Iterable[str], where: Where) -> str | None:
-    """Return what to use instead of a name that belongs elsewhere, here or in another library; or None.
+    """Return what to use instead of a name that belongs elsewhere, or None.
 
     Args:
         name: The unknown name.
@@ -605,7 +606,7 @@ def _instead_of_attribute(name: str, names: Sequence[str]) -> str | None:
 
 
 def missing_public_name(name: str, valid: Iterable[str]) -> str:
-    """Return the message for a name that evogrpo does not have, with its name here or what to use instead."""
+    """Return the message for a name that evogrpo does not have, with what to use instead."""
     names = list(valid)
     lower = {each.lower(): each for each in names}
     answer = None
@@ -621,7 +622,7 @@ def missing_public_name(name: str, valid: Iterable[str]) -> str:
 
 
 class NamesMissing:
-    """Base class of objects whose errors about a missing attribute have its name here, or what to use instead."""
+    """Base class of objects whose errors about a missing attribute say what to use instead."""
 
     __slots__ = ()
 

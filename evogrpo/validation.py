@@ -1,4 +1,4 @@
-"""Validation by pydantic: values of users and of files become frozen records, and errors become plain sentences."""
+"""Validation by pydantic: values become frozen records, and errors become plain sentences."""
 
 import dataclasses
 import inspect
@@ -110,7 +110,7 @@ _SETTINGS = ConfigDict(extra="forbid", allow_inf_nan=False, arbitrary_types_allo
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
 def settings(kind: type[T]) -> type[T]:
-    """Make a class a frozen, keyword-only dataclass that validates its arguments by their annotations.
+    """Make a class a frozen, keyword-only dataclass that validates by annotations.
 
     Integers are annotated as `Int`, floats as `Float`, booleans as `Flag` and text as `Text`, or
     narrower types. Lists become tuples. `__post_init__` checks combinations of fields. Every error
@@ -171,7 +171,7 @@ def build(kind: Any, values: object, where: str = "", misplaced: Misplaced | Non
 
 
 def plain(value: Any, depth: int = 0) -> Any:
-    """Convert records, tuples, mappings and scalars of numpy to plain values, records with all fields.
+    """Convert records (with all fields), tuples, mappings and scalars of numpy to plain values.
 
     Raises:
         ValueError: If values are nested too deeply.
@@ -254,7 +254,7 @@ def validate(
 
 
 def dump(record: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass as plain values, which `dump_json` writes and `validate` reads."""
+    """Return the fields of a dataclass as plain values, which `validate` reads back."""
     values: dict[str, Any] = _adapter(type(record)).dump_python(
         record, by_alias=True, warnings=False
     )
@@ -383,7 +383,10 @@ def dotted(keys: Sequence[str | int]) -> str:
 
 
 def _keys_in(data: object, details: ErrorDetails) -> Iterator[str | int]:
-    """Yield the keys and positions of an error's location, without the types of unions that pydantic adds to it."""
+    """Yield the keys and positions of an error's location.
+
+    Types of unions, which pydantic adds to it, are left out.
+    """
     location = details["loc"]
     for number, key in enumerate(location, 1):
         if isinstance(data, Mapping):
@@ -486,7 +489,7 @@ def is_text(value: object, text: str) -> bool:
 
 
 def finite_number(what: str, value: object) -> float:
-    """Return `value` as a plain int or float, or raise ValueError if it is not a finite real number."""
+    """Return `value` as a plain int or float; raise ValueError if it is not a finite number."""
     try:
         number = _real(value)
     except PydanticKnownError:
@@ -555,7 +558,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 def lists_options(
     names: Iterable[str], *records: Callable[..., Any], **others: Any
 ) -> Callable[[F], F]:
-    """Return a decorator that replaces `**options` in the signature of a function by the options themselves.
+    """Return a decorator that replaces `**options` in a signature by the options themselves.
 
     `help` and the documentation then show each option with its default.
 

@@ -327,7 +327,7 @@ def _open(
     saved = SavedMembers(
         record=record,
         size=size,
-        hp_config=None if config is None else HyperparameterConfig.from_json(config),
+        hp_config=None if config is None else HyperparameterConfig(**config),
         shared_tensors=constants,
         tensor_bytes=sum(tensor.nbytes for tensor in tensors.values()),
         folder=folder,

@@ -1,7 +1,7 @@
 """Construction of members from the arguments of agents and populations."""
 
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
@@ -100,7 +100,7 @@ class MultiAgentOptions(CommonOptions, TeamKeywords, total=False):
 
 
 class MultiAgentPopulationOptions(MultiAgentOptions, total=False):
-    """Optional arguments of `MultiAgentGRPO.population`: those of one member, and five of `GRPO.population`."""
+    """Optional arguments of `MultiAgentGRPO.population`, with five of `GRPO.population`."""
 
     wrapper_cls: type[Any] | None
     wrapper_kwargs: Mapping[str, Any] | None
@@ -116,7 +116,7 @@ agents.
 
 
 def is_language_model(network: object) -> TypeGuard["PreTrainedModel"]:
-    """Return True for a model of transformers, without importing it: a model exists only once it is imported."""
+    """Return True for a model of transformers, without importing transformers."""
     loaded = sys.modules.get("transformers.modeling_utils")
     return loaded is not None and isinstance(network, loaded.PreTrainedModel)
 
@@ -144,7 +144,9 @@ def build_members(
     pad_token_id: int | None,
     options: Mapping[str, Any],
 ) -> Built:
-    """Validate constructor arguments and build the members: language models for a transformers model, else networks.
+    """Validate constructor arguments and build the members.
+
+    They are language models for a transformers model, and otherwise small networks.
 
     Raises:
         ValueError: If an argument is unknown, missing or out of range.
@@ -193,7 +195,7 @@ def build_members(
             "network is for evogrpo's own networks. Leave it out if you pass actor_network."
         )
     # 4. Build the members of a single agent.
-    chosen = {name: options[name] for name in _NETWORKS if name in options}
+    chosen = _named(_NETWORKS, options)
     mapping = single_agent(observation_space, action_space)  # type: ignore[arg-type]  # both are given
     return _network_members(size, mapping, NetworkSettings(**chosen), options, actor_network)
 
@@ -235,16 +237,18 @@ def _language_members(
     full = chosen is not None and flag("full_finetuning", chosen)
     if full and (lora is not None or start is not None):
         raise ValueError("full_finetuning trains all weights. Leave out lora_config and adapter.")
+    if lora is None and start is None and not full:
+        lora = default_lora()
     # 3. Build the settings, the first member's hyperparameters and the members.
-    chosen = {name: options[name] for name in _LANGUAGE if name in options}
-    settings = LanguageSettings(**{**chosen, "pad_token_id": pad_token_id})
+    given = {**_named(_LANGUAGE, options), "pad_token_id": pad_token_id}
+    settings = LanguageSettings(**given)
     first = _first_hyperparameters(options, settings, {})
     members = LanguageMembers(
         model,
         size,
         settings,
         options.get("hp_config"),
-        lora_config=lora if full or lora or start else default_lora(),
+        lora_config=lora,
         start=None if start is None else read_adapter(start),
         source=options.get("source"),
         device=choose_device(options.get("accelerator"), options.get("device")),
@@ -268,22 +272,15 @@ def build_joint_members(
     Raises:
         ValueError: If an argument is unknown or out of range.
     """
-    refuse_unknown(
-        "argument",
-        options,
-        [*MultiAgentOptions.__annotations__, "observation_spaces", "action_spaces"],
-    )
-    for name, by_agent in (
-        ("observation_spaces", observation_spaces),
-        ("action_spaces", action_spaces),
-    ):
+    both = {"observation_spaces": observation_spaces, "action_spaces": action_spaces}
+    refuse_unknown("argument", options, [*MultiAgentOptions.__annotations__, *both])
+    for name, by_agent in both.items():
         if not isinstance(by_agent, Mapping) or not by_agent:
             raise ValueError(
                 f"{name} must be spaces by agent, such as env.{name}, got {shown(by_agent)}."
             )
     assert observation_spaces is not None and action_spaces is not None
-    chosen = {name: options[name] for name in JointSettings.__dataclass_fields__ if name in options}
-    settings = JointSettings(**chosen)
+    settings = JointSettings(**_named(JointSettings.__dataclass_fields__, options))
     mapping = map_policies(
         observation_spaces, action_spaces, settings.policies, agent_ids=settings.agent_ids
     )
@@ -297,14 +294,12 @@ def _network_members(
     options: Mapping[str, Any],
     module: nn.Module | None,
 ) -> Built:
+    """Build the members from their settings, for one agent or several."""
     first = _first_hyperparameters(options, settings, NETWORK_DEFAULTS)
+    space = options.get("hp_config")
     device = choose_device(options.get("accelerator"), options.get("device")) or "cpu"
-    return (
-        NetworkMembers(
-            mapping, size, settings, options.get("hp_config"), module=module, device=device
-        ),
-        first,
-    )
+    members = NetworkMembers(mapping, size, settings, space, module=module, device=device)
+    return members, first
 
 
 def auto_space(
@@ -314,7 +309,7 @@ def auto_space(
     language: bool,
     unused: Collection[str],
 ) -> HyperparameterConfig:
-    """Return the search space "auto": the most important hyperparameters that are neither set nor unused.
+    """Return the search space "auto": the most important hyperparameters that are not set.
 
     Args:
         options: Arguments of the agents.
@@ -322,20 +317,27 @@ def auto_space(
         language: True for language models, False for small networks.
         unused: Hyperparameters that the algorithm does not use.
     """
-    chosen = {name: options[name] for name in HYPERPARAMETER_NAMES if options.get(name) is not None}
     kind: type[LanguageOptions | NetworkOptions] = LanguageOptions if language else NetworkOptions
     ranges = LANGUAGE_RANGES if language else NETWORK_RANGES
     defaults = {} if language else NETWORK_DEFAULTS
-    given = {} if options.get("objective") is None else {"objective": options["objective"]}
+    given = {name: value for name, value in options.items() if value is not None}
+    objective = kind(**_named(kind.__dataclass_fields__, given)).objective
+    chosen = _named(HYPERPARAMETER_NAMES, given)
+    # Without calibration, the learning rate evolves instead of target_kl.
     unset = {"target_kl": None} if "target_kl" in unused else {}
     return default_space(
         ranges,
-        kind(**given).objective,
+        objective,
         HyperparameterConfig().first(defaults, {**unset, **chosen}),
         fixed={*chosen, *unused},
         samples_per_step=samples_per_step,
         rows_are_samples=language,
     )
+
+
+def _named(names: Iterable[str], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options with these names."""
+    return {name: options[name] for name in names if name in options}
 
 
 def _refuse_other_kind(names: tuple[str, ...], options: Mapping[str, Any], kind: str) -> None:
@@ -349,7 +351,7 @@ def _first_hyperparameters(
     settings: LanguageSettings | NetworkSettings,
     defaults: Mapping[str, Any],
 ) -> Hyperparameters:
-    """Return the first member's hyperparameters, checked against the settings and the search space."""
+    """Return the first member's hyperparameters, which fit the settings and the search space."""
     space = options.get("hp_config")
     if space is not None:
         instance(
@@ -360,7 +362,7 @@ def _first_hyperparameters(
         )
     space = space or HyperparameterConfig()
     whole_between("index", options.get("index", 0), 0)
-    chosen = {name: options[name] for name in HYPERPARAMETER_NAMES if name in options}
+    chosen = _named(HYPERPARAMETER_NAMES, options)
     first = settings.objective.resolved(space.first(defaults, chosen), space)
     settings.objective.check(first, space)
     settings.check(first, space)

@@ -1,4 +1,4 @@
-"""The objective: switches of loss, advantages, KL and rewards, with checks of their combinations and of evolution."""
+"""The objective: switches of loss, advantages, KL and rewards, with checks of combinations."""
 
 import dataclasses
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
@@ -197,7 +197,7 @@ class Objective:
         return dataclasses.replace(self, loss_type=loss_type, advantage=advantage, **defaults)
 
     def of(self, hyperparameters: Hyperparameters) -> Self:
-        """Return the objective of a member: this one with the `loss_type` and `advantage` of the member, if not None.
+        """Return the objective of a member: this one, with its own `loss_type` and `advantage`.
 
         Raises:
             ValueError: If another switch is incompatible with them; `check` finds this before a
@@ -206,7 +206,10 @@ class Objective:
         return self.with_types(hyperparameters.loss_type, hyperparameters.advantage)
 
     def resolved(self, hyperparameters: Hyperparameters, space: Container[str]) -> Hyperparameters:
-        """Return hyperparameters in which loss type and advantage are not None if they evolve, as mutation requires."""
+        """Return hyperparameters in which an evolving loss type or advantage is not None.
+
+        Mutation requires this.
+        """
         names = {name: getattr(self, name) for name in ("loss_type", "advantage") if name in space}
         missing = {
             name: value for name, value in names.items() if getattr(hyperparameters, name) is None
@@ -237,8 +240,9 @@ class Objective:
             "entropy_coef": ("entropy_reduction",),
         }
         for coefficient, names in readers.items():
+            _, largest = reach(coefficient, hyperparameters, space)
             for name in names:
-                if self.is_set(name) and highest(coefficient, hyperparameters, space) == 0:
+                if self.is_set(name) and largest == 0:
                     raise ValueError(
                         f"{name} has no effect while {coefficient} is 0. Remove it, or set"
                         f" {coefficient}."
@@ -259,6 +263,7 @@ class Objective:
         space = HyperparameterConfig() if space is None else space
         loss_types = self.possible("loss_type", hyperparameters, space)
         self._refuse_equal_losses(loss_types)
+        smallest_gamma, _ = reach("gamma", hyperparameters, space)
         for loss_type in loss_types:
             for advantage in self.possible("advantage", hyperparameters, space):
                 try:
@@ -268,7 +273,7 @@ class Objective:
                     raise ValueError(f"A member can have {types}: {error}") from None
             # With gamma < 1 the return, and so the advantage, differs between the actions of a
             # completion.
-            if not LOSS_TYPES[loss_type].per_action and lowest("gamma", hyperparameters, space) < 1:
+            if not LOSS_TYPES[loss_type].per_action and smallest_gamma < 1:
                 raise ValueError(
                     f"gamma must be 1 with loss_type={loss_type!r}, which has one ratio per"
                     " completion."
@@ -306,7 +311,7 @@ class Objective:
         return tuple(dict.fromkeys((first, *evolved)))
 
     def _refuse_equal_losses(self, loss_types: Sequence[str]) -> None:
-        """Raise ValueError if two of these loss types are the same loss: a mutation between them changes nothing."""
+        """Refuse loss types that are the same loss: a mutation between them changes nothing."""
         found: dict[tuple[str, ...], str] = {}
         for loss_type in loss_types:
             facts = LOSS_TYPES[loss_type]
@@ -465,33 +470,25 @@ def _kl_problems(objective: Objective) -> Iterator[str]:
 # ---- values that members can evolve to
 
 
-def highest(name: str, hyperparameters: Hyperparameters, space: HyperparameterConfig) -> float:
-    """Return the largest value that a hyperparameter can evolve to."""
+def reach(
+    name: str, hyperparameters: Hyperparameters, space: HyperparameterConfig
+) -> tuple[float, float]:
+    """Return the smallest and the largest value that a hyperparameter can evolve to."""
     start = hyperparameters.number(name)
-    if name in space:
-        return max(start, space[name].bounds[1])
-    return start
-
-
-def lowest(name: str, hyperparameters: Hyperparameters, space: HyperparameterConfig) -> float:
-    """Return the smallest value that a hyperparameter can evolve to."""
-    start = hyperparameters.number(name)
-    if name in space:
-        return min(start, space[name].bounds[0])
-    return start
+    if name not in space:
+        return start, start
+    low, high = space[name].bounds
+    return min(start, low), max(start, high)
 
 
 def highest_clip_high(hyperparameters: Hyperparameters, space: HyperparameterConfig) -> float:
-    """Return the largest upper half-width of clipping that a member can evolve to, from clip_high or clip_coef."""
-    has_clip_high = hyperparameters.clip_high is not None or "clip_high" in space
-    if has_clip_high:
-        high = highest("clip_high", hyperparameters, space)
-    else:
-        high = 0.0
-    # A member with clip_high=None, such as a founder, uses clip_coef.
-    if hyperparameters.clip_high is not None:
-        return high
-    return max(high, highest("clip_coef", hyperparameters, space))
+    """Return the largest upper half-width of clipping that a member can evolve to."""
+    _, high = reach("clip_high", hyperparameters, space)
+    if hyperparameters.clip_high is None:
+        # A member with clip_high=None, such as a founder, uses clip_coef.
+        _, symmetric = reach("clip_coef", hyperparameters, space)
+        return max(high, symmetric)
+    return high
 
 
 # ---- hyperparameters that evolve by default, and those that evolve without effect
@@ -508,7 +505,9 @@ def default_space(
     samples_per_step: int | None,
     rows_are_samples: bool,
 ) -> HyperparameterConfig:
-    """Return the default search space: the hyperparameters of `DEFAULT_SEARCHED` that are not fixed and have an effect.
+    """Return the default search space.
+
+    It has the hyperparameters of `DEFAULT_SEARCHED` that are not fixed and have an effect.
 
     Args:
         ranges: Range by hyperparameter, for the kind of member.
@@ -547,7 +546,7 @@ def without_effect(
     samples_per_step: int,
     rows_are_samples: bool = True,
 ) -> dict[str, str]:
-    """Return the hyperparameters that evolve or are set, but change nothing, each with the reason and the fix.
+    """Return the hyperparameters that evolve or are set but change nothing, with reason and fix.
 
     Args:
         objective: The members' objective.
@@ -560,45 +559,47 @@ def without_effect(
     Returns:
         One message per hyperparameter, first those that evolve; empty if all have an effect.
     """
-    losses = {loss for member in members for loss in objective.possible("loss_type", member, space)}
-    used = {clip for loss in losses for clip in LOSS_TYPES[loss].clips}
+    losses: set[LossType] = set()
+    used: set[str] = set()
+    for member in members:
+        losses.update(objective.possible("loss_type", member, space))
+    for loss in losses:
+        used.update(LOSS_TYPES[loss].clips)
     if objective.cispo_clip_low:
         used.add("clip_low")
     reasons: dict[str, str] = {}
-    # 1. Find clips that no loss type uses. clip_coef is used for clip_low and clip_high where they
-    #    are None.
-    if all(getattr(member, clip) is not None for clip in used for member in members):
+    # 1. Find clips that no loss type uses. clip_coef is used where clip_low or clip_high is None.
+    uses_clip_coef = False
+    for member in members:
+        uses_clip_coef |= None in [getattr(member, clip) for clip in used]
+    if not uses_clip_coef:
         reasons["clip_coef"] = "members clip by clip_low and clip_high, or not at all. Remove it"
     for name in ("clip_low", "clip_high"):
         if name not in used:
             reasons[name] = f"the loss types {', '.join(sorted(losses))} do not use it. Remove it"
     # 2. Find what one optimizer step per rollout leaves without effect: the policy is the one that
     #    sampled, so every ratio is exactly 1.
-    one_epoch = "update_epochs" not in space and all(
-        member.update_epochs == 1 for member in members
-    )
-    if (
-        rows_are_samples
-        and min(lowest("batch_size", member, space) for member in members) >= samples_per_step
-    ):
+    smallest_batch = min(reach("batch_size", member, space)[0] for member in members)
+    if rows_are_samples and smallest_batch >= samples_per_step:
         reasons["batch_size"] = (
             f"all values are at least samples_per_step ({samples_per_step}). Lower its range"
         )
-        if one_epoch:
-            names = [*CLIPS, *(["beta"] if objective.reference == "old" else [])]
-            cause = "with one optimizer step per rollout the policy is the one that sampled"
-            fix = (
-                "Raise update_epochs, or lower batch_size below samples_per_step"
+        one_epoch = all(member.update_epochs == 1 for member in members)
+        if one_epoch and "update_epochs" not in space:
+            reason = (
+                "with one optimizer step per rollout the policy is the one that sampled. Raise"
+                " update_epochs, or lower batch_size below samples_per_step"
                 f" ({samples_per_step})"
             )
-            reasons |= dict.fromkeys(names, f"{cause}. {fix}")
+            reasons |= dict.fromkeys(CLIPS, reason)
+            if objective.reference == "old":
+                reasons["beta"] = reason
     # 3. Report those that evolve, and those that all members have set. A large batch size is no
     #    mistake.
-    found = {
-        name: f"{name} evolves without effect: {reasons[name]}."
-        for name in space
-        if name in reasons
-    }
+    found = {}
+    for name in space:
+        if name in reasons:
+            found[name] = f"{name} evolves without effect: {reasons[name]}."
     defaults = Hyperparameters()
     for name in (*CLIPS, "beta"):
         is_set = all(getattr(member, name) != getattr(defaults, name) for member in members)

@@ -103,7 +103,7 @@ class Optimizer:
 def check_calibration(
     optimizer: Optimizer, target_kl: float | None, evolving: Container[str]
 ) -> None:
-    """Raise ValueError if a learning rate would be calibrated in a warm-up, whose first step changes nothing.
+    """Refuse to calibrate a learning rate in a warm-up, whose first step changes nothing.
 
     Args:
         optimizer: AdamW settings.

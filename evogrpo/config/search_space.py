@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, GetCoreSchemaHandler
 from pydantic_core import core_schema
@@ -47,7 +47,7 @@ Scale = Literal["linear", "log"]
 
 @settings
 class RLParameter:
-    """Values that one hyperparameter may take: a range (`min` and `max`), a list of numbers or a set of names.
+    """Values of one hyperparameter: a range (`min` and `max`), a list of numbers or of names.
 
     Attributes:
         min: Smallest value of the range.
@@ -159,7 +159,9 @@ class RLParameter:
 
 
 DEFAULT_SEARCHED = ("target_kl", "clip_coef", "group_size", "update_epochs")
-"""Hyperparameters that evolve by default: those with the largest effect and no value that is good for all tasks.
+"""Hyperparameters that evolve by default.
+
+They have the largest effect, and no value that is good for all tasks.
 
 `lr` evolves in place of `target_kl` if the algorithm does not use that.
 """
@@ -287,7 +289,7 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
     def __get_pydantic_core_schema__(
         cls, source: Any, handler: GetCoreSchemaHandler
     ) -> core_schema.CoreSchema:
-        """Read the fields of every parameter by name; a hyperparameter with None does not evolve."""
+        """Read the fields of every parameter by name; one with None does not evolve."""
 
         def read(
             value: Any, parameters: Callable[[Any], Mapping[str, RLParameter | None]]
@@ -316,7 +318,8 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
         return len(self._parameters)
 
     def __repr__(self) -> str:
-        return f"HyperparameterConfig({', '.join(f'{name}={value!r}' for name, value in self.items())})"
+        values = ", ".join(f"{name}={value!r}" for name, value in self.items())
+        return f"HyperparameterConfig({values})"
 
     def first(self, defaults: Mapping[str, Any], chosen: Mapping[str, Any]) -> Hyperparameters:
         """Return the hyperparameters of a first member.
@@ -362,7 +365,7 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
         return dataclasses.replace(record, **moved)
 
     def for_samples_per_step(self, samples_per_step: int) -> "HyperparameterConfig":
-        """Return this space in which the values of group_size, if it evolves, are divisors of `samples_per_step`.
+        """Return this space with group sizes that divide `samples_per_step`, if they evolve.
 
         Raises:
             ValueError: If a choice of group_size is not a divisor, or its range has fewer than two
@@ -394,14 +397,6 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
     def to_json(self) -> dict[str, dict[str, Any]]:
         """Return the fields of every parameter by name."""
         return {name: parameter.to_json() for name, parameter in self.items()}
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Mapping[str, Any]]) -> Self:
-        """Build from the result of `to_json`.
-
-        Raise ValueError if a name is unknown or a field is invalid.
-        """
-        return cls(**values)
 
 
 def feasible_group_sizes(samples_per_step: int) -> tuple[int, ...]:

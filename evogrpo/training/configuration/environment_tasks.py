@@ -43,7 +43,7 @@ class WrapperSection:
 
 
 def _described(error: Exception) -> str:
-    """Return the text of an exception of an environment's code, with its line unless the text explains itself."""
+    """Return the text of an exception of an environment's code, with its line if that helps."""
     explained = isinstance(error, gymnasium.error.Error | ImportError)
     if explained:
         return str(error)

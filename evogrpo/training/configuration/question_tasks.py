@@ -1,4 +1,4 @@
-"""Sections of tasks with questions: built-in ones, those of reasoning-gym, and the user's own datasets."""
+"""Sections of tasks with questions: built-in, of reasoning-gym, and the user's own datasets."""
 
 import csv
 import json
@@ -86,7 +86,7 @@ class QuestionTask(ABC):
     def environment(
         self, tokenizer: Tokenizer, *, seed: int, max_prompt_length: int | None
     ) -> PromptEnvironment:
-        """Build the environment of the task, without prompts longer than `max_prompt_length` tokens."""
+        """Build the environment of the task, without prompts longer than `max_prompt_length`."""
 
     def set_templates(self, tokenizer: Tokenizer) -> None:
         """Set the templates of a tokenizer from the files of this section.
@@ -226,7 +226,7 @@ class ReasoningTask(QuestionTask):
 
 @settings
 class DatasetFiles:
-    """Source of questions: a file per split, a dataset of the Hugging Face hub, or environments that choose their task.
+    """Source of questions: files, a dataset of the Hugging Face hub, or a number of starts.
 
     A held-out split that is not given is drawn from the training split.
 
@@ -475,7 +475,7 @@ class DatasetTask(QuestionTask):
 
 
 def _check_form(function: Callable[..., Any], columns: Sequence[str]) -> None:
-    """Raise ValueError for a reward function in AgileRL's form where the column prompt selects TRL's form."""
+    """Refuse a reward function in AgileRL's form where the column prompt selects TRL's form."""
     try:
         names = signature(function).parameters
     except (TypeError, ValueError):  # a built-in without a signature

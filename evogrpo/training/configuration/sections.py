@@ -243,7 +243,7 @@ class Config:
         return self.seed if self.task.seed is None else self.task.seed
 
     def founder_options(self) -> dict[str, Any]:
-        """Return the arguments of `GRPO.population` and `MultiAgentGRPO.population` about founders."""
+        """Return the arguments of `GRPO.population` about founders."""
         return {
             "samples_per_step": self.schedule.samples_per_step,
             "spread": self.population.spread,
