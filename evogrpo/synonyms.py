@@ -388,19 +388,11 @@ _CALLS: Mapping[str, str] = {
 """
 
 _OTHER_NAMES = {name: tuple(others.split()) for name, others in _SYNONYMS.items()}
-_HOLDERS = (
-    *(
-        "evolve",
-        "GRPO.population",
-        "GRPO",
-        "HuggingFaceGym",
-        "GymnasiumGroups",
-        "Objective",
-        "Optimizer",
-    ),
-    *("load_base", "train", "MultiAgentGRPO", "MultiTurnGym", "EnvironmentGym", "PettingZooGroups"),
-    *("NetworkConfig", "ArchitectureLimits", "FitnessConfig", "TruncationPBT", "SuccessiveHalving"),
-)
+_HOLDERS = """
+    evolve GRPO.population GRPO HuggingFaceGym GymnasiumGroups Objective Optimizer load_base train
+    MultiAgentGRPO MultiTurnGym EnvironmentGym PettingZooGroups NetworkConfig ArchitectureLimits
+    FitnessConfig TruncationPBT SuccessiveHalving
+"""
 """Public names whose arguments are searched for a setting, in this order."""
 
 Where = Callable[[str], str | None]
@@ -418,13 +410,16 @@ def counterpart(name: str, valid: Iterable[str]) -> str | None:
     key = name.lower()
     if name not in names and key in names:
         return key
-    others = {
-        other: candidate
-        for candidate in reversed(names)
-        for other in _OTHER_NAMES.get(candidate, ())
-    }
-    similar = (other for other in others if len(other) >= _MIN_LENGTH and _is_one_edit(key, other))
-    return others.get(key) or others.get(next(similar, ""))
+    # Of several names here, the first one counts.
+    others: dict[str, str] = {}
+    for candidate in names:
+        for other in _OTHER_NAMES.get(candidate, ()):
+            others.setdefault(other, candidate)
+    if key in others:
+        return others[key]
+    long_names = [other for other in others if len(other) >= _MIN_LENGTH]
+    similar = one_edit_match(key, long_names)
+    return None if similar is None else others[similar]
 
 
 def close_match(name: str, valid: Iterable[str]) -> str | None:
@@ -433,8 +428,11 @@ def close_match(name: str, valid: Iterable[str]) -> str | None:
     None if none is similar.
     """
     names = list(valid)
+    match = one_edit_match(name, names)
+    if match is not None:
+        return match
     similar = difflib.get_close_matches(name, names, n=1, cutoff=0.8)
-    return one_edit_match(name, names) or next(iter(similar), None)
+    return similar[0] if similar else None
 
 
 def one_edit_match(name: str, valid: Iterable[str]) -> str | None:
@@ -444,11 +442,9 @@ def one_edit_match(name: str, valid: Iterable[str]) -> str | None:
 
 def _is_one_edit(typed: str, name: str) -> bool:
     """Return True if one letter was changed, added or left out, or two neighbours were swapped."""
-    start = next(
-        (position for position, (a, b) in enumerate(zip(typed, name, strict=False)) if a != b), None
-    )
-    if start is None:
-        start = min(len(typed), len(name))
+    start = 0  # of the part that differs
+    while start < min(len(typed), len(name)) and typed[start] == name[start]:
+        start += 1
     rest = typed[start:]
     other = name[start:]
     swapped = rest[:2] == other[:2][::-1] and rest[2:] == other[2:]
@@ -460,17 +456,10 @@ def public_place(setting: str) -> str | None:
     package = import_module("evogrpo")
     if setting in package.__all__:
         return f"evogrpo.{setting}"
-    for holder in _HOLDERS:
+    for holder in _HOLDERS.split():
         if setting in inspect.signature(attrgetter(holder)(package)).parameters:
             return f"{holder}({setting}=...)"
     return None
-
-
-def place_of_synonym(name: str, where: Where) -> str | None:
-    """Return the place of a setting that another library calls `name`, or None."""
-    key = name.lower()
-    places = (where(setting) for setting, others in _OTHER_NAMES.items() if key in others)
-    return next((place for place in places if place is not None), None)
 
 
 def advice(
@@ -500,12 +489,20 @@ def _filled(text: str, where: Where) -> str | None:
     for literal, settings, _, _ in Formatter().parse(text):
         result += literal
         if settings is not None:
-            places = (where(setting) for setting in settings.split("|"))
-            place = next((place for place in places if place is not None), None)
+            place = _first_place(settings.split("|"), where)
             if place is None:
                 return None
             result += place
     return result
+
+
+def _first_place(settings: Iterable[str], where: Where) -> str | None:
+    """Return the place of the first setting that has one, or None."""
+    for setting in settings:
+        place = where(setting)
+        if place is not None:
+            return place
+    return None
 
 
 def unknown_name_error(
@@ -522,42 +519,45 @@ def unknown_name_error(
         where: Finds the place of a setting that belongs elsewhere. None = for arguments, those of
             public calls; nothing for other kinds.
     """
-    names = list(valid)
     typed = one_line(name, MAX_SHOWN)
-    if where is None and kind.startswith("argument"):
-        where = public_place
-    match = one_edit_match(typed, names)
-    # A misspelt key of a configuration is answered without a search for its place, which imports
-    # torch.
-    misspelt = match is not None and not kind.startswith("argument") and not _is_known(typed)
-    if (name_here := counterpart(typed, names)) is not None:
-        answer = f": it is called {name_here!r} here"
-    elif misspelt:
-        answer = f": did you mean {match!r}?"
-    elif where is not None and (elsewhere := answer_elsewhere(typed, names, where)) is not None:
-        answer = f": {elsewhere}."
-    elif match is not None:
-        answer = f": did you mean {match!r}?"
-    elif (
-        where is not None
-        and (general := advice(typed, _or_here(names, where), patterns=True)) is not None
-    ):
-        answer = f": {general}."
-    elif (match := close_match(typed, names)) is not None:
-        answer = f": did you mean {match!r}?"
-    elif len(names) <= _MAX_LISTED:
-        answer = f". Valid names: {', '.join(names) or '(none)'}"
-    else:
-        answer = ""
+    answer = _answer(typed, list(valid), where, is_argument=kind.startswith("argument"))
     return ValueError(f"unknown {kind} {shown(name)}{answer}")
+
+
+def _answer(name: str, names: Sequence[str], where: Where | None, *, is_argument: bool) -> str:
+    """Return the end of the message for an unknown name; see `unknown_name_error`."""
+    # 1. The name here.
+    name_here = counterpart(name, names)
+    if name_here is not None:
+        return f": it is called {name_here!r} here"
+    # 2. A misspelt key of a configuration is answered without a search for its place, which imports
+    #    torch.
+    match = one_edit_match(name, names)
+    if match is not None and not is_argument and not _is_known(name):
+        return f": did you mean {match!r}?"
+    # 3. What to use instead: exact names first, then patterns such as "vllm_*".
+    if where is None and is_argument:
+        where = public_place
+    if where is not None:
+        instead = answer_elsewhere(name, names, where)
+        if instead is None and match is None:
+            instead = advice(name, _or_here(names, where), patterns=True)
+        if instead is not None:
+            return f": {instead}."
+    # 4. A similar name, or all names.
+    match = close_match(name, names)
+    if match is not None:
+        return f": did you mean {match!r}?"
+    if len(names) <= _MAX_LISTED:
+        return f". Valid names: {', '.join(names) or '(none)'}"
+    return ""
 
 
 def _is_known(name: str) -> bool:
     """Return True if another library has a setting of this name."""
     key = name.lower()
-    return any(
-        key in others for others in (*_OTHER_NAMES.values(), *map(str.split, _ADVICE.values()))
-    )
+    names = [*_OTHER_NAMES.values(), *map(str.split, _ADVICE.values())]
+    return any(key in others for others in names)
 
 
 def answer_elsewhere(name: str, valid: Iterable[str], where: Where) -> str | None:
@@ -568,11 +568,14 @@ def answer_elsewhere(name: str, valid: Iterable[str], where: Where) -> str | Non
         valid: The names that exist where it was given.
         where: Finds the place of a setting.
     """
-    if (place := where(name.lower())) is not None:
-        return f"use {place}"
-    if (instead := advice(name, _or_here(valid, where), patterns=False)) is not None:
-        return instead
-    place = place_of_synonym(name, where)
+    key = name.lower()
+    place = where(key)
+    if place is None:
+        instead = advice(name, _or_here(valid, where), patterns=False)
+        if instead is not None:
+            return instead
+        names_here = [here for here, others in _OTHER_NAMES.items() if key in others]
+        place = _first_place(names_here, where)
     return None if place is None else f"use {place}"
 
 
@@ -583,19 +586,21 @@ def _or_here(valid: Iterable[str], where: Where) -> Where:
 
 
 def _missing_attribute(owner: object, name: str) -> AttributeError:
+    """Return the error for an attribute that an object does not have."""
     message = f"{type(owner).__name__!r} object has no attribute {name!r}"
-    answer = None
     if not name.startswith("_"):  # not one that Python looks up, such as __deepcopy__
         names = [each for each in dir(type(owner)) if not each.startswith("_")]
         answer = _instead_of_attribute(name, names)
+        if answer is not None:
+            message = f"{message}: {answer}"
     # With the name and the object, Python adds the most similar attribute to a message.
-    return AttributeError(
-        message if answer is None else f"{message}: {answer}", name=name, obj=owner
-    )
+    return AttributeError(message, name=name, obj=owner)
 
 
 def _instead_of_attribute(name: str, names: Sequence[str]) -> str | None:
-    if (name_here := counterpart(name, names)) is not None:
+    """Return the name of an attribute here, or what to use instead."""
+    name_here = counterpart(name, names)
+    if name_here is not None:
         return f"it is called {name_here!r} here"
     if "best" in names:  # of a run or a population, whose best member is an agent
         agent = import_module("evogrpo").GRPO
@@ -607,18 +612,19 @@ def _instead_of_attribute(name: str, names: Sequence[str]) -> str | None:
 
 def missing_public_name(name: str, valid: Iterable[str]) -> str:
     """Return the message for a name that evogrpo does not have, with what to use instead."""
-    names = list(valid)
-    lower = {each.lower(): each for each in names}
-    answer = None
-    if (name_here := lower.get(name.lower()) or counterpart(name, names)) is not None:
-        answer = f"it is called {name_here!r} here"
-    elif (
-        instead := advice(name, _or_here(names, public_place), patterns=True, table=_CALLS)
-    ) is not None:
-        answer = instead
-    elif (match := close_match(name.lower(), lower)) is not None:
-        answer = f"did you mean {lower[match]!r}?"
-    return f"evogrpo has no {name!r}" + (f": {answer}" if answer is not None else "")
+    message = f"evogrpo has no {name!r}"
+    lower = {each.lower(): each for each in valid}
+    names = list(lower.values())
+    name_here = lower.get(name.lower()) or counterpart(name, names)
+    if name_here is not None:
+        return f"{message}: it is called {name_here!r} here"
+    instead = advice(name, _or_here(names, public_place), patterns=True, table=_CALLS)
+    if instead is not None:
+        return f"{message}: {instead}"
+    match = close_match(name.lower(), lower)
+    if match is not None:
+        return f"{message}: did you mean {lower[match]!r}?"
+    return message
 
 
 class NamesMissing:
