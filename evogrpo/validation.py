@@ -81,7 +81,8 @@ def _real(value: object) -> int | float:
         raise PydanticKnownError("float_type") from None
 
 
-WHOLE, REAL = BeforeValidator(_whole), BeforeValidator(_real)
+WHOLE = BeforeValidator(_whole)
+REAL = BeforeValidator(_real)
 """Annotations of numbers in settings: they accept numpy scalars but no text. Must be last in an
 `Annotated`.
 """
@@ -199,7 +200,10 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     result: dict[str, Any] = {}
     for name, value in values.items():
         path = f"{prefix}{name}"
-        result |= flat(value, f"{path}.") if isinstance(value, Mapping) and value else {path: value}
+        if isinstance(value, Mapping) and value:
+            result |= flat(value, f"{path}.")
+        else:
+            result[path] = value
     return result
 
 
@@ -293,7 +297,9 @@ def describe(
     #    Errors inside the value are more precise and replace them.
     errors = error.errors(include_url=False)
     paths = [tuple(_keys_in(data, details)) for details in errors]
-    outer = {path[:length] for path in paths for length in range(len(path))}
+    outer: set[tuple[str | int, ...]] = set()
+    for path in paths:
+        outer.update(path[:length] for length in range(len(path)))
     # 2. Collect the broken rules by path and received value.
     rules: dict[tuple[str, str], list[str]] = {}
     for path, details in zip(paths, errors, strict=True):
@@ -404,8 +410,9 @@ def _valid_keys(schema: Mapping[str, Any], keys: Sequence[str | int]) -> list[st
     """Return the keys that a JSON schema allows in the mapping at a path."""
     nodes = _alternatives(schema, schema)
     for key in keys:
-        children = []
+        children: list[Mapping[str, Any]] = []
         for node in nodes:
+            # A field by its name, or the values of a mapping, or the elements of a list.
             child = (
                 node.get("properties", {}).get(key)
                 or node.get("additionalProperties")
@@ -414,17 +421,24 @@ def _valid_keys(schema: Mapping[str, Any], keys: Sequence[str | int]) -> list[st
             if isinstance(child, Mapping):
                 children += _alternatives(child, schema)
         nodes = children
-    return list(dict.fromkeys(name for node in nodes for name in node.get("properties", ())))
+    names: dict[str, None] = {}
+    for node in nodes:
+        names |= dict.fromkeys(node.get("properties", ()))
+    return list(names)
 
 
 def _alternatives(node: Mapping[str, Any], schema: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return the parts of a union in a JSON schema, with references resolved."""
     if "$ref" in node:
-        return _alternatives(schema["$defs"][node["$ref"].rpartition("/")[2]], schema)
+        name = node["$ref"].rpartition("/")[2]
+        return _alternatives(schema["$defs"][name], schema)
     parts = [*node.get("anyOf", ()), *node.get("oneOf", ())]
-    if parts:
-        return [each for part in parts for each in _alternatives(part, schema)]
-    return [node]
+    if not parts:
+        return [node]
+    found = []
+    for part in parts:
+        found += _alternatives(part, schema)
+    return found
 
 
 MAX_STEPS = 1_000_000

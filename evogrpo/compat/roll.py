@@ -100,9 +100,9 @@ _IGNORED = {
         f" {TRAINING}.num_train_epochs {TRAINING}.bf16"
     ),
 }
-IGNORED: Mapping[str, str] = {
-    name: reason for reason, names in _IGNORED.items() for name in names.split()
-}
+IGNORED: dict[str, str] = {}
+for _reason, _names in _IGNORED.items():
+    IGNORED |= dict.fromkeys(_names.split(), _reason)
 """Keys that change nothing here, with the reason."""
 GROUP_BASELINES: Mapping[str | None, dict[str, Any]] = {
     "group": {"advantage": "outcome"},
@@ -175,7 +175,9 @@ def _load(source: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
             source = Path(source)
     if isinstance(source, Path):
         source = read_regular(source).decode("utf-8")
-    values = load_yaml(source, "ROLL's configuration") if isinstance(source, str) else source
+    values: Any = source
+    if isinstance(source, str):
+        values = load_yaml(source, "ROLL's configuration")
     if not isinstance(values, Mapping):
         raise ValueError(
             "source must be a mapping of ROLL keys, the path of a YAML file or YAML text, got"

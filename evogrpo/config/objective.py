@@ -192,8 +192,9 @@ class Objective:
         advantage = advantage or self.advantage
         if (loss_type, advantage) == (self.loss_type, self.advantage):
             return self
-        unused = () if loss_type == self.loss_type else LOSS_TYPES[self.loss_type].switches
-        defaults = {name: _DEFAULTS[name] for name in unused}
+        defaults = {}
+        if loss_type != self.loss_type:
+            defaults = {name: _DEFAULTS[name] for name in LOSS_TYPES[self.loss_type].switches}
         return dataclasses.replace(self, loss_type=loss_type, advantage=advantage, **defaults)
 
     def of(self, hyperparameters: Hyperparameters) -> Self:
@@ -524,8 +525,10 @@ def default_space(
     if first.target_kl is None:
         names.insert(0, "lr")
     low, high = ranges["group_size"].bounds
-    sizes = () if samples_per_step is None else feasible_group_sizes(samples_per_step)
-    if sum(low <= size <= high for size in sizes) < 2:
+    sizes: list[int] = []
+    if samples_per_step is not None:
+        sizes = [size for size in feasible_group_sizes(samples_per_step) if low <= size <= high]
+    if len(sizes) < 2:  # a single size cannot evolve
         names.remove("group_size")
     space = HyperparameterConfig(**{name: ranges[name] for name in names if name not in fixed})
     # unknown: the smallest number, so that one optimizer step takes all

@@ -170,7 +170,10 @@ def named_wrapper(section: str | WrapperSection) -> Wrap:
     Raises:
         ValueError: If the wrapper does not exist, or its options are invalid.
     """
-    name, options = (section, None) if isinstance(section, str) else (section.name, section.options)
+    if isinstance(section, str):
+        section = WrapperSection(name=section)
+    name = section.name
+    options = section.options
     if ":" in name:
         kind = load_named(name, "wrapper", "class")
     else:
@@ -359,9 +362,10 @@ def merge_sections(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dic
     """
     merged = dict(values)
     for name, change in changes.items():
-        merged[name] = (
-            {**(merged.get(name) or {}), **change} if isinstance(change, Mapping) else change
-        )
+        if isinstance(change, Mapping):
+            merged[name] = {**(merged.get(name) or {}), **change}
+        else:
+            merged[name] = change
     return merged
 
 

@@ -191,10 +191,8 @@ class ReasoningTask(QuestionTask):
     def __post_init__(self) -> None:
         super().__post_init__()
         refuse_unknown("split in sizes", self.sizes or (), SPLITS)
-        taken = (
-            signature(HuggingFaceGym.from_reasoning_gym).parameters.keys()
-            & (self.options or {}).keys()
-        )
+        arguments = signature(HuggingFaceGym.from_reasoning_gym).parameters
+        taken = arguments.keys() & (self.options or {}).keys()
         if taken:
             raise ValueError(
                 f"options must not contain {min(taken)}, which the section task sets. Remove it."
@@ -209,9 +207,8 @@ class ReasoningTask(QuestionTask):
         self, tokenizer: Tokenizer, *, seed: int, max_prompt_length: int | None
     ) -> HuggingFaceGym:
         """Build the task's environment."""
-        sizes: dict[Split, int] = {
-            split: self.sizes[split] for split in SPLITS if self.sizes and split in self.sizes
-        }
+        given = self.sizes or {}
+        sizes: dict[Split, int] = {split: given[split] for split in SPLITS if split in given}
         return HuggingFaceGym.from_reasoning_gym(
             self.reasoning_gym,
             tokenizer=tokenizer,
@@ -278,26 +275,26 @@ class DatasetFiles:
             return pluralize(self.starts, "start")
         if self.hub is None:
             return Path(self.train or "").name
-        return f"{self.hub}{f' {self.subset}' if self.subset else ''}"
+        if self.subset is None:
+            return self.hub
+        return f"{self.hub} {self.subset}"
 
     def tables(self) -> dict[Split, Any]:
         """Return the rows of every split, or the number of starts.
 
         Raise ValueError if a split cannot be read.
         """
-        if self.starts is not None:
-            return {"train": self.starts, "validation": None, "test": None}
-        names = {split: getattr(self, split) for split in SPLITS}
-        if self.hub is None:
-            return {
-                split: None if name is None else read_rows(Path(name))
-                for split, name in names.items()
-            }
-        names["train"] = self.train or "train"
-        return {
-            split: None if name is None else read_hub(self.hub, self.subset, name, self.revision)
-            for split, name in names.items()
-        }
+        tables: dict[Split, Any] = {"train": self.starts, "validation": None, "test": None}
+        for split in SPLITS:
+            name = getattr(self, split)
+            if self.hub is not None:
+                if split == "train":
+                    name = name or "train"
+                if name is not None:
+                    tables[split] = read_hub(self.hub, self.subset, name, self.revision)
+            elif name is not None:
+                tables[split] = read_rows(Path(name))
+        return tables
 
 
 @settings
@@ -411,9 +408,8 @@ class DatasetTask(QuestionTask):
     @property
     def label(self) -> str:
         """Short description of the task."""
-        file, colon, name = (*self.factories.values(), *self.tools, *self.functions)[0].rpartition(
-            ":"
-        )
+        codes = (*self.factories.values(), *self.tools, *self.functions)
+        file, colon, name = codes[0].rpartition(":")
         return f"{self.dataset.label}, {Path(file).name}{colon}{name}"
 
     def environment(
@@ -520,7 +516,10 @@ def read_rows(path: Path) -> Sequence[Any]:
     try:
         # With or without a byte order mark.
         with path.open(encoding="utf-8-sig", newline="") as file:
-            rows = _read_json(file, path) if "json" in suffix else _read_table(file, path)
+            if suffix in (".csv", ".tsv"):
+                rows = _read_table(file, path)
+            else:
+                rows = _read_json(file, path)
     except OSError as error:
         raise ValueError(
             f"cannot read the dataset {path}: {error.strerror or error}. Check the file."

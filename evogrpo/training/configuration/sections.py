@@ -47,29 +47,26 @@ def _sampler(value: Any) -> Any:
         return None
     from evogrpo.training.configuration.user_code import VLLM, named_sampler
 
-    if isinstance(value, str):
-        values = {"name": value}
-    else:
-        values = value
+    # 1. Write all forms as a mapping with a name. `vllm: URL` stands for a name and a URL.
+    values = {"name": value} if isinstance(value, str) else value
     if isinstance(values, Mapping) and VLLM in values and "name" not in values:
-        values = {
-            "name": VLLM,
-            "url": values[VLLM],
-            **{key: each for key, each in values.items() if key != VLLM},
-        }
+        others = {key: each for key, each in values.items() if key != VLLM}
+        values = {"name": VLLM, "url": values[VLLM], **others}
     if not isinstance(values, Mapping) or not isinstance(values.get("name"), str):
         raise ValueError(f"must be a name, or a mapping of name and settings, got {shown(value)}.")
     factory = named_sampler(values["name"])
-    # checked here, because the sampler is made after the weights are loaded
+    # 2. Check the settings of vLLM here, because the sampler is made after the weights are loaded.
     if values["name"] == VLLM:
-        keys = {"name", "url", "adapters_dir", "timeout"}
-        wrong = sorted(map(str, values.keys() - keys)) or sorted(keys - {"timeout"} - values.keys())
+        settings = {key: each for key, each in values.items() if key != "name"}
+        needed = {"url", "adapters_dir"}
+        unknown = sorted(map(str, settings.keys() - {*needed, "timeout"}))
+        wrong = unknown or sorted(needed - settings.keys())
         if wrong:
             raise ValueError(
                 f"needs {VLLM} (or url), adapters_dir and optionally timeout. Check"
                 f" {', '.join(wrong)}."
             )
-        factory(None, **{key: each for key, each in values.items() if key != "name"})
+        factory(None, **settings)
     return dict(values)
 
 
