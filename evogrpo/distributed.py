@@ -55,7 +55,7 @@ class ProcessError(RuntimeError):
 
 
 class Processes:
-    """Ranks that a launcher such as `torchrun` or `accelerate launch` started, or this process alone.
+    """Ranks started by a launcher such as `torchrun` or `accelerate launch`, or this process alone.
 
     Args:
         rank: Rank of this process.
@@ -91,7 +91,7 @@ class Processes:
 
     @contextmanager
     def section(self) -> Iterator[None]:
-        """Run a block on every rank, then exchange its outcomes, so that all ranks raise if one fails.
+        """Run a block on every rank and exchange errors, so that all ranks raise if one fails.
 
         Sections may be nested. A failure between inner sections is raised on other ranks in their
         next section or sum.
@@ -203,7 +203,7 @@ class Processes:
     # ---- tensors
 
     def all_reduce(self, values: "Tensor") -> "Tensor":
-        """Return the sum `[k]` over all ranks, added in rank order, so that all ranks get equal bits.
+        """Return the sum `[k]` over all ranks, in rank order, so that all ranks get equal bits.
 
         Each rank sums one part and sends it to the others. Traffic is twice the tensor for any
         world size.
@@ -259,7 +259,7 @@ class RunStop(Stop):
         self._processes = processes
 
     def agree(self) -> bool:
-        """Return True if a stop was requested on any rank, and take over its reason. A collective."""
+        """Return True if any rank has a stop request, and adopt its reason. A collective."""
         if self._processes.size > 1:
             requests = self._processes.all_gather(
                 None if self.reason is None else (self.reason, self.signal)

@@ -84,7 +84,7 @@ class Stop:
         return ProgressCounter(self.listener, activity, count, noun)
 
     def __reduce__(self) -> tuple[type["Stop"], tuple[()]]:
-        """Pickle as a stop that is never requested, because other ranks, which receive rows, have their own stop."""
+        """Pickle as a stop that is never requested: ranks that receive rows have their own stop."""
         return Stop, ()
 
     @contextmanager

@@ -18,8 +18,9 @@ from evogrpo.text import short_repr
 from evogrpo.validation import REAL, NonNegativeInt, PositiveFloat, PositiveShare, settings
 
 __all__ = [
-    "DEFAULT_POLICY", "Actor", "Batch", "Conversation", "Experience", "LearnReport", "ObservationInputs", "Rollout",
-    "SampledActions", "SamplingBatch", "SamplingOptions", "TokenInputs", "UpdateReport", "map_tensors",
+    "DEFAULT_POLICY", "Actor", "Batch", "Conversation", "Experience", "LearnReport",
+    "ObservationInputs", "Rollout", "SampledActions", "SamplingBatch", "SamplingOptions",
+    "TokenInputs", "UpdateReport", "map_tensors",
     "positions_in_turn", "select_rows",
 ]  # fmt: skip
 
@@ -204,10 +205,8 @@ class Conversation:
     __repr__ = short_repr
 
     def __post_init__(self) -> None:
-        assert len(self.completions) - len(self.replies) in (
-            0,
-            1,
-        ), "completions and replies alternate"
+        difference = len(self.completions) - len(self.replies)
+        assert difference in (0, 1), "completions and replies alternate"
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -216,14 +215,19 @@ class Conversation:
 
     @property
     def sampled(self) -> tuple[bool, ...]:
-        """For each of `tokens`, True if it belongs to a completion, False if it belongs to a reply."""
-        return tuple(number % 2 == 0 for number, part in enumerate(self.turns) for _ in part)
+        """For each of `tokens`, True if it belongs to a completion, False for a reply."""
+        sampled: list[bool] = []
+        for number, part in enumerate(self.turns):
+            is_completion = number % 2 == 0
+            sampled += [is_completion] * len(part)
+        return tuple(sampled)
 
     @property
     def turns(self) -> tuple[tuple[int, ...], ...]:
         """Completions and replies in order."""
         turns: list[tuple[int, ...]] = [()] * (len(self.completions) + len(self.replies))
-        turns[::2], turns[1::2] = self.completions, self.replies
+        turns[::2] = self.completions
+        turns[1::2] = self.replies
         return tuple(turns)
 
 
@@ -285,7 +289,7 @@ class SampledActions:
 
 
 class Actor(Protocol):
-    """Samples the actions of members, one step at a time; implemented by banks of small networks."""
+    """Sampler of members' actions, one step at a time; implemented by banks of small networks."""
 
     def act(
         self,
@@ -378,9 +382,8 @@ class Batch:
             for name, value in vars(self).items()
             if isinstance(value, Tensor)
         }
-        return replace(
-            self, inputs=None if self.inputs is None else self.inputs.select(rows), **fields
-        )
+        inputs = None if self.inputs is None else self.inputs.select(rows)
+        return replace(self, inputs=inputs, **fields)
 
     def select_members(self, slots: Sequence[int]) -> "Batch":
         """Return the rows of these members, in order."""
@@ -390,7 +393,7 @@ class Batch:
         return self.select(torch.isin(self.member_ids, wanted).nonzero()[:, 0])
 
     def counted_actions(self) -> tuple[Tensor, Tensor]:
-        """Return the flat indices (into `[n * t]`) of the actions that count in the loss, and the row of each."""
+        """Return the flat indices (into `[n * t]`) of actions in the loss, and the row of each."""
         indices = self.action_mask.flatten().nonzero()[:, 0]
         return indices, indices // self.action_mask.shape[1]
 
@@ -407,9 +410,9 @@ class Batch:
             fields[name] = select_rows(getattr(self, name), row)
         for name in ("actions", "sampler_log_probs"):
             value = getattr(self, name)
-            fields[name] = (
-                None if value is None else value.flatten(0, 1).index_select(0, indices)[:, None]
-            )
+            if value is not None:
+                value = value.flatten(0, 1).index_select(0, indices)[:, None]
+            fields[name] = value
         return replace(
             self,
             inputs=self.inputs.flatten_actions(indices, row),
@@ -429,8 +432,11 @@ class Batch:
         for name in (each.name for each in dataclasses.fields(self) if each.name not in _NOT_ROWS):
             parts = [getattr(self, name), getattr(other, name)]
             known = next((part for part in parts if part is not None), None)
-            if known is None or name in _WITHOUT_TIME:
-                fields[name] = None if known is None else torch.cat(parts)
+            if known is None:
+                fields[name] = None
+                continue
+            if name in _WITHOUT_TIME:
+                fields[name] = torch.cat(parts)
                 continue
             fill = torch.nan if name == "step_rewards" else 0  # NaN = no reward was given
             fields[name] = torch.cat([padded(part, width, fill) for part in parts])
@@ -686,13 +692,12 @@ class LearnReport:
 
     def __repr__(self) -> str:
         names = ("reward", "loss", "kl", "entropy", "grad_norm")
-        shown = [
-            f"{name}={getattr(self, name):.3g}"
-            for name in names
-            if not math.isnan(getattr(self, name))
-        ]
-        if self.failed is None:
-            failed = []
-        else:
-            failed = [f"failed={self.failed!r}"]
-        return f"LearnReport({', '.join([*shown, f'optimizer_steps={self.optimizer_steps}', *failed])})"
+        parts = []
+        for name in names:
+            value = getattr(self, name)
+            if not math.isnan(value):
+                parts.append(f"{name}={value:.3g}")
+        parts.append(f"optimizer_steps={self.optimizer_steps}")
+        if self.failed is not None:
+            parts.append(f"failed={self.failed!r}")
+        return f"LearnReport({', '.join(parts)})"

@@ -29,9 +29,11 @@ from evogrpo.evolution.strategies import (
 )
 
 __all__ = [
-    "Changes", "Choice", "Fitness", "FitnessConfig", "Fixed", "Generation", "History", "MemberRecord",
+    "Changes", "Choice", "Fitness", "FitnessConfig", "Fixed", "Generation", "History",
+    "MemberRecord",
     "Mutation", "MutationOnly", "Narrowing", "Perturbation", "Plan", "Proposal", "RandomSearch",
     "Replay", "ScheduleStage", "SelectionOnly", "SlotRecord", "Stateless", "Strategy",
-    "SuccessiveHalving", "Tournament", "TruncationPBT", "changes_between", "paired_difference", "proposals",
+    "SuccessiveHalving", "Tournament", "TruncationPBT", "changes_between", "paired_difference",
+    "proposals",
     "spread_founders", "strategy_from_json",
 ]  # fmt: skip

@@ -70,13 +70,9 @@ class Fitness:
     @cached_property
     def by_key(self) -> dict[int, float]:
         """Scores by key of the question."""
-        return dict(
-            zip(
-                range(len(self.scores)) if self.keys is None else self.keys,
-                self.scores,
-                strict=True,
-            )
-        )
+        if self.keys is None:
+            return dict(enumerate(self.scores))
+        return dict(zip(self.keys, self.scores, strict=True))
 
 
 def paired_difference(a: Fitness, b: Fitness) -> tuple[float, float]:
@@ -104,7 +100,7 @@ def paired_difference(a: Fitness, b: Fitness) -> tuple[float, float]:
 
 
 def difference(a: Fitness, b: Fitness) -> tuple[float, float]:
-    """Compare two members question by question, or by their means if they have fewer than 2 common questions.
+    """Compare two members question by question, or by means without common questions.
 
     Training rewards of different generations, for example, have no question in common.
 
@@ -238,7 +234,7 @@ def rounds(questions: int, *, racing: bool) -> Iterator[tuple[int, int]]:
 
 
 def clearly_behind(leader: NDArray[np.float64], other: NDArray[np.float64], error: float) -> bool:
-    """Return True if a member is significantly worse than the leader, with error probability at most `error`.
+    """Return True if a member is significantly worse than the leader at error level `error`.
 
     Args:
         leader: `[n]` the leader's scores.

@@ -9,7 +9,7 @@ import numpy as np
 
 from evogrpo.config.hyperparameters import Hyperparameters, is_categorical, is_integer
 from evogrpo.config.search_space import HyperparameterConfig, check_group_size
-from evogrpo.evolution.mutation import quantile
+from evogrpo.evolution.mutation import element_at, quantile
 from evogrpo.evolution.plan import draw_distinct
 from evogrpo.randomness import streams
 from evogrpo.validation import whole_number
@@ -23,7 +23,7 @@ def spread_founders(
     samples_per_step: int,
     given: Sequence[Hyperparameters] = (),
 ) -> tuple[Hyperparameters, ...]:
-    """Choose the hyperparameters of a first population: the given ones, then a Latin hypercube over the space.
+    """Choose founders: the given hyperparameters, then a Latin hypercube over the space.
 
     The range of each evolving hyperparameter is divided into strata of equal width on its scale,
     one per member, so that a small population covers every range; each value is (log-)uniform.
@@ -61,14 +61,10 @@ def spread_founders(
         name: (rng.permutation(remaining) + rng.random(remaining)) / max(remaining, 1)
         for name in space
     }
-    others = [
-        point_at(
-            space,
-            defaults,
-            {name: float(fractions[position]) for name, fractions in strata.items()},
-        )
-        for position in range(remaining)
-    ]
+    others = []
+    for position in range(remaining):
+        fractions = {name: float(column[position]) for name, column in strata.items()}
+        others.append(point_at(space, defaults, fractions))
     # 3. Redraw duplicates last, so that the others do not change. Without a free point, a duplicate
     #    stays.
     taken: set[tuple[int | None, Hyperparameters]] = {(None, founder) for founder in first}
@@ -82,7 +78,8 @@ def spread_founders(
         draw = partial(random_founder, space, first[0])
         attempts = partial(stream, "founder", number)
         redrawn, is_free = draw_distinct(draw, space, None, taken, attempts)
-        others[number] = redrawn if is_free else others[number]
+        if is_free:
+            others[number] = redrawn
     return *first, *others
 
 
@@ -92,7 +89,7 @@ def warm_start_founders(
     space: HyperparameterConfig,
     samples_per_step: int,
 ) -> tuple[tuple[Hyperparameters, ...], tuple[str, ...]]:
-    """Return founders with the hyperparameters of members of an earlier run, moved into the search space.
+    """Return founders with hyperparameters of an earlier run, moved into the search space.
 
     Args:
         earlier: Hyperparameters of the earlier members, the best first.
@@ -112,24 +109,20 @@ def warm_start_founders(
         values: dict[str, Any] = {}
         for name, parameter in space.items():
             value = getattr(record, name)
-            # Names have no closest value: one outside the choices becomes that of `first`.
-            if value is None:
-                closest = value
-            else:
+            closest = value
+            if value is not None:
                 closest = parameter.closest(value)
-            values[name] = (
-                getattr(first, name) if closest is None and value is not None else closest
-            )
-            if values[name] != value:
-                changes[
-                    f"{name} {value} -> {values[name]}, the closest in its {parameter.extent}"
-                ] = None
+                if closest is None:  # a name outside the choices: names have no closest value
+                    closest = getattr(first, name)
+            values[name] = closest
+            if closest != value:
+                moved = f"{name} {value} -> {closest}, the closest in its {parameter.extent}"
+                changes[moved] = None
         founders[dataclasses.replace(first, **values)] = None
-    evolved = [
-        name for name in first.to_json() if len({getattr(record, name) for record in earlier}) > 1
-    ]
-    for name in [name for name in evolved if name not in space]:
-        changes[f"{name} stays {getattr(first, name)}: it does not evolve in this run"] = None
+    for name, value in first.to_json().items():
+        distinct = {getattr(record, name) for record in earlier}
+        if len(distinct) > 1 and name not in space:
+            changes[f"{name} stays {value}: it does not evolve in this run"] = None
     return tuple(founders), tuple(changes)
 
 
@@ -146,14 +139,12 @@ def random_founder(
 def point_at(
     space: HyperparameterConfig, base: Hyperparameters, fractions: Mapping[str, float]
 ) -> Hyperparameters:
-    """Return the point of the space at these quantiles of the founders' ranges, which are in [0, 1), by name."""
+    """Return the point of the space at quantiles, in [0, 1), of the founders' ranges by name."""
     values: dict[str, Any] = base.to_json()
     for name, parameter in space.items():
         fraction = fractions[name]
         if is_categorical(name):
-            values[name] = parameter.names[
-                min(int(fraction * len(parameter.names)), len(parameter.names) - 1)
-            ]
+            values[name] = element_at(parameter.names, fraction)
         else:
             values[name] = quantile(parameter, fraction, integer=is_integer(name))
     return Hyperparameters(**values)

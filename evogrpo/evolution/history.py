@@ -146,7 +146,9 @@ class Generation:
 
     @property
     def healthy(self) -> tuple[tuple[MemberRecord, Fitness], ...]:
-        """Members that did not fail, with their fitness: the best first, of equal ones the lowest index first.
+        """Members that did not fail, with their fitness, the best first.
+
+        Of equal members, the one with the lowest index comes first.
 
         Raises:
             ValueError: If all members failed.
@@ -168,11 +170,14 @@ class Generation:
 
     @property
     def indices(self) -> tuple[int, ...]:
-        """Number of each slot for random streams: the index of its member, or -1 - slot if it is empty."""
-        members = (record.member for record in self.slots)
-        return tuple(
-            -1 - slot if member is None else member.index for slot, member in enumerate(members)
-        )
+        """Number of each slot for random streams: its member's index, or -1 - slot if empty."""
+        numbers = []
+        for slot, record in enumerate(self.slots):
+            if record.member is None:
+                numbers.append(-1 - slot)
+            else:
+                numbers.append(record.member.index)
+        return tuple(numbers)
 
     def member(self, slot: int) -> MemberRecord:
         """Return the member of a slot.

@@ -1,9 +1,9 @@
-"""Mutation of hyperparameters: steps in ranges, draws from ranges and choices, and custom mutations."""
+"""Mutation of hyperparameters: steps, draws from ranges and choices, and custom mutations."""
 
 import dataclasses
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Annotated, Any, Protocol, TypeVar
 
@@ -17,6 +17,7 @@ from evogrpo.text import reference_to, shown
 from evogrpo.validation import PositiveShare, Share, refuse_unknown, settings
 
 T = TypeVar("T")
+E = TypeVar("E")
 
 Proposal = Callable[[np.random.Generator], Hyperparameters]
 """Function from a random generator to the hyperparameters of one child."""
@@ -26,10 +27,10 @@ STEP = 0.2
 """Default step size, as a share of a range on its scale; five steps cross a range."""
 SPREAD = 0.75
 """Standard deviation, in log units, of step sizes around the default or the inherited one."""
-MIN_STEP, MAX_STEP = 0.02, 0.5
-"""Smallest step size that is inherited, and largest step that is taken: half a range fits in at
-least one direction.
-"""
+MIN_STEP = 0.02
+"""Smallest step size that is inherited."""
+MAX_STEP = 0.5
+"""Largest step that is taken: half a range fits in at least one direction."""
 
 
 @settings
@@ -94,7 +95,7 @@ class Mutation:
 
         # 3. Give each of them another category, a draw from the whole range, or a step.
         def new_value(column: int, name: str) -> Any:
-            _, direction, resample, fraction = (float(draw) for draw in draws[:, column])
+            _, direction, resample, fraction = draws[:, column].tolist()
             if name not in changing:
                 return getattr(hyperparameters, name)
             if is_categorical(name):
@@ -120,22 +121,28 @@ class Mutation:
         return dataclasses.replace(hyperparameters, **values)
 
 
+def element_at(values: Sequence[E], fraction: float) -> E:
+    """Return an element; each is equally likely if `fraction` is uniform in [0, 1)."""
+    # The product may round up to the length.
+    return values[min(int(fraction * len(values)), len(values) - 1)]
+
+
 def uniform_value(name: str, parameter: RLParameter, fraction: float) -> Value:
     """Return the quantile `fraction` of all values of a hyperparameter.
 
     The founders' range is ignored.
     """
     if is_categorical(name):
-        return parameter.names[min(int(fraction * len(parameter.names)), len(parameter.names) - 1)]
+        return element_at(parameter.names, fraction)
     return quantile(
         dataclasses.replace(parameter, founders=None), fraction, integer=is_integer(name)
     )
 
 
 def other_choice(parameter: RLParameter, value: str | None, fraction: float) -> str:
-    """Return another category than `value`, each equally likely if `fraction` is uniform in [0, 1)."""
+    """Return another category than `value`, chosen by `fraction` in [0, 1)."""
     others = [name for name in parameter.names if name != value]
-    return others[min(int(fraction * len(others)), len(others) - 1)]
+    return element_at(others, fraction)
 
 
 def neighbour(
@@ -197,14 +204,19 @@ def _step(
     """Return the value after one step, which may lie outside the range."""
     low, high = parameter.bounds
     if parameter.scale == "log":
-        if parameter.factor is None:
-            factor = math.pow(high / low, size)
+        factor = parameter.factor or math.pow(high / low, size)
+        if upward:
+            moved = value * factor
         else:
-            factor = parameter.factor
-        moved = value * factor if upward else value / factor
+            moved = value / factor
     else:
-        shift = (size if parameter.factor is None else parameter.factor - 1) * (high - low)
-        moved = value + shift if upward else value - shift
+        if parameter.factor is not None:
+            size = parameter.factor - 1
+        shift = size * (high - low)
+        if upward:
+            moved = value + shift
+        else:
+            moved = value - shift
     if not integer or not math.isfinite(moved):
         return moved
     if upward:
@@ -213,7 +225,7 @@ def _step(
 
 
 def relative_position(parameter: RLParameter, value: float) -> float:
-    """Return the position of a value, from 0 (smallest) to 1 (largest), on the range's scale or among choices."""
+    """Return the position of a value in a range or among choices, from 0 to 1, on its scale."""
     low, high = parameter.bounds
     clipped = min(max(value, low), high)
     if parameter.numbers:
@@ -235,18 +247,16 @@ def quantile(parameter: RLParameter, fraction: float, *, integer: bool) -> float
         A value of the range or choices.
     """
     if parameter.choices is not None:
-        return parameter.numbers[
-            min(int(fraction * len(parameter.numbers)), len(parameter.numbers) - 1)
-        ]
+        return element_at(parameter.numbers, fraction)
     low, high = parameter.founders or parameter.bounds
     if parameter.scale == "log":
         value = low * math.pow(high / low, fraction)
-        value = round(value) if integer else value
-    else:
         if integer:
-            value = low + int(fraction * (high - low + 1))
-        else:
-            value = low + fraction * (high - low)
+            value = round(value)
+    elif integer:
+        value = low + int(fraction * (high - low + 1))
+    else:
+        value = low + fraction * (high - low)
     return min(max(value, low), high)
 
 
@@ -289,7 +299,7 @@ def proposals(
 
 
 def last_steps(member: MemberRecord, space: HyperparameterConfig) -> dict[str, float]:
-    """Return the steps from a member's parent to the member, as shares of the ranges, by name of the hyperparameter.
+    """Return the steps from a member's parent to the member, as shares of the ranges, by name.
 
     Unchanged hyperparameters are left out, so founders have no steps.
     """
@@ -298,12 +308,12 @@ def last_steps(member: MemberRecord, space: HyperparameterConfig) -> dict[str, f
     before = dataclasses.replace(after, **old_values)  # type: ignore[arg-type]
     steps = {}
     for name, parameter in space.items():
-        if not is_categorical(name):
-            old, new = (
-                relative_position(parameter, values.number(name)) for values in (before, after)
-            )
-            if old != new:
-                steps[name] = new - old
+        if is_categorical(name):
+            continue
+        old = relative_position(parameter, before.number(name))
+        new = relative_position(parameter, after.number(name))
+        if old != new:
+            steps[name] = new - old
     return steps
 
 
@@ -323,16 +333,15 @@ CheckedPerturbation = Annotated[Perturbation, PlainValidator(_checked_perturbati
 
 
 def perturbation_to_json(perturbation: Perturbation | None) -> dict[str, Any] | None:
-    """Return a perturbation as plain JSON values: its settings, and the name of a custom function or class."""
-    if perturbation is None or isinstance(perturbation, Mutation):
-        if perturbation is None:
-            return None
+    """Return the settings of a perturbation as JSON values, with the name of a custom one."""
+    if perturbation is None:
+        return None
+    if isinstance(perturbation, Mutation):
         return asdict(perturbation)
+    settings = {"name": reference_to(definition_of(perturbation))}
     if hasattr(perturbation, "to_json"):
-        settings = perturbation.to_json()
-    else:
-        settings = {}
-    return {**settings, "name": reference_to(definition_of(perturbation))}
+        settings = {**perturbation.to_json(), **settings}
+    return settings
 
 
 def perturbation_from_json(
@@ -348,9 +357,8 @@ def perturbation_from_json(
         ValueError: If a setting is invalid, or the custom function or class is missing.
     """
     if not isinstance(values, Mapping):
-        other: Perturbation | None = (
-            values  # None, or an invalid value that the constructor of the strategy refuses
-        )
+        # None, or an invalid value that the constructor of the strategy refuses.
+        other: Perturbation | None = values
         return other
     if "name" not in values:
         return build_from_settings(Mutation, "Mutation", values)

@@ -1,4 +1,4 @@
-"""Protocol of strategies, and their plans: the next member of every slot and the budget of the next generations."""
+"""Protocol of strategies, and their plans for the next members and budgets."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ import numpy as np
 
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.search_space import HyperparameterConfig, check_group_size
-from evogrpo.evolution.history import History, MemberRecord, changes_between
+from evogrpo.evolution.history import Changes, History, MemberRecord, changes_between
 from evogrpo.evolution.mutation import Perturbation, Proposal, perturbation_to_json, proposals
 from evogrpo.randomness import streams
 from evogrpo.validation import MAX_STEPS, Whole, plain, whole_between
@@ -122,7 +122,7 @@ class Plan:
         samples_per_step: int | None = None,
         steps_per_generation: int | None = None,
     ) -> Self:
-        """Build a plan from one choice per slot: number the children, and record their parents and changes.
+        """Build a plan from one choice per slot; number the children and record their parents.
 
         A mutation or proposal is repeated until the hyperparameters differ from those of all
         members with the same parent, and of the parent if it stays. Founders differ from other
@@ -144,13 +144,15 @@ class Plan:
         """
         last = history.last
         space = history.space.for_samples_per_step(samples_per_step or last.samples_per_step)
-        parents = [
-            None if choice.parent is None else last.member(choice.parent) for choice in choices
-        ]
-        indices = [None if parent is None else parent.index for parent in parents]
-        # 1. Collect fixed hyperparameters in `values`, those to draw in `draws`, and occupied
-        #    points in `taken`.
-        # index of the parent, hyperparameters
+        # 1. Find the parent of each slot, and its index.
+        parents: list[MemberRecord | None] = []
+        indices: list[int | None] = []
+        for choice in choices:
+            found = None if choice.parent is None else last.member(choice.parent)
+            parents.append(found)
+            indices.append(None if found is None else found.index)
+        # 2. Collect fixed hyperparameters in `values`, those to draw in `draws`, and occupied
+        #    points, as (index of the parent, hyperparameters), in `taken`.
         taken: set[tuple[int | None, Hyperparameters]] = set()
         values: dict[int, Hyperparameters] = {}
         draws: dict[int, Proposal] = {}
@@ -167,9 +169,10 @@ class Plan:
                 taken.add((parent.index, parent.hyperparameters))
                 if born:
                     values[slot] = parent.hyperparameters
-                else:  # a child of a member that stays, or of its parent, must differ from that member
+                else:
+                    # A child of a member that stays, or of its parent, must differ from it.
                     taken.add((parent.parent, parent.hyperparameters))
-        # 2. Draw distinct hyperparameters.
+        # 3. Draw distinct hyperparameters, in the order of the members' indices.
         reasons = [choice.reason for choice in choices]
         if draws:
             if rng is None:
@@ -177,43 +180,36 @@ class Plan:
                     "rng must be given with mutations. Pass the argument rng of Strategy.plan."
                 )
             stream = streams(rng)
-            for slot in sorted(draws, key=lambda slot: last.indices[slot]):
-                identity = last.indices[slot]  # negative for an empty slot
-                attempts = partial(
-                    stream, "birth in an empty slot" if identity < 0 else "birth", abs(identity)
-                )
-                values[slot], is_free = draw_distinct(
-                    draws[slot], space, indices[slot], taken, attempts
-                )
-                if not is_free:
-                    reasons[slot] += (
-                        "; the same as another member, because no other point was found"
-                    )
-        # 3. Number the children.
+        for slot in sorted(draws, key=lambda slot: last.indices[slot]):
+            identity = last.indices[slot]  # negative for an empty slot
+            purpose = "birth in an empty slot" if identity < 0 else "birth"
+            attempts = partial(stream, purpose, abs(identity))
+            drawn, is_free = draw_distinct(draws[slot], space, indices[slot], taken, attempts)
+            values[slot] = drawn
+            if not is_free:
+                reasons[slot] += "; the same as another member, because no other point was found"
+        # 4. Number the children.
         children: list[MemberRecord] = []
         for slot in sorted(values):
             parent = parents[slot]
-            children.append(
-                MemberRecord(
-                    slot=slot,
-                    index=history.next_index + len(children),
-                    parent=indices[slot],
-                    born=last.number,
-                    hyperparameters=values[slot],
-                    changes=(
-                        {}
-                        if parent is None
-                        else changes_between(parent.hyperparameters, values[slot])
-                    ),
-                    reason=reasons[slot],
-                )
+            changes: Changes = {}
+            if parent is not None:
+                changes = changes_between(parent.hyperparameters, values[slot])
+            child = MemberRecord(
+                slot=slot,
+                index=history.next_index + len(children),
+                parent=indices[slot],
+                born=last.number,
+                hyperparameters=values[slot],
+                changes=changes,
+                reason=reasons[slot],
             )
+            children.append(child)
+        # 5. A strategy may count slots in numpy's integers; plans hold plain ones.
+        slots = [None if choice.parent is None else int(choice.parent) for choice in choices]
         return cls(
             generation=last.number,
-            # numpy's too
-            parents=tuple(
-                None if choice.parent is None else int(choice.parent) for choice in choices
-            ),
+            parents=tuple(slots),
             children=tuple(children),
             reasons=tuple(reasons),
             samples_per_step=samples_per_step,
@@ -287,7 +283,9 @@ def draw_distinct(
     taken: set[tuple[int | None, Hyperparameters]],
     stream: Callable[[int], np.random.Generator],
 ) -> tuple[Hyperparameters, bool]:
-    """Draw hyperparameters until no member with the same parent has them: it would train in the same way.
+    """Draw hyperparameters until no member with the same parent has them.
+
+    Two such members would train in the same way.
 
     Args:
         draw: Proposes hyperparameters.
@@ -302,7 +300,9 @@ def draw_distinct(
     """
     first = draw(stream(0))
     for attempt in range(MAX_PROPOSALS):
-        proposal = draw(stream(attempt)) if attempt else first
+        proposal = first
+        if attempt:
+            proposal = draw(stream(attempt))
         if (parent, proposal) not in taken or not space:
             taken.add((parent, proposal))
             return proposal, True
@@ -342,15 +342,15 @@ class Strategy(Protocol):
         ...
 
     def to_json(self) -> dict[str, Any]:
-        """Return the settings as plain JSON values: keyword arguments that build an equal strategy."""
+        """Return the settings as JSON values: keyword arguments that build an equal strategy."""
         ...
 
     def state(self) -> dict[str, Any]:
-        """Return everything that later plans depend on besides the arguments and settings, as plain JSON values."""
+        """Return what later plans depend on, besides arguments and settings, as JSON values."""
         ...
 
     def load_state(self, values: Mapping[str, Any]) -> None:
-        """Restore the result of `state`, so that later plans equal those of an uninterrupted run."""
+        """Restore the result of `state`; later plans equal those of an uninterrupted run."""
         ...
 
 
@@ -361,7 +361,7 @@ class Stateless:
     """
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields as plain JSON values; a perturbation is one under the name `mutation`."""
+        """Return the fields as JSON values, a perturbation under the name `mutation`."""
         settings = {name: plain(value) for name, value in vars(self).items()}
         return settings | (
             {"mutation": perturbation_to_json(self.mutation)} if hasattr(self, "mutation") else {}

@@ -12,7 +12,7 @@ from evogrpo.randomness import streams
 
 
 def tournament(last: Generation, size: int, z: float, rng: np.random.Generator) -> list[Choice]:
-    """Hold one tournament per slot: the challenger replaces the member only if it is significantly better.
+    """Hold one tournament per slot, which the challenger wins only if significantly better.
 
     The challenger of a slot is the best of `size` healthy members drawn without replacement. It
     replaces the slot's member if the mean paired difference of their scores is positive and exceeds
@@ -68,7 +68,9 @@ def truncation_selection(
     *,
     among: Collection[int] | None = None,
 ) -> list[Choice]:
-    """Replace each of the worst members by a clone of a random one of the best, without a test for significance.
+    """Replace each of the worst members by a clone of a random one of the best.
+
+    There is no test for significance.
 
     Args:
         last: Generation that was evaluated.

@@ -1,1 +1,1 @@
-"""Files of a run: checkpoints (safetensors and JSON, atomic, hashed), the append-only journal, and the lock."""
+"""Files of a run: checkpoints (safetensors and JSON, hashed), the append-only journal, the lock."""

@@ -41,7 +41,7 @@ def make_folder(folder: Path) -> None:
 
 @contextmanager
 def errors_with_path(path: Path) -> Iterator[None]:
-    """Add the path to system errors in the block that name no file, such as those of a full disk."""
+    """Add the path to system errors that name no file, such as those of a full disk."""
     try:
         yield
     except OSError as error:
@@ -59,7 +59,7 @@ def write_synced(path: Path, content: bytes) -> None:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Replace the content of a file atomically: readers see the old or the new bytes, also after a kill."""
+    """Replace a file atomically: readers see the old or the new bytes, also after a kill."""
     # removed by `remove_temporary_files`
     temporary = path.with_name(f".{path.name}.{os.getpid()}.temporary")
     temporary.unlink(missing_ok=True)  # left by a killed process with the same process id

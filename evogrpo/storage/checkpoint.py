@@ -1,4 +1,4 @@
-"""Checkpoints: folders of safetensors files, a JSON record and a manifest with hashes, written atomically."""
+"""Checkpoints: safetensors files, a JSON record and a manifest with hashes, written atomically."""
 
 import hashlib
 import os
@@ -68,7 +68,7 @@ class CheckpointError(ValueError):
 
 
 def is_path(source: str) -> bool:
-    """Return True if the name of a base model in a checkpoint may be a local path, which is never followed."""
+    """Return True if a checkpoint's name of a base model may be a local path: never follow it."""
     return (
         source.startswith((".", "~", "/", "\\"))
         or Path(source).exists()
@@ -198,7 +198,7 @@ def write_checkpoint(
     replace: bool = False,
     file_bytes: int = FILE_BYTES,
 ) -> None:
-    """Save tensors and a record as one folder that is complete or absent, even if the process is killed.
+    """Save tensors and a record as one folder, complete or absent even after a kill.
 
     Everything is written and synced in a temporary folder next to `folder`, which is then renamed.
     A replaced checkpoint can be loaded until the new one has its name. Leftovers of killed writes
@@ -309,7 +309,7 @@ def _serialise(tensors: dict[str, Tensor]) -> bytes:
 
 
 def _check_overwrite(folder: Path, *, kind: Kind, replace: bool, written: Set[str]) -> None:
-    """Raise CheckpointError unless `folder` is free, or holds a checkpoint that may be replaced, and nothing else."""
+    """Raise CheckpointError unless `folder` is free or holds only a replaceable checkpoint."""
     if not os.path.lexists(folder):
         return
     if not folder.is_dir():
@@ -333,7 +333,7 @@ def _check_overwrite(folder: Path, *, kind: Kind, replace: bool, written: Set[st
 
 
 def checkpoint_path(folder: Path) -> Path:
-    """Return the folder of a checkpoint, or the set-aside one if a replacement was killed between its two renames."""
+    """Return the folder of a checkpoint, or the one set aside by an interrupted replacement."""
     previous = folder.with_name(f".{folder.name}.previous")
     if previous.is_dir() and not os.path.lexists(folder):
         return previous
@@ -469,7 +469,7 @@ def _read_tensors(path: Path, entry: FileEntry) -> dict[str, Tensor]:
 
 
 def _verify_files(folder: Path, manifest: Manifest, *, besides: Collection[str] = ()) -> None:
-    """Check that the files of a manifest are unchanged, except for those in `besides`, which the caller checks."""
+    """Check that the files of a manifest are unchanged; the caller checks those in `besides`."""
     for name, entry in manifest.files.items():
         if name not in besides:
             with _opened(folder / name, entry) as file:

@@ -1,4 +1,4 @@
-"""Journal of a run: an append-only JSONL file with one event per line, valid after a kill at any byte."""
+"""Journal: an append-only JSONL file with one event per line, valid after a kill at any byte."""
 
 import hashlib
 import os

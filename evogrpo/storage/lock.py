@@ -1,4 +1,4 @@
-"""Lock of a run directory for one writer; the operating system releases it when the process ends."""
+"""Lock of a run directory for one writer; released by the system when the process ends."""
 
 import errno
 import json
@@ -26,7 +26,7 @@ class LockLostError(OSError):
 
 
 class DirectoryLock:
-    """Exclusive lock on a folder, held until it is released, garbage-collected, or the process ends.
+    """Exclusive lock on a folder, held until released or garbage-collected, or the process ends.
 
     A second lock in the same process replaces the first, which is then `lost`. A run can therefore
     be resumed in the process that started it.

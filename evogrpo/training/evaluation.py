@@ -1,4 +1,4 @@
-"""Fitness of the members in a run, choice of the best one, and warnings about missing learning signals."""
+"""Fitness of members, choice of the best one, and warnings about missing learning signals."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -54,7 +54,7 @@ def _add_cost(run: "Trainer", tokens: int, began: float) -> EvaluationCost:
 
 
 def first_step_baseline(run_state: RunState) -> BaselineReport | None:
-    """Set the baseline to the mean reward of all members in the first step, which was sampled before any learning.
+    """Set the baseline to the mean reward of the first step, sampled before any learning.
 
     Each prompt (or reset seed) gives one score, the mean over members; a single one gives a score
     for each member.
@@ -236,13 +236,13 @@ checked.
 
 
 class GreedyGapCheck:
-    """Warning for environments in which the best policy is stochastic, so that greedy evaluation underrates members."""
+    """Warning for environments in which greedy evaluation underrates stochastic policies."""
 
     def __init__(self) -> None:
         self._warned = False
 
     def update(self, measured: Mapping[int, Measured]) -> None:
-        """Check a new evaluation: warn once if the best member in training earns clearly less with greedy answers."""
+        """Warn once if the best member in training earns clearly less with greedy answers."""
         both = [
             each.fitness for each in measured.values() if {GREEDY, ROLLOUTS} <= each.fitness.keys()
         ]

@@ -101,7 +101,7 @@ class JournalPrefix:
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """Record of a run's checkpoint: all of it but the tensors and the history, which is in the journal."""
+    """Record of a run's checkpoint, without tensors and without the history in the journal."""
 
     run_id: str
     journal: JournalPrefix
@@ -140,7 +140,7 @@ TensorBoard.
 
 
 def step_curves(report: StepReport) -> dict[str, float]:
-    """Return TensorBoard scalars of a learning step by tag: metrics by slot, speed, seconds by phase and rank."""
+    """Return TensorBoard scalars of a learning step by tag: metrics, speed, seconds by phase."""
     if report.seconds:
         speed = {"tokens_per_second": report.tokens / report.seconds}
     else:
@@ -152,7 +152,7 @@ def step_curves(report: StepReport) -> dict[str, float]:
 
 
 def _member_scalars(members: Mapping[int, Mapping[str, float | None]]) -> dict[str, float]:
-    """Return TensorBoard scalars by tag: the metrics of each member, and best and mean of `POPULATION_METRICS`.
+    """Return scalars by tag: metrics of each member, best and mean of `POPULATION_METRICS`.
 
     Args:
         members: Metrics of each member, by slot; None = not finite.
@@ -173,7 +173,7 @@ def _member_scalars(members: Mapping[int, Mapping[str, float | None]]) -> dict[s
 def generation_curves(
     members: Sequence[MemberReport], evolving: Collection[str]
 ) -> dict[str, float]:
-    """Return TensorBoard scalars of an evaluation by tag: fitness by every measure, its cost, and hyperparameters.
+    """Return scalars of an evaluation by tag: fitness, its cost, and hyperparameters.
 
     Args:
         members: Reports of the members.
@@ -393,7 +393,7 @@ class RunDir:
         self.export_best(population, run_state.best)
 
     def export_best(self, population: Population, best: Best | None) -> None:
-        """Write the best member to `best/`, a PEFT folder and an agent checkpoint in one, unless it is up to date.
+        """Write the best member to `best/`, a PEFT folder and a checkpoint, unless up to date.
 
         Warn if `best/` has other files.
         """
@@ -654,7 +654,7 @@ def _open(folder: Path, *, writable: bool = False, members_only: bool = False) -
 
 
 def _repair_journal(path: Path, content: bytes, size: int) -> None:
-    """Shorten a journal to its first `size` bytes, those before the checkpoint, if a later line is damaged."""
+    """Shorten a journal to its first `size` bytes if a line after the checkpoint is damaged."""
     try:
         parse_journal(content, path)
     except JournalError as error:

@@ -1,4 +1,4 @@
-"""State of a run: everything that a checkpoint holds besides the members; its clock and its limits."""
+"""State of a run: all that a checkpoint holds besides the members; its clock and limits."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -48,7 +48,7 @@ class Best:
 
 
 def best_agent(population: Population, best: Best) -> Any:
-    """Return the best member as an agent of its own, with the train state that earned its fitness."""
+    """Return the best member as an agent, with the train state that earned its fitness."""
     member = best.member
     agent = population.agents[0].copy_with_state(best.state, index=member.index)
     agent.parent = member.parent
@@ -383,7 +383,7 @@ class Limits:
         self._run_state = run.run_state
 
     def step_fits(self) -> bool:
-        """Return True if the generation under way has another learning step that fits into the limits."""
+        """Return True if another learning step of this generation fits into the limits."""
         state = self._run_state
         if state.step_in_generation >= state.steps_per_generation:
             return False

@@ -1,7 +1,8 @@
-"""Trainer: the loop of a run. Collect, learn, log; evaluate, plan, apply, checkpoint; finally test."""
+"""Trainer: the loop of a run."""
 
 import math
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -63,7 +64,7 @@ class StrategyError(RuntimeError):
 
 
 class Callback:
-    """Hooks of a run: subclass it, override what you need, and pass it to `evolve(callbacks=[...])`.
+    """Hooks of a run: override what you need, and pass an instance to `evolve(callbacks=[...])`.
 
     With several ranks, hooks are called on rank 0 only. An error in a hook ends the run, which can
     be resumed.
@@ -227,7 +228,6 @@ class Trainer:
         state = self.run_state
         population = self.population
         clock = self.clock
-        members = population.members
         stop = self.stop_request
         if self._resumed and self.run_dir is not None:
             self.run_dir.export_best(population, state.best)
@@ -253,34 +253,19 @@ class Trainer:
                 while self.limits.step_fits():
                     self._require_healthy()
                     self._set_progress()
-                    slots = [agent.slot for agent in population.healthy]
-                    snapshot = members.snapshot(slots)
                     began = clock.now()
-                    try:
-                        with stop.interruptible():
-                            # 2. Collect: sample and score one batch of groups for all members.
-                            collected = population.collect(
-                                self.env,
-                                step=state.step,
-                                samples_per_step=state.samples_per_step,
-                                block=state.block,
-                                stop=stop,
-                            )
-                            collected_at = clock.now()
-                            # 3. Learn: one learning step of every member.
-                            learned = population.learn(
-                                collected.experience, step=state.step, stop=stop
-                            )
-                    except (
-                        BaseException
-                    ) as error:  # go back to the state after the last step, which can be resumed
-                        for slot, train_state in snapshot.items():
-                            members.load_state(slot, train_state)
-                        # most often of a reward function
-                        if isinstance(error, Exception | SystemExit):
-                            self._save(f"{class_name(error)} in learning step {state.step}")
-                        raise
-                    snapshot.clear()  # before the next one is made: members may be large
+                    with self._restoring_on_error(), stop.interruptible():
+                        # 2. Collect: sample and score one batch of groups for all members.
+                        collected = population.collect(
+                            self.env,
+                            step=state.step,
+                            samples_per_step=state.samples_per_step,
+                            block=state.block,
+                            stop=stop,
+                        )
+                        collected_at = clock.now()
+                        # 3. Learn: one learning step of every member.
+                        learned = population.learn(collected.experience, step=state.step, stop=stop)
                     # 4. Log.
                     phases = {
                         "sampling": collected_at - began - collected.scoring_seconds,
@@ -325,6 +310,21 @@ class Trainer:
         finally:
             self._close()
         self._call("on_run_end", self.result)
+
+    @contextmanager
+    def _restoring_on_error(self) -> Iterator[None]:
+        """If the block fails, restore the state after the last learning step; it can be resumed."""
+        members = self.population.members
+        snapshot = members.snapshot([agent.slot for agent in self.population.healthy])
+        try:
+            yield
+        except BaseException as error:
+            for slot, train_state in snapshot.items():
+                members.load_state(slot, train_state)
+            # An interruption is saved by the caller. Others are most often errors of rewards.
+            if isinstance(error, Exception | SystemExit):
+                self._save(f"{class_name(error)} in learning step {self.run_state.step}")
+            raise
 
     def __iter__(self) -> Generator[GenerationReport, None, None]:
         """Run to the end of the schedule; yield the reports of generations only."""
@@ -602,7 +602,7 @@ class Trainer:
             )
 
     def _set_progress(self) -> None:
-        """Pass the number of the current learning step to the environment, if it has `set_progress`."""
+        """Pass the number of the learning step to the environment, if it has `set_progress`."""
         if isinstance(self.env, SupportsProgress):
             # 0 = unknown
             state = self.run_state

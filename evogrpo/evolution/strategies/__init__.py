@@ -19,7 +19,8 @@ from evogrpo.synonyms import unknown_name_error
 
 __all__ = [
     "BUILT_IN", "Fixed", "MutationOnly", "Narrowing", "RandomSearch", "Replay",
-    "ScheduleStage", "SelectionOnly", "Stateless", "Strategy", "SuccessiveHalving", "Tournament", "TruncationPBT",
+    "ScheduleStage", "SelectionOnly", "Stateless", "Strategy", "SuccessiveHalving", "Tournament",
+    "TruncationPBT",
     "default_strategy", "strategy_from_json",
 ]  # fmt: skip
 

@@ -48,7 +48,7 @@ class MutationOnly(Stateless):
     mutation: CheckedPerturbation = field(default_factory=Mutation)
 
     def plan(self, history: History, rng: np.random.Generator) -> Plan:
-        """Mutate all members except the best, and replace failed ones; an empty slot stays empty."""
+        """Mutate all members except the best and replace failed ones; empty slots stay empty."""
         choices = no_selection(history.last, rng)
         best, *others = history.last.ranked
         choices[best] = Choice(parent=best, reason="kept: the best")

@@ -95,7 +95,7 @@ class Narrowing(Stateless):
         )
 
     def _sample_factor(self, founders: int, members: int) -> int:
-        """Return the largest power of eta by which samples per member can grow within the budget of all founders.
+        """Return the largest power of eta by which samples can grow within the founders' budget.
 
         Group sizes that divide the samples of the first generation divide such a multiple too.
         """

@@ -1,4 +1,4 @@
-"""Replay: train with the hyperparameter schedule that an earlier run found, without search (arXiv:1711.09846)."""
+"""Replay: train with the schedule that an earlier run found, without search (arXiv:1711.09846)."""
 
 from typing import Annotated, Any
 

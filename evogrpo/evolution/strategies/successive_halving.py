@@ -1,4 +1,4 @@
-"""Successive halving: stop the worst members rung by rung and give the rest their budget (arXiv:1502.07943)."""
+"""Successive halving: stop the worst members and give others their budget (arXiv:1502.07943)."""
 
 import math
 from typing import Annotated, Literal
@@ -47,7 +47,7 @@ class SuccessiveHalving(Stateless):
         first = history.generations[0]
         last = history.last
         rungs, remainder = divmod(last.number - first.number + 1, self.every)
-        # in a long run it underflows
+        # The quotient underflows to 0 in a long run.
         survivor_count = max(1, math.ceil(len(first.members) / self.eta**rungs))
         survivors = last.ranked[:survivor_count]
         choices = []
@@ -55,16 +55,8 @@ class SuccessiveHalving(Stateless):
             if record.member is None:
                 choices.append(Choice(parent=None, reason="empty"))
             elif slot in survivors:
-                choices.append(
-                    Choice(
-                        parent=slot,
-                        reason=(
-                            "kept: among the best"
-                            if remainder == 0
-                            else "kept: no halving in this generation"
-                        ),
-                    )
-                )
+                reason = "among the best" if remainder == 0 else "no halving in this generation"
+                choices.append(Choice(parent=slot, reason=f"kept: {reason}"))
             else:
                 if record.fitness is None:
                     reason = "failed"
@@ -84,9 +76,8 @@ class SuccessiveHalving(Stateless):
         first = history.generations[0]
         last = history.last
         if self.grow == "samples_per_step":  # a multiple, so that group sizes divide it
-            return last.steps_per_generation, first.samples_per_step * max(
-                1, len(first.members) // members
-            )
+            factor = max(1, len(first.members) // members)
+            return last.steps_per_generation, first.samples_per_step * factor
         # Count from the start of the run, so that learning steps lost to rounding are added to a
         # later generation.
         allowed = len(first.members) * first.steps_per_generation * (len(history.generations) + 1)

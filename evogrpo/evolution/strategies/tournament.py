@@ -1,4 +1,4 @@
-"""Tournament selection with a test for noise: a significantly better challenger replaces a member."""
+"""Tournament selection: a significantly better challenger replaces a member."""
 
 from dataclasses import field
 from typing import Annotated
@@ -15,7 +15,7 @@ from evogrpo.validation import WHOLE, Flag, NonNegativeFloat, settings
 
 @settings
 class Tournament(Stateless):
-    """Replace each member that a challenger beats significantly by a mutated clone of the challenger.
+    """Replace each member that a challenger beats significantly by the challenger's mutated clone.
 
     The challenger of a member is the best of `size` random members. It wins if the paired
     difference of their scores exceeds `z` standard errors. If no member improved significantly over

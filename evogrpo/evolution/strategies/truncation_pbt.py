@@ -99,7 +99,8 @@ class TruncationPBT(Stateless):
         product = value * factor
         if parameter.choices is None and parameter.factor is None and low <= value <= high:
             bounded = min(max(product, low), high)
-            bounded = round(bounded) if integer else bounded
+            if integer:
+                bounded = round(bounded)
             if bounded != value:
                 return bounded
         # A value in a list moves by one entry, an integer by 1. A value at 0 or at a bound moves
