@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from evogrpo.envs.control.env_process import EnvProcess, EnvProcessError, process_setup
+from evogrpo.envs.control.env_process import EnvProcess, EnvProcessError, env_handler
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
 from tests.envs.actors import play_each
 from tests.envs.probes import Forks, Odd
@@ -120,7 +120,7 @@ def test_a_process_that_ignores_signals_is_killed():
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             time.sleep(600)
 
-    process = EnvProcess(process_setup(Hangs, recreate_env=False))
+    process = EnvProcess(env_handler(Hangs, recreate_env=False))
     process.send("reset", 0)
     process.receive()
     process.send("step", 0)
@@ -128,16 +128,16 @@ def test_a_process_that_ignores_signals_is_killed():
     process.end()
     process.close()
     assert time.monotonic() - began < 10
-    assert process._process.poll() is not None
+    assert not process.running
 
 
 def test_a_reply_to_another_request_ends_the_process():
-    process = EnvProcess(process_setup(Odd, recreate_env=False))
+    process = EnvProcess(env_handler(Odd, recreate_env=False))
     process.send("reset", 0)
     process.send("reset", 1)
     with pytest.raises(EnvProcessError, match="vectorization"):
         process.receive()
-    assert process._process.poll() is not None
+    assert not process.running
     process.close()
 
 

@@ -14,7 +14,7 @@ from gymnasium import spaces
 from gymnasium.wrappers import FlattenObservation, TimeAwareObservation, TimeLimit
 
 from evogrpo.envs.control.conversion import legal_actions, to_environment
-from evogrpo.envs.control.env_process import EnvProcess, process_setup
+from evogrpo.envs.control.env_process import EnvProcess, env_handler
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
 from evogrpo.testing.environments import PseudoRandomActor
 from evogrpo.training.configuration.environment_tasks import reward_threshold
@@ -291,7 +291,7 @@ class Unreadable:
     ],
 )
 def test_errors_of_pickling_in_processes_are_reported(make, message):
-    process = EnvProcess(process_setup(make, recreate_env=False))
+    process = EnvProcess(env_handler(make, recreate_env=False))
     process.send("reset", 0)
     with pytest.raises(RuntimeError, match=message):
         process.receive()

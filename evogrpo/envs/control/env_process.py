@@ -1,31 +1,23 @@
 """EnvProcess: a Gymnasium environment in a process of its own."""
 
-import os
+import importlib
 import pickle  # noqa: TID251 (messages between our own processes, never a file)
-import signal
-import subprocess
-import sys
 import time
-import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import traceback
+from collections.abc import Mapping
+from contextlib import suppress
 from copy import copy
-from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import cloudpickle
 import gymnasium
 from gymnasium.envs.registration import load_env_creator
 
-from evogrpo.envs.control import env_worker
-from evogrpo.envs.control.env_worker import CLOSE, read_message, write_message
-from evogrpo.envs.control.single_env import EnvResult, MakeEnv, Method
-from evogrpo.text import USER_MODULE_PREFIX, class_name, one_line
+from evogrpo.envs.control.single_env import EndForkedChildren, EnvResult, MakeEnv, Method, call_env
+from evogrpo.envs.worker_process import PackedCode, WorkerError, WorkerProcess, pack_code
 
-CLOSE_SECONDS = (
-    1.0  # between the request to close and the end of a process that has not ended by itself
-)
-PROCESS_VARIABLE = "EVOGRPO_ENVIRONMENT"  # environment variable that marks environment processes
+CLOSE_SECONDS = 1.0
+"""Seconds in which a process can close its environment before it is killed."""
 _MAIN = "__main__:"
 
 
@@ -33,11 +25,72 @@ class EnvProcessError(RuntimeError):
     """The process of an environment ended or sent a wrong reply. The run can be resumed."""
 
 
-def process_setup(make: MakeEnv, *, recreate_env: bool) -> bytes:
-    """Return the settings of an environment process, as its first message.
+class EnvHandler:
+    """Calls an environment in a worker process; see `evogrpo.envs.worker_process.Handler`.
 
-    The process does not run the user's program again: functions and classes of the program and of
-    notebooks are sent with their code, those of modules by name.
+    The environment is created before its first reset.
+
+    Args:
+        make: Creates an environment.
+        registered: Pickled specs of environments that user code has registered, by id.
+        recreate_env: Create a new environment for every episode.
+    """
+
+    def __init__(
+        self, make: PackedCode, registered: Mapping[str, bytes], *, recreate_env: bool
+    ) -> None:
+        self._packed = make
+        self._registered = registered
+        self._recreate_env = recreate_env
+        self._make: Any = None
+        self._env: Any = None
+
+    def answer(self, request: bytes) -> bytes:
+        """Return the pickled result of a call, and its traceback if it failed."""
+        method, value = pickle.loads(request)  # noqa: S301 (of our own parent process)
+        try:
+            reply = (self._call(method, value), None)
+            try:
+                return pickle.dumps(reply, protocol=pickle.HIGHEST_PROTOCOL)
+            except pickle.PicklingError:
+                # cloudpickle sends a class of the user's script with its code.
+                return bytes(cloudpickle.dumps(reply))
+        except (Exception, SystemExit):  # noqa: BLE001 (raised again by the parent process)
+            return pickle.dumps((None, traceback.format_exc()))
+
+    def close(self) -> None:
+        """Close the environment, if there is one."""
+        env = self._env
+        self._env = None
+        if env is not None:
+            env.close()
+
+    def _call(self, method: Method, value: Any) -> EnvResult:
+        """Reset or step the environment; see `call_env`."""
+        with EndForkedChildren():
+            if self._make is None:
+                self._make = self._load()
+            if self._env is None or (self._recreate_env and method == "reset"):
+                self.close()
+                self._env = self._make()
+        return call_env(self._env, method, value)
+
+    def _load(self) -> Any:
+        """Return the function that creates the environment, which may need registrations."""
+        make = self._packed.load()
+        # Modules register their environments when they are imported, and Gymnasium warns of a
+        # second registration.
+        env_id = getattr(make, "env", None)
+        if isinstance(env_id, str) and ":" in env_id:
+            importlib.import_module(env_id.rpartition(":")[0])
+        for name, spec in self._registered.items():
+            if name not in gymnasium.registry:
+                gymnasium.registry[name] = pickle.loads(spec)  # noqa: S301 (as above)
+        return make
+
+
+def env_handler(make: MakeEnv, *, recreate_env: bool) -> EnvHandler:
+    """Return the handler of environment processes.
 
     Args:
         make: Creates an environment.
@@ -46,29 +99,9 @@ def process_setup(make: MakeEnv, *, recreate_env: bool) -> bytes:
     Raises:
         ValueError: If `make` cannot be pickled.
     """
-    try:
-        pickled = cloudpickle.dumps(make)
-    except Exception as error:
-        raise ValueError(
-            f"The environment cannot be sent to a process ({class_name(error)}: {one_line(error)})."
-            ' Create what it needs in the environment itself, or set vectorization="serial".'
-        ) from error
-    # Files that a configuration names cannot be imported by name, so the process loads them by
-    # path.
-    files = {
-        name: module.__file__
-        for name, module in sys.modules.copy().items()
-        if name.startswith(USER_MODULE_PREFIX) and name.encode() in pickled
-    }
-    setup = {
-        "path": list(sys.path),
-        "argv": list(sys.argv),
-        "files": files,
-        "registered": _registrations(),
-        "make": pickled,
-        "recreate_env": recreate_env,
-    }
-    return pickle.dumps(setup)
+    advice = 'Create what it needs in the environment itself, or set vectorization="serial".'
+    packed = pack_code(make, "The environment", advice)
+    return EnvHandler(packed, _registrations(), recreate_env=recreate_env)
 
 
 def _registrations() -> dict[str, bytes]:
@@ -92,48 +125,25 @@ def _registrations() -> dict[str, bytes]:
 class EnvProcess:
     """Environment in a process of its own, which ends with this one.
 
-    The process is a new one and no fork, because a fork of a process that has used torch may wait
-    forever.
-
     Args:
-        setup: Settings of the process; see `process_setup`.
+        handler: Calls the environment; see `env_handler`.
 
     Raises:
         ValueError: If this is an environment process itself.
     """
 
-    def __init__(self, setup: bytes) -> None:
-        if PROCESS_VARIABLE in os.environ:
-            raise ValueError(
-                "Environment processes import this module. Put training under `if __name__ =="
-                ' "__main__":`.'
-            )
-        # One thread per environment, so that the processes share the cores.
-        environment = {"OMP_NUM_THREADS": "1", **os.environ, PROCESS_VARIABLE: "1"}
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", str(Path(env_worker.__file__))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment,
-            # A new session, so that Ctrl-C does not reach it and its child processes can be killed
-            # with it.
-            start_new_session=True,
-        )
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._requests: BinaryIO = self._process.stdin  # type: ignore[assignment]
-        self._replies: BinaryIO = self._process.stdout  # type: ignore[assignment]
-        self._number = 0  # of the latest request
+    def __init__(self, handler: EnvHandler) -> None:
+        self._worker = WorkerProcess(handler)
         self._deadline = 0.0
-        # Runs at the end of the program, or when the environment is garbage collected.
-        self._kill = weakref.finalize(self, _kill, os.getpid(), self._process)
-        with self._errors():
-            write_message(self._requests, setup)
+
+    @property
+    def running(self) -> bool:
+        """True until the process ends."""
+        return self._worker.running
 
     def send(self, method: Method, value: Any) -> None:
         """Start a call."""
-        self._number += 1
-        with self._errors():
-            write_message(self._requests, pickle.dumps((self._number, method, value)))
+        self._worker.send(pickle.dumps((method, value)))
 
     def receive(self) -> EnvResult:
         """Return the result of the call.
@@ -142,62 +152,23 @@ class EnvProcess:
             RuntimeError: If the environment raised an exception.
             EnvProcessError: If the process has ended, or sent the reply to another call.
         """
-        with self._errors():
-            number, result, error = pickle.loads(read_message(self._replies))  # noqa: S301 (of our own process)
-        if number != self._number:
-            self._kill()
+        try:
+            reply = self._worker.receive()
+        except WorkerError as error:
             raise EnvProcessError(
-                f"An environment process sent reply {number} instead of {self._number}, so its"
-                ' observations would belong to other steps. Set vectorization="serial".'
-            )
-        if error is not None:
-            raise RuntimeError(f"An environment failed in its process:\n{error}")
+                f"The process of an environment {error}. Lower num_envs if memory is short, or set"
+                ' vectorization="serial" to see the error.'
+            ) from error
+        result, traceback_text = pickle.loads(reply)  # noqa: S301 (of our own process)
+        if traceback_text is not None:
+            raise RuntimeError(f"An environment failed in its process:\n{traceback_text}")
         return result  # type: ignore[no-any-return]  # of `call_env`
 
     def end(self) -> None:
         """Let the process close its environment and end."""
         self._deadline = time.monotonic() + CLOSE_SECONDS
-        with suppress(OSError, ValueError):  # it has ended
-            write_message(self._requests, pickle.dumps((0, CLOSE, None)))
+        self._worker.end()
 
     def close(self) -> None:
         """Kill the process if it does not end by itself within `CLOSE_SECONDS` of `end`."""
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(max(0.0, self._deadline - time.monotonic()))
-        self._kill()
-        for pipe in (self._requests, self._replies):
-            with suppress(OSError):
-                pipe.close()
-
-    @contextmanager
-    def _errors(self) -> Iterator[None]:
-        """Explain errors of the pipes of a process that has ended."""
-        try:
-            yield
-        except (EOFError, OSError) as error:
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(1.0)
-            code = self._process.poll()
-            if code is None:
-                ending = "it closed its pipe"
-            else:
-                ending = f"exit code {code}"
-            if code is not None and code < 0:
-                ending = f"signal {-code}: {signal.strsignal(-code)}"
-            self._kill()
-            raise EnvProcessError(
-                f"The process of an environment ended ({ending}), possibly out of memory. Lower"
-                ' num_envs, or set vectorization="serial" to see the error.'
-            ) from error
-
-
-def _kill(owner: int, process: "subprocess.Popen[bytes]") -> None:
-    """Kill a process and its child processes. A fork of the owner does nothing."""
-    if os.getpid() != owner:
-        return
-    if hasattr(os, "killpg"):
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-    process.kill()
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(1.0)
+        self._worker.close(max(0.0, self._deadline - time.monotonic()))

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evogrpo.envs.control.conversion import Leaves, legal_actions, own_copy, scalars
-from evogrpo.envs.control.env_process import EnvProcess, process_setup
+from evogrpo.envs.control.env_process import EnvProcess, env_handler
 from evogrpo.envs.control.policy_mapping import AGENT, PolicyMapping
 from evogrpo.envs.control.single_env import (
     EndForkedChildren,
@@ -235,8 +235,8 @@ class ProcessVectorEnv(GymnasiumVectorEnv):
     def __init__(self, make: MakeEnv, *, recreate_env: bool, reseed: bool) -> None:
         # Each process recreates its own environment, which is faster than a new process per
         # episode.
-        setup = process_setup(make, recreate_env=recreate_env)
-        super().__init__(lambda: EnvProcess(setup), reseed=reseed)
+        handler = env_handler(make, recreate_env=recreate_env)
+        super().__init__(lambda: EnvProcess(handler), reseed=reseed)
 
     def _call(
         self, method: Method, envs: Sequence[EnvProcess], values: Iterable[Any]
