@@ -1,4 +1,4 @@
-"""Observation and action spaces: their leaves and dimensions, and observations as batched tensors."""
+"""Observation and action spaces: leaves, dimensions, and observations as tensors."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -16,7 +16,7 @@ TensorTree = Tensor | tuple["TensorTree", ...] | dict[str, "TensorTree"]
 
 
 class CompletionSpace(spaces.Sequence):
-    """Space of completions: sequences of token ids that end with a token that ends a turn, or at a limit.
+    """Space of completions: token ids up to one that ends a turn, or to a limit.
 
     Args:
         vocabulary: Number of tokens.
@@ -55,7 +55,7 @@ def leaf_spaces(space: spaces.Space[Any]) -> list[spaces.Space[Any]]:
 
 
 def flatten(space: spaces.Space[Any], observation: Any) -> list[Any]:
-    """Return the leaves of one observation, or of a batch of them, in the order of `leaf_spaces`."""
+    """Return the leaves of one observation, or of a batch, in the order of `leaf_spaces`."""
     match space:
         case spaces.Dict():
             return [
@@ -167,7 +167,7 @@ def _per_part(space: Any, dimension: Callable[[Any], Any], kind: str) -> Any:
 
 
 def describe_input(space: spaces.Space[Any]) -> str:
-    """Return the shapes of `preprocess_observation` as text, for messages: `[n, 4]`, or `{"mode": [n, 3] one-hot}`."""
+    """Return the shapes of `preprocess_observation` as text, such as `{"mode": [n, 3] one-hot}`."""
     match space:
         case spaces.Dict():
             parts = [f'"{key}": {describe_input(part)}' for key, part in space.spaces.items()]
@@ -175,10 +175,7 @@ def describe_input(space: spaces.Space[Any]) -> str:
         case spaces.Tuple():
             return f"({', '.join(describe_input(part) for part in space.spaces)})"
     lengths = ["n", *map(str, observation_dim(space))]
-    if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
-        code = " one-hot"
-    else:
-        code = ""
+    code = " one-hot" if isinstance(space, spaces.Discrete | spaces.MultiDiscrete) else ""
     return f"[{', '.join(lengths)}]{code}"
 
 
@@ -240,7 +237,7 @@ def preprocess_observation(
 
 
 def _batched(observation: Any, shape: tuple[int, ...], device: torch.device | str) -> Tensor:
-    """Return observations as a tensor `[batch, *shape]`; a single one gets a batch dimension of 1."""
+    """Return observations as a tensor `[batch, *shape]`; the batch of a single one is 1."""
     if isinstance(observation, Tensor):
         tensor = observation
     else:

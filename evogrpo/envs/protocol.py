@@ -1,4 +1,4 @@
-"""GroupEnvironment protocol: the source of prompts or reset seeds that all members train and are evaluated on."""
+"""GroupEnvironment protocol: source of the prompts or reset seeds of all members."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -104,7 +104,7 @@ class PromptBatch(Protocol):
 
 
 class GroupEnvironment(Protocol):
-    """A source of initial states ("starts": prompts or reset seeds), each of which whole groups are sampled from."""
+    """A source of starts: prompts or reset seeds, from each of which groups are sampled."""
 
     @property
     def observation_space(self) -> gymnasium.Space[Any]:
@@ -138,7 +138,7 @@ class SupportsFingerprint(Protocol):
     """A group environment with a fingerprint, which is compared when a run is resumed."""
 
     def fingerprint(self) -> Mapping[str, str]:
-        """Return short strings by topic, such as the questions of a split, a reward function or the seed.
+        """Return short strings by topic, such as the questions of a split or the seed.
 
         Environments with equal fingerprints return the same starts and give the same rewards.
         Settings that influence neither, such as the number of processes, are left out.
@@ -147,7 +147,7 @@ class SupportsFingerprint(Protocol):
 
 @runtime_checkable
 class SupportsDate(Protocol):
-    """A group environment whose prompts may contain the current date, which is fixed for a run and stored with it."""
+    """A group environment whose prompts may contain the date, which is fixed for a run."""
 
     @property
     def date(self) -> str | None:
@@ -181,7 +181,7 @@ def _shuffled(seed: int, size: int, round_number: int) -> NDArray[np.int64]:
 
 
 def deal_starts(seed: int, size: int, step: int, count: int, block: int) -> tuple[int, ...]:
-    """Return the training starts of one learning step: the first `count` of the step's block of `block` starts.
+    """Return the training starts of one learning step: the first `count` of its block.
 
     Blocks follow each other in an endless order, which visits every start once per pass and is
     shuffled for each pass. The result depends on the arguments alone. Members with fewer starts

@@ -35,7 +35,7 @@ _REMEDY = (
 
 @contextmanager
 def headless() -> Iterator[None]:
-    """Set the environment variables with which SDL and MuJoCo render without a display, if there is none."""
+    """Set the variables with which SDL and MuJoCo render without a display, if there is none."""
     has_no_display = (
         sys.platform == "linux" and not {"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys()
     )
@@ -54,7 +54,7 @@ def headless() -> Iterator[None]:
 
 @contextmanager
 def _rendering_errors(name: str) -> Iterator[None]:
-    """Convert errors of creating or rendering: a missing package to ImportError, others to ValueError with a hint."""
+    """Convert rendering errors: a missing package to ImportError, others to ValueError."""
     try:
         yield
     except (gymnasium.error.DependencyNotInstalled, ImportError) as error:

@@ -17,7 +17,7 @@ _FIRST_CHUNK = 64  # steps; each further chunk is twice as long
 
 
 class ActionNoise:
-    """Uniform random numbers in [0, 1) for every agent, row and step, for episodes of unknown length.
+    """Uniform random numbers in [0, 1) for every agent, row and step of episodes of any length.
 
     Row r of stream s has entry [r, t] of a table at its step t. Chunk c of the table comes from the
     generator (seed, purpose, *streams[s], c) and has twice as many steps as chunk c - 1. The
@@ -53,7 +53,13 @@ class ActionNoise:
     def __call__(
         self, agents: Sequence[str], rows: NDArray[np.int64], t: NDArray[np.int64]
     ) -> NDArray[np.float32]:
-        """Return the numbers `[m, width]` of agents `[m]` of one policy in episodes `[m]` at their steps `t` `[m]`."""
+        """Return the numbers `[m, width]` of agents `[m]` of one policy.
+
+        Args:
+            agents: Agents; empty for a single agent.
+            rows: `[m]` episodes.
+            t: `[m]` their steps.
+        """
         names = sorted(set(agents)) or [""]
         for agent in names:
             # 1. Draw the numbers of further steps.
@@ -62,10 +68,7 @@ class ActionNoise:
             while table is None or table.shape[1] <= last:
                 part = self._chunks[agent]
                 width = self._width_of(agent)
-                if agent:
-                    purpose = f"{self._purpose} for {agent}"
-                else:
-                    purpose = self._purpose
+                purpose = f"{self._purpose} for {agent}" if agent else self._purpose
                 length = _FIRST_CHUNK << part
                 chunk = np.concatenate(
                     [

@@ -21,7 +21,7 @@ Start = tuple[tuple[float, ...], tuple[float, ...]]
 
 
 class ClassicControl(VectorEnv):
-    """Base class: episodes of one environment, each with its own seed and step count, stepped together in numpy.
+    """Base class of environments whose episodes are stepped together in numpy.
 
     Every episode equals `gymnasium.make(id)` reset with the same seed, bit for bit: observations,
     rewards, termination and truncation. The formulas therefore keep Gymnasium's order of
@@ -352,7 +352,7 @@ class MountainCarContinuous(ClassicControl):
 
 
 def _rounded(first: NDArray[np.bool_], constant: float) -> NDArray[np.float64]:
-    """Return a constant in float64 for the first steps of episodes, and rounded to float32 for later steps."""
+    """Return a constant: in float64 for first steps, and rounded to float32 for later steps."""
     return np.where(first, constant, float(np.float32(constant)))
 
 

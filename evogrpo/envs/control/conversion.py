@@ -65,7 +65,7 @@ def mask_sizes(space: spaces.Space[Any]) -> tuple[int, ...]:
 
 
 def can_act(mask: Any) -> bool:
-    """Return False if an agent's action mask allows no action, as for agents that wait in a turn-based game."""
+    """Return False if an action mask allows no action, as while an agent waits for its turn."""
     if isinstance(mask, tuple | list):
         return any(np.any(part) for part in mask)
     return mask is None or bool(np.any(mask))
@@ -189,7 +189,7 @@ def check_representable(space: spaces.Space[Any], given: Array, converted: Array
 
 
 def check_categories(space: spaces.Space[Any], values: Array) -> None:
-    """Raise ValueError if a value `[m, ...]` is not in its Discrete, MultiDiscrete or MultiBinary space.
+    """Raise ValueError if a value `[m, ...]` is not in its space of categories.
 
     Boxes are not checked: many environments exceed their bounds, and a network can read such
     values.

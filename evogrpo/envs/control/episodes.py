@@ -20,7 +20,7 @@ _STEPS_AT_ONCE = 64
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PolicyEpisodes:
-    """Episodes of the agents of one policy, one row per episode and agent, padded with zeros to the longest.
+    """Episodes of the agents of one policy: one row per episode and agent, padded with zeros.
 
     An agent that acts in one episode of a group has a row in each episode of the group, so that its
     rewards can be compared; nothing is present where it never acted. Steps are those of the
@@ -268,7 +268,7 @@ class EpisodeRecorder:
 
 
 def _completed(masks: list[Any], entries: list[NDArray[np.int64]]) -> list[NDArray[np.bool_]]:
-    """Return the masks of all steps; [] if no step has one. All actions of other steps are legal."""
+    """Return the masks of all steps, or [] if none has one. In others all actions are legal."""
     width = next((mask.shape[1] for mask in masks if mask is not None), None)
     if width is None:
         return []

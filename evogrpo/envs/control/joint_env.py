@@ -114,8 +114,8 @@ class JointEnv:
                 all_actions[agent] = plain_action(to_environment(space, blank)[0])
         # 2. Step the environment.
         with EndForkedChildren():
-            outcome = checked_results(self.env.step(dict(all_actions)), STEP_RESULTS)
-        observations, rewards, terminations, truncations, infos = outcome
+            results = checked_results(self.env.step(dict(all_actions)), STEP_RESULTS)
+        observations, rewards, terminations, truncations, infos = results
         without_reward = [str(agent) for agent in all_actions if agent not in rewards]
         if without_reward:
             raise ValueError(
@@ -126,9 +126,8 @@ class JointEnv:
         # 3. Find the agents that ended: by a flag, without a flag, or at the step limit.
         active = {str(agent): agent for agent in self.env.agents}
         terminated = acting & {str(agent) for agent, flag in terminations.items() if flag}
-        truncated = (
-            acting & {str(agent) for agent, flag in truncations.items() if flag}
-        ) - terminated
+        truncated = acting & {str(agent) for agent, flag in truncations.items() if flag}
+        truncated -= terminated
         terminated |= acting - set(active) - truncated  # agents that left without a flag
         # Some environments still list agents that have ended.
         for name in terminated | truncated:
@@ -143,13 +142,14 @@ class JointEnv:
             )
         self._ended |= terminated | truncated
         self._ids = active
+        numbers = {}
+        for agent, reward in rewards.items():
+            (value,) = scalars([reward], np.float64, f"reward of {agent}")
+            numbers[str(agent)] = float(value)
         return self._latest(
             observations,
             infos,
-            rewards={
-                str(agent): float(scalars([reward], np.float64, f"reward of {agent}")[0])
-                for agent, reward in rewards.items()
-            },
+            rewards=numbers,
             terminated=frozenset(terminated),
             truncated=frozenset(truncated),
         )
@@ -175,7 +175,7 @@ class JointEnv:
 
 
 def plain_action(action: Any) -> Any:
-    """Return a Python number, which every environment accepts, or a copy that an environment may write into."""
+    """Return an action as every environment accepts it: a number, or an array of its own."""
     if np.ndim(action) == 0:
         return action.item()
     return action.copy()
@@ -205,24 +205,29 @@ class JointVectorEnv(SerialVectorEnv):
 
     def inputs(self, mapping: PolicyMapping) -> Mapping[str, PolicyInput]:
         """See `VectorEnv`."""
+        # 1. List the agents of each policy that can act, by the position of their environment.
         self._acting = {}
         for position, (_, latest) in enumerate(self._running):
             for agent in latest.observations:
                 if can_act(latest.masks[agent]):
-                    self._acting.setdefault(mapping.policy_of(agent), []).append((position, agent))
+                    policy = mapping.policy_of(agent)
+                    self._acting.setdefault(policy, []).append((position, agent))
+        # 2. Stack their observations and masks.
         result = {}
         for policy, acting in self._acting.items():
             spec = mapping.specs[policy]
-            agents = tuple(agent for _, agent in acting)
-            pairs = [(self._running[position][1], agent) for position, agent in acting]
-            observations = [
-                spec.split_mask(latest.observations[agent])[0] for latest, agent in pairs
-            ]
+            agents = []
+            observations = []
+            masks = []
+            for position, agent in acting:
+                latest = self._running[position][1]
+                observation, _ = spec.split_mask(latest.observations[agent])
+                agents.append(agent)
+                observations.append(observation)
+                masks.append(latest.masks[agent])
             result[policy] = PolicyInput(
                 observations=spec.stack(observations, agents),
-                action_masks=legal_actions(
-                    spec.action_space, [latest.masks[agent] for latest, agent in pairs]
-                ),
+                action_masks=legal_actions(spec.action_space, masks),
                 positions=np.array([position for position, _ in acting], dtype=np.int64),
                 agents=agents,
             )
@@ -230,32 +235,38 @@ class JointVectorEnv(SerialVectorEnv):
 
     def step(self, actions: Mapping[str, NDArray[Any]]) -> VectorStep:
         """See `VectorEnv`."""
+        # 1. Collect the actions of each environment.
         chosen: list[dict[str, Any]] = [{} for _ in self._running]
         for policy, policy_actions in actions.items():
             for (position, agent), action in zip(self._acting[policy], policy_actions, strict=True):
                 chosen[position][agent] = plain_action(action)
+        # 2. Step the environments, and list the rewards and ends of all agents.
         stepped = []
-        for (env, _), joint in zip(self._running, chosen, strict=True):
+        positions = []
+        agents = []
+        rewards = []
+        terminated = []
+        truncated = []
+        totals = []
+        for position, (env, _) in enumerate(self._running):
             self.stop.check()
-            stepped.append((env, env.step(joint)))
+            step = env.step(chosen[position])
+            stepped.append((env, step))
+            totals.append(sum(step.rewards.values()))
+            for agent, reward in step.rewards.items():
+                positions.append(position)
+                agents.append(agent)
+                rewards.append(reward)
+                terminated.append(agent in step.terminated)
+                truncated.append(agent in step.truncated)
         self._running = stepped
-        steps = [step for _, step in stepped]
-        entries = [
-            (position, agent) for position, step in enumerate(steps) for agent in step.rewards
-        ]
         return VectorStep(
-            rewards=np.array(
-                [reward for step in steps for reward in step.rewards.values()], dtype=np.float64
-            ),
-            terminated=np.array(
-                [agent in steps[position].terminated for position, agent in entries], dtype=np.bool_
-            ),
-            truncated=np.array(
-                [agent in steps[position].truncated for position, agent in entries], dtype=np.bool_
-            ),
-            positions=np.array([position for position, _ in entries], dtype=np.int64),
-            agents=[agent for _, agent in entries],
-            totals=np.array([sum(step.rewards.values()) for step in steps], dtype=np.float64),
+            rewards=np.array(rewards, dtype=np.float64),
+            terminated=np.array(terminated, dtype=np.bool_),
+            truncated=np.array(truncated, dtype=np.bool_),
+            positions=np.array(positions, dtype=np.int64),
+            agents=agents,
+            totals=np.array(totals, dtype=np.float64),
         )
 
 
@@ -316,9 +327,13 @@ class JointGymEnv(gymnasium.Env[AgentDict, AgentDict]):
         self._env.env.close()
 
     def _inputs(self, latest: JointStep) -> tuple[AgentDict, AgentDict]:
-        acting = {
-            agent: mask for agent in latest.observations if can_act(mask := latest.masks[agent])
-        }
-        masks = {agent: mask for agent, mask in acting.items() if mask is not None}
+        observations = {}
+        masks = {}
+        for agent, observation in latest.observations.items():
+            mask = latest.masks[agent]
+            if can_act(mask):
+                observations[agent] = observation
+                if mask is not None:
+                    masks[agent] = mask
         infos = {ACTION_MASK: masks, AGENT_REWARDS: latest.rewards}
-        return {agent: latest.observations[agent] for agent in acting}, infos
+        return observations, infos

@@ -16,7 +16,7 @@ _SMALLEST_VARIANCE = 1e-8
 
 
 def normalised_leaves(space: spaces.Space[Any]) -> tuple[int, ...]:
-    """Return the positions of the leaves that are normalised: floating-point boxes, not images or categories."""
+    """Return the positions of the floating-point boxes among the leaves, which are normalised."""
     return tuple(
         number
         for number, leaf in enumerate(leaf_spaces(space))
@@ -63,6 +63,7 @@ class ObservationStatistics:
 
     def merged(self, later: "ObservationStatistics") -> "ObservationStatistics":
         """Return the statistics of the union of both sets of observations, member by member."""
+        # Sum of squared deviations of a union: both sums, and one for the distance of the means.
         count = self.count + later.count
         share = np.divide(later.count, count, out=np.zeros_like(count), where=count > 0)[:, None]
         delta = later.mean - self.mean
@@ -133,10 +134,7 @@ def episode_statistics(
             axis=1,
             dtype=np.float64,
         )
-        if len(values):
-            mean = values.mean(0)
-        else:
-            mean = np.zeros(values.shape[1])
+        mean = values.mean(0) if len(values) else np.zeros(values.shape[1])
         means.append(mean)
         deviations.append(((values - mean) ** 2).sum(0))
     return ObservationStatistics(count=count, mean=np.stack(means), m2=np.stack(deviations))

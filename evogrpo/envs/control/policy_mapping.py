@@ -44,7 +44,7 @@ class PolicySpec:
 
     @cached_property
     def has_mask(self) -> bool:
-        """True if observations contain the action mask: a Dict with the key "action_mask" among others."""
+        """True if observations are a Dict with the key "action_mask" among others."""
         if not isinstance(self.env_space, spaces.Dict):
             return False
         if ACTION_MASK in self.env_space.spaces:
@@ -62,6 +62,7 @@ class PolicySpec:
             return self.env_space
         assert isinstance(self.env_space, spaces.Dict)
         others = {key: part for key, part in self.env_space.spaces.items() if key != ACTION_MASK}
+        # In PettingZoo's form the other entry is "observation"; a policy sees its array itself.
         if len(others) == 1:
             return next(iter(others.values()))
         return spaces.Dict(others)
@@ -86,10 +87,7 @@ class PolicySpec:
             )
             raise ValueError(f"observation must have the keys {sorted(keys)}, got {got}.")
         others = {key: observation[key] for key in keys if key != ACTION_MASK}
-        if len(others) == 1:
-            rest = next(iter(others.values()))
-        else:
-            rest = others
+        rest = next(iter(others.values())) if len(others) == 1 else others
         return rest, observation[ACTION_MASK]
 
     @cached_property
@@ -99,11 +97,12 @@ class PolicySpec:
 
     @cached_property
     def observation_space(self) -> spaces.Space[Any]:
-        """Observation space of the policy: an agent's space, with one flag per agent added if `agent_ids` is set."""
+        """Observation space of the policy, with one flag per agent if `agent_ids` is set."""
         space = self.agent_space
         flags = len(self.agents)
         if not self.agent_ids:
             return space
+        # Flags are entries of a vector, and a part of their own beside anything else.
         if _is_vector(space):
             ends = np.zeros(flags, space.dtype), np.ones(flags, space.dtype)
             low = np.concatenate([space.low, ends[0]])
@@ -112,7 +111,7 @@ class PolicySpec:
         return spaces.Tuple((space, spaces.Box(0.0, 1.0, (flags,), np.float32)))
 
     def stack(self, observations: Sequence[Any], agents: Sequence[str]) -> Leaves:
-        """Stack the observations of agents `[m]`, without masks, to the leaves `[m, ...]` of the policy's space.
+        """Stack the observations of agents `[m]`, without masks, to leaves `[m, ...]`.
 
         Raises:
             ValueError: If an observation does not fit its space, or `agent_ids` is set and an agent

@@ -16,7 +16,7 @@ from evogrpo.envs.control.rollout import check_finite, check_finite_rewards
 from evogrpo.envs.control.single_env import RESET_RESULTS, STEP_RESULTS
 from evogrpo.envs.control.vector_env import VectorEnv, VectorStep
 from evogrpo.randomness import generator
-from evogrpo.text import class_name, shown
+from evogrpo.text import class_name, pluralize, shown
 from evogrpo.warnings import warn
 
 MakeTrialEnv = Callable[[bool, bool], VectorEnv]
@@ -26,6 +26,9 @@ environment.
 
 Values = dict[str, Any]
 """Numbers by name: observations, masks, rewards and ends after a reset or a step."""
+
+ReplayStep = tuple[int, int, Values]
+"""Reset seed, number of steps so far, and the values after them."""
 
 _SEEDS = range(1, 9)  # several, since randomness may not show in a single short episode
 _STEPS = 64  # of all episodes of a replay together, since environments may be slow
@@ -76,7 +79,8 @@ def play_randomly(
                 ("truncated", step.truncated),
             )
             for row, agent in enumerate(step.agents or ("",)):
-                values |= {_name(name, agent): column[row] for name, column in columns}
+                for name, column in columns:
+                    values[_name(name, agent)] = column[row]
         # 2. Observations, and a random action for each agent. No action follows the last
         # observation of an episode, so it is not compared.
         for policy, inputs in {} if finished else env.inputs(mapping).items():
@@ -86,10 +90,7 @@ def play_randomly(
             check_finite(inputs, np.full(rows, seed), np.full(rows, steps))
             for row, agent in enumerate(inputs.agents or ("",)):
                 for number, leaf in enumerate(inputs.observations, 1):
-                    if len(inputs.observations) > 1:
-                        part = f" (part {number})"
-                    else:
-                        part = ""
+                    part = f" (part {number})" if len(inputs.observations) > 1 else ""
                     values[_name(f"observation{part}", agent)] = leaf[row]
                 if masks is not None:
                     values[_name("action mask", agent)] = masks[row]
@@ -113,7 +114,7 @@ def _name(what: str, agent: str) -> str:
 def random_action(
     space: spaces.Space[Any], mask: NDArray[Any] | None, rng: np.random.Generator
 ) -> NDArray[Any]:
-    """Return one random action in a policy's form, uniform over the legal values or within the bounds.
+    """Return a random action in a policy's form, uniform over legal values or within the bounds.
 
     Args:
         space: Action space.
@@ -131,10 +132,7 @@ def random_action(
             chosen = rng.integers(2, size=(space.shape or ()))
         case _:
             sizes = mask_sizes(space)
-            if mask is None:
-                flags = np.ones(sum(sizes), np.bool_)
-            else:
-                flags = mask
+            flags = np.ones(sum(sizes), np.bool_) if mask is None else mask
             parts = np.split(flags, np.cumsum(sizes)[:-1])
             values = [rng.choice(np.flatnonzero(part)) for part in parts]
             chosen = np.reshape(np.array(values), (space.shape or ()))
@@ -228,57 +226,58 @@ def _compare_replays(
         The first difference between replays, or None; and True if replays are equal, but differ
         once the noise after reset is replaced.
     """
-
-    def replay(
-        env: VectorEnv, seeds: Sequence[int], max_steps: int
-    ) -> Iterator[tuple[int, int, Values]]:
-        """Play one episode after another, together at most `_STEPS` steps.
-
-        Yield seed, step and values.
-        """
-        steps_left = _STEPS
-        for seed in seeds:
-            rng = generator(0, "actions of replays", seed)
-            for step, values in enumerate(
-                play_randomly(env, mapping, seed, rng, min(steps_left, max_steps))
-            ):
-                steps_left -= step > 0  # step 0 is the reset
-                yield seed, step, values
-            if not steps_left:
-                return
-
     with (
         closing(make(recreate_env, False)) as plain,
         closing(make(recreate_env, True)) as noisy,
         _global_generators() as reseed,
     ):
 
-        def run(*replays: Iterator[tuple[int, int, Values]]) -> list[list[tuple[int, int, Values]]]:
+        def run(*replays: Iterator[ReplayStep]) -> list[list[ReplayStep]]:
             """Run replays alternately, step by step; return the steps of each."""
             reseed()
-            rounds = zip_longest(*replays)  # one step of every replay, None after its end
-            return [
-                [step for step in steps if step is not None] for steps in zip(*rounds, strict=True)
-            ]
+            played: list[list[ReplayStep]] = [[] for _ in replays]
+            for steps in zip_longest(*replays):
+                for place, step in enumerate(steps):
+                    if step is not None:  # None after the end of a replay
+                        played[place].append(step)
+            return played
 
         # 1. Play `_SEEDS`, then short episodes, which may leave state behind.
-        (first,) = run(replay(plain, _SEEDS, _STEPS))
-        (short,) = run(replay(plain, _SHORT_SEEDS, _SHORT_STEPS))
+        (first,) = run(_replay(plain, mapping, _SEEDS, _STEPS))
+        (short,) = run(_replay(plain, mapping, _SHORT_SEEDS, _SHORT_STEPS))
         # 2. Play `_SEEDS` again, once with the same and once with replaced noise after reset.
-        replays = replay(plain, _SEEDS, _STEPS), replay(noisy, _SEEDS, _STEPS)
-        again, with_noise = run(*replays) if interleaved else [run(each)[0] for each in replays]
+        same = _replay(plain, mapping, _SEEDS, _STEPS)
+        replaced = _replay(noisy, mapping, _SEEDS, _STEPS)
+        if interleaved:
+            again, with_noise = run(same, replaced)
+        else:
+            (again,) = run(same)
+            (with_noise,) = run(replaced)
     difference = _first_difference(first, short, again)
     return difference, difference is None and _first_difference(first, with_noise) is not None
 
 
-def _first_difference(*replays: Iterable[tuple[int, int, Values]]) -> str | None:
+def _replay(
+    env: VectorEnv, mapping: PolicyMapping, seeds: Sequence[int], max_steps: int
+) -> Iterator[ReplayStep]:
+    """Play one episode per seed after another, together at most `_STEPS` steps."""
+    steps_left = _STEPS
+    for seed in seeds:
+        rng = generator(0, "actions of replays", seed)
+        episode = play_randomly(env, mapping, seed, rng, min(steps_left, max_steps))
+        for step, values in enumerate(episode):
+            steps_left -= step > 0  # step 0 is the reset
+            yield seed, step, values
+        if not steps_left:
+            return
+
+
+def _first_difference(*replays: Iterable[ReplayStep]) -> str | None:
     """Describe the first difference between episodes with the same seed; None if there is none."""
     earlier: dict[tuple[int, int], Values] = {}
     for seed, steps, values in chain(*replays):
-        if steps:
-            when = f"after {steps} step{'' if steps == 1 else 's'}"
-        else:
-            when = "right after reset"
+        when = f"after {pluralize(steps, 'step')}" if steps else "right after reset"
+        # The values of the first replay; those of later ones are compared with them.
         for name, value in earlier.setdefault((seed, steps), values).items():
             again = values.get(name)
             if again is None:
@@ -290,7 +289,7 @@ def _first_difference(*replays: Iterable[tuple[int, int, Values]]) -> str | None
 
 @contextmanager
 def _global_generators() -> Iterator[Callable[[], None]]:
-    """Yield a function that puts the global generators of Python and numpy into another known state at each call.
+    """Yield a function that reseeds the global generators of Python and numpy at each call.
 
     Environments that draw from these generators then differ between replays. The caller's states
     are restored.

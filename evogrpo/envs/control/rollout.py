@@ -169,6 +169,7 @@ def play_episodes(
         if free:
             new = queue[:free]
             queue = queue[free:]
+            # `members[new]` are the members that play the new episodes.
             env.add(request.seeds[new].tolist(), request.replicas[new].tolist())
             rows = np.concatenate([rows, new])
             t = np.concatenate([t, np.zeros_like(new)])
@@ -200,6 +201,7 @@ def play_episodes(
             actions[policy] = to_environment(spec.action_space, acted.actions)
         # 5. Step all environments.
         step = env.step(actions)
+        # `members[rows]` are the members that receive the rewards.
         check_finite_rewards(step, request.seeds[rows], t)
         recorder.record_step(rows, t, step)
         t = t + 1

@@ -119,7 +119,7 @@ def checked_results(returned: Any, form: str) -> tuple[Any, ...]:
 
 
 def check_same_actions(declared: object, current: object, method: Method) -> None:
-    """Raise ValueError if a reset or step has changed an action space: the policy was built for the first one."""
+    """Raise ValueError if a reset or step has changed the action space of the policy."""
     if current is not declared and current != declared:
         raise ValueError(
             f"action_space must not change, but {method} changed it from {shown(declared)} to"
@@ -152,6 +152,7 @@ def mask_of(
     Raises:
         ValueError: If `action_masks` is no method, or an entry of the info.
     """
+    # The info comes first: it is there already, and calling a method may take long.
     mask = info.get(ACTION_MASK)
     if mask is not None:
         return mask
@@ -247,7 +248,7 @@ MAX_ID = 500
 
 
 def env_spec(env: str) -> EnvSpec:
-    """Return the spec registered under an id, which may lack its version or name a module, as in `gymnasium.make`.
+    """Return the spec of an id, which may lack its version or name a module.
 
     Raises:
         gymnasium.error.Error: If there is none.

@@ -84,7 +84,7 @@ class VectorEnv(ABC):
 
     @abstractmethod
     def finished(self) -> NDArray[np.bool_]:
-        """Return `[m]` True where the episode has ended; such episodes must not be stepped again."""
+        """Return `[m]` True where the episode has ended and must not be stepped again."""
 
     @abstractmethod
     def inputs(self, mapping: PolicyMapping) -> Mapping[str, PolicyInput]:
@@ -92,7 +92,7 @@ class VectorEnv(ABC):
 
     @abstractmethod
     def step(self, actions: Mapping[str, NDArray[Any]]) -> VectorStep:
-        """Step all environments with actions `[m, ...]` in their own form, one per entry of `inputs`."""
+        """Step with actions `[m, ...]` in the environment's form, one per entry of `inputs`."""
 
     @abstractmethod
     def close(self) -> None:
@@ -100,7 +100,7 @@ class VectorEnv(ABC):
 
 
 class SerialVectorEnv(VectorEnv):
-    """Base class of vector environments that step their environments one after another in this process.
+    """Base class of vector environments that step one environment after another.
 
     Args:
         make: Creates one environment; called when more are needed.
@@ -135,6 +135,7 @@ class SerialVectorEnv(VectorEnv):
 
     def select(self, positions: NDArray[np.int64]) -> None:
         """See `VectorEnv`."""
+        # Environments of dropped episodes are kept for later ones, unless each needs a new one.
         kept = positions.tolist()
         dropped = [
             self._running[position][0] for position in set(range(len(self._running))) - set(kept)
@@ -215,6 +216,7 @@ class GymnasiumVectorEnv(SerialVectorEnv):
             ),
             truncated=scalars([truncated for *_, truncated, _ in steps], np.bool_, "truncated"),
         )
+        # An ended episode keeps its last results until it is dropped.
         over = (result.terminated | result.truncated).tolist()
         self._running = [
             (env, (observation, ended, mask))
@@ -241,6 +243,7 @@ class ProcessVectorEnv(GymnasiumVectorEnv):
     def _call(
         self, method: Method, envs: Sequence[EnvProcess], values: Iterable[Any]
     ) -> list[EnvResult]:
+        # All processes work at the same time.
         for env, value in zip(envs, values, strict=True):
             env.send(method, value)
         return [env.receive() for env in envs]
