@@ -64,6 +64,7 @@ def extra_command(extra: str) -> str:
 
     Pip keeps the installed evogrpo.
     """
+    # In a checkout, pip installs the extra of this tree.
     root = Path(__file__).absolute().parents[1]
     # A checkout.
     if (root / "pyproject.toml").is_file():

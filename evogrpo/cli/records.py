@@ -434,6 +434,7 @@ def _check_export(run_dir: Path, member: Path, source: str) -> str:
     from evogrpo.members.language.loading import load_outline
     from evogrpo.storage.checkpoint import is_path
 
+    # The user's configuration is trusted, a name in a checkpoint is not.
     if (run_dir / CONFIG_FILE).is_file():
         source = str(read_yaml_file(run_dir / CONFIG_FILE).get("model") or source)
     elif is_path(source):  # an untrusted path is not opened

@@ -319,9 +319,11 @@ def _limits(values: Sequence[float], *, log: bool = False) -> tuple[float, float
     """Return axis limits with a margin around the values."""
     low = min(values)
     high = max(values)
+    # On a logarithmic axis the margin is a factor.
     if log:
         factor = max((high / low) ** 0.12, 1.1)
         return low / factor, high * factor
+    # Equal values get a tenth of their size.
     space = 0.08 * (high - low) or 0.1 * abs(high) or 0.1
     return low - space, high + space
 

@@ -97,6 +97,7 @@ def compare_runs(
         ValueError: If there are fewer than two runs, one repeats or is no run, or a value is
             invalid.
     """
+    # Two spellings of a path are one run.
     if len(folders) < 2 or len({folder.resolve() for folder in folders}) != len(folders):
         names = ", ".join(map(str, folders))
         raise ValueError(f"compare needs at least two different run directories, got {names}.")

@@ -173,6 +173,7 @@ def draw_chart(axes: "Axes", chart: Chart, run: RunCharts) -> None:
     else:
         axes.yaxis.set_major_locator(MaxNLocator(y_bins, steps=[1, 2, 2.5, 5, 10]))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: chart.value_text(value)))
+    # Minor ticks of a logarithmic axis would have labels too.
     axes.yaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_locator(MaxNLocator(x_bins, integer=True, min_n_ticks=1))
     axes.set_title(chart.title)

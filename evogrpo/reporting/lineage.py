@@ -164,6 +164,7 @@ def best_hyperparameters(run_dir: str | Path) -> tuple[Hyperparameters, ...]:
             f"{run_dir} has no evaluated member yet. Wait for its first generation, or give another"
             " run."
         )
+    # The best member may have left the population; the newest generation follows it.
     newest = summary.generations[-1].members
     ranked = sorted(newest, key=lambda member: (-(member.fitness or 0.0), member.slot))
     # Members with equal hyperparameters may have calibrated to different rates: those of the best

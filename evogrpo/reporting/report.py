@@ -145,7 +145,9 @@ def html_page(summary: RunSummary) -> str:
     # 3. Fill the template. All values are escaped but the style sheet and the scripts, which are
     #    files of this package and of plotly.
     package = files("evogrpo.reporting")
+    # A value that is missing in the template is an error.
     page = Environment(autoescape=True, finalize=_printable, undefined=StrictUndefined)
+    # The more completions, the shorter each of them.
     completions = _completions(summary)
     texts = 2 * sum(map(len, completions.values())) or 1
     limit = max(200, min(_MAX_TEXT, _MAX_TOTAL_TEXT // texts))
@@ -420,7 +422,8 @@ def _facts(summary: RunSummary) -> Iterator[Row]:
         facts[f"changed data {number}"] = change
     for name, value in facts.items():
         text = shorten(_readable(value), 2000)
-        yield Row({"setting": name.replace("_", " "), "value": text})
+        if text:
+            yield Row({"setting": name.replace("_", " "), "value": text})
 
 
 def _readable(value: object, separator: str = " · ") -> str:

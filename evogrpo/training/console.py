@@ -81,6 +81,7 @@ def console_for(progress: bool | None) -> Console | None:
         raise ValueError(
             f"progress must be True, False or None (shown on a terminal), got {shown(progress)}."
         )
+    # A program without a console has no stdout; of several ranks, one shows progress.
     if progress is False or sys.stdout is None or not processes().is_rank_zero:
         return None
     width = None if "JUPYTER_COLUMNS" in os.environ else NOTEBOOK_WIDTH
@@ -119,6 +120,7 @@ def show_command(console: Console, name: str, line: str) -> None:
 
 def print_rows(console: Console, rows: Mapping[str, str]) -> None:
     """Print names and values: as a grid on a terminal, as lines in a log."""
+    # A log has no width: one line per name.
     if not console.is_terminal:
         for name, value in rows.items():
             console.print(Text.assemble((f"{name:<18} ", "dim"), printable(value)), soft_wrap=True)
@@ -206,6 +208,7 @@ def clean_warnings(console: Console | None = None) -> Iterator[None]:
         print_warning(_COLOURS.sub("", str(message)), console)
 
     with warnings.catch_warnings():
+        # The filter that is added last is asked first.
         warnings.simplefilter("ignore")
         warnings.filterwarnings("default", module=r"evogrpo([._]|$)")
         warnings.showwarning = show

@@ -217,6 +217,17 @@ def test_the_page_shows_the_run(tmp_path, fake_run):
     assert "256" in page.pieces
 
 
+def test_a_page_opens_with_the_result_and_of_one_agent_has_nothing_about_selection(
+    tmp_path, fake_run
+):
+    page = page_of(fake_run(tmp_path, size=1, evolve=()))
+    assert "0.750 ± 0.100" in page.pieces[: page.pieces.index("result")]
+    assert "on 256 test questions" in page.text
+    assert not {"slot", "parent", "retired", "new budgets", "reason of birth"} & set(page.pieces)
+    assert "Lineage" not in page.text
+    assert "lineage" not in json.loads(page.scripts[0])
+
+
 def test_births_in_an_earlier_run_are_not_dated_in_this_run():
     """A population that has evolved before begins with children of generations of the earlier run."""
     begin = {"event": "run", "evolvable": {}}

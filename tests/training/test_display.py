@@ -234,3 +234,14 @@ def test_a_member_with_constant_rewards_is_marked(stored_language_run, width):
 
     assert with_zero_std(1.0).count("no learning signal") == len(report.members)
     assert "no learning signal" not in with_zero_std(0.9)
+
+
+def test_no_value_of_a_member_is_cut_in_80_columns(stored_language_run):
+    report = next(
+        each for each in stored_language_run.reports if isinstance(each, GenerationReport)
+    )
+    names = ["clip_coef", "group_size", "update_epochs", "max_grad_norm"]
+    table = drawn(generation_table(report, names, 80, LANGUAGE))
+    assert "…" not in table
+    for member in report.members:
+        assert str(member.estimate) in table
