@@ -117,6 +117,7 @@ def settings(kind: type[T]) -> type[T]:
     narrower types. Lists become tuples. `__post_init__` checks combinations of fields. Every error
     is a ValueError that names the field.
     """
+    # A dataclass whose constructor passes its arguments to pydantic, which sets the fields.
     made = dataclass(frozen=True, kw_only=True)(kind)
     made.__pydantic_config__ = _SETTINGS  # type: ignore[attr-defined]  # read by pydantic
     made.__init__.__annotations__ = get_type_hints(made)  # plain types for `help`
@@ -189,7 +190,8 @@ def plain(value: Any, depth: int = 0) -> Any:
         and hasattr(value, "item")
         and not getattr(value, "ndim", 1)
     ):
-        return value.item()  # without an import of numpy, which takes time
+        # Without an import of numpy, which takes time.
+        return value.item()
     if issubclass(type(value), list | tuple):
         return [plain(item, depth) for item in value]
     return value
@@ -511,7 +513,7 @@ def finite_number(what: str, value: object) -> float:
             f"{what} must be a number, got {shown(value)} ({class_name(value)})."
         ) from None
     if isinstance(number, int):
-        return whole_number(what, number)
+        return whole_number(what, number)  # huge ones have no float
     if not math.isfinite(number):
         raise ValueError(f"{what} must be finite, got {value}.")
     return number
@@ -590,6 +592,7 @@ def lists_options(
             fields_ = [
                 (each.name, each.default) for each in inspect.signature(record).parameters.values()
             ]
+        # A default factory is shown as None: the value that it makes may be long.
         missing = (dataclasses.MISSING, inspect.Parameter.empty)
         defaults |= {name: default for name, default in fields_ if default not in missing}
     defaults |= others
@@ -616,6 +619,7 @@ def lists_options(
 
 def names_unknown(function: F) -> F:
     """Decorate a function so that an unknown keyword raises a ValueError with a hint."""
+    # `help` and type checkers see the signature of the function itself.
     parameters = inspect.signature(function).parameters
     known = [name for name in parameters if name not in ("self", "cls")]
     title = function.__qualname__.removesuffix(".__init__").split(".")[-1]

@@ -352,6 +352,7 @@ def _first_hyperparameters(
     defaults: Mapping[str, Any],
 ) -> Hyperparameters:
     """Return the first member's hyperparameters, which fit the settings and the search space."""
+    # 1. Check the arguments that are not settings.
     space = options.get("hp_config")
     if space is not None:
         instance(
@@ -362,6 +363,7 @@ def _first_hyperparameters(
         )
     space = space or HyperparameterConfig()
     whole_between("index", options.get("index", 0), 0)
+    # 2. Chosen values must lie in the search space; defaults are moved into it.
     chosen = _named(HYPERPARAMETER_NAMES, options)
     first = settings.objective.resolved(space.first(defaults, chosen), space)
     settings.objective.check(first, space)

@@ -117,8 +117,10 @@ class Translation:
     refused: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        # 1. Leave out what is not given.
         left_out = (None, "None")
         self.given = {name: value for name, value in self.given.items() if value not in left_out}
+        # 2. Parse given values. A refused one keeps its default, so that the rest can be checked.
         for name, key in self.keys.items():
             self.values[name] = None if key.default is None else key.parse(name, key.default)
             if name in self.given:

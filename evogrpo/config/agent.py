@@ -140,6 +140,7 @@ class LanguageOptions(SamplingOptions, AgentOptions):
     micro_batch_tokens: PositiveInt | None = None
 
     def __post_init__(self) -> None:
+        # 1. Lengths: no minimum and no penalty may exceed the maximum.
         longest = self.max_output_tokens
         if self.min_output_tokens > longest:
             raise ValueError(
@@ -151,6 +152,7 @@ class LanguageOptions(SamplingOptions, AgentOptions):
                 f"max_episode_tokens must be at least max_output_tokens = {longest}, got"
                 f" {self.max_episode_tokens}."
             )
+        # 2. The exact KL needs the whole distribution of every action, which is too large here.
         if self.objective.kl_estimator in FULL_KLS:
             raise ValueError(
                 f"kl_estimator={self.objective.kl_estimator!r} is not available for language"
@@ -161,6 +163,7 @@ class LanguageOptions(SamplingOptions, AgentOptions):
             raise ValueError(
                 f"overlong_buffer must be at most max_output_tokens = {longest}, got {buffer}."
             )
+        # 3. Importance weights compare whole distributions.
         changed = changed_options(self.sampling_options)
         if self.objective.importance_correction is not None and changed:
             # The sampler's log-probabilities are those of another distribution than the trainer's.
@@ -235,6 +238,7 @@ class LanguageAgent(LanguageOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        # Members train new adapters, stored ones, or all weights.
         has_lora = self.lora != LoraSettings()
         if self.adapter is not None and has_lora:
             raise ValueError(f"adapter {self.adapter!r} has its own LoRA settings. Remove lora.")

@@ -235,6 +235,7 @@ class Objective:
         """
         space = HyperparameterConfig() if space is None else space
         self.check_member(hyperparameters, space)
+        # Switches of a term have no effect while its coefficient is 0 and does not evolve.
         exact_kl = ("kl_estimator",) if self.kl_estimator in FULL_KLS else ()
         readers = {
             "beta": ("kl_target", "reference", *exact_kl),
@@ -262,6 +263,7 @@ class Objective:
             ValueError: If there is such a switch.
         """
         space = HyperparameterConfig() if space is None else space
+        # Every combination that a member can have must be valid.
         loss_types = self.possible("loss_type", hyperparameters, space)
         self._refuse_equal_losses(loss_types)
         smallest_gamma, _ = reach("gamma", hyperparameters, space)

@@ -74,6 +74,7 @@ class RLParameter:
     founders: tuple[Number, Number] | None = None
 
     def __post_init__(self) -> None:
+        # 1. Choices: distinct values and nothing else, numbers in ascending order.
         if self.choices is not None:
             range_fields = (self.min, self.max, self.scale, self.factor, self.founders)
             if range_fields != (None, None, "linear", None, None):
@@ -89,8 +90,10 @@ class RLParameter:
                 raise ValueError(
                     f"choices must be at least two distinct values, got {list(self.choices)}."
                 )
+            # The record is frozen; this is still its construction.
             object.__setattr__(self, "choices", distinct)
             return
+        # 2. A range: two bounds in order, and perhaps a part of it for founders.
         if self.min is None or self.max is None:
             raise ValueError(
                 f"min and max must be given, or choices, got min={self.min}, max={self.max},"
@@ -224,11 +227,8 @@ MAX_SAMPLES = 10_000_000
 """Maximum number of samples of a learning step."""
 
 
-def _parameter(value: Any, default_scale: Scale) -> RLParameter:
-    """Return the parameter that a value of `HyperparameterConfig` describes.
-
-    A pair is a range on `default_scale`.
-    """
+def _parameter(name: str, value: Any) -> RLParameter:
+    """Return the parameter that a value of `HyperparameterConfig` describes."""
     if isinstance(value, RLParameter):
         return value
     if isinstance(value, Mapping):
@@ -236,10 +236,26 @@ def _parameter(value: Any, default_scale: Scale) -> RLParameter:
     if isinstance(value, list):
         return RLParameter(choices=value)
     if isinstance(value, tuple) and len(value) == 2:
-        return RLParameter(min=value[0], max=value[1], scale=default_scale)
+        # A pair has the scale of the default range.
+        default = NETWORK_RANGES.get(name, RLParameter(min=0, max=1))
+        return RLParameter(min=value[0], max=value[1], scale=default.scale)
     raise ValueError(
         f"expected an RLParameter, a pair (min, max) or a list of choices, got {shown(value)}."
     )
+
+
+def _check_values(name: str, parameter: RLParameter) -> None:
+    """Raise ValueError if a hyperparameter cannot have the values of a parameter."""
+    if parameter.choices is None and is_categorical(name):
+        raise ValueError(f"{name} must have choices, got {parameter.extent}. Names have no order.")
+    if name == "group_size" and parameter.founders is not None:
+        raise ValueError(
+            f"group_size must not set founders, got {parameter.founders}. Lower max instead."
+        )
+    # Legal values are an interval, so the bounds of a range decide.
+    for value in parameter.choices or parameter.bounds:
+        field: dict[str, Any] = {name: value}
+        Hyperparameters(**field)
 
 
 class HyperparameterConfig(Mapping[str, RLParameter]):
@@ -260,30 +276,16 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
 
     def __init__(self, **values: Any) -> None:
         refuse_unknown("hyperparameter", values, HYPERPARAMETER_NAMES)
-        parameters = {}
-        for name, value in values.items():
-            try:
-                parameters[name] = _parameter(
-                    value, NETWORK_RANGES.get(name, RLParameter(min=0, max=1)).scale
-                )
-            except ValueError as error:
-                raise ValueError(f"{name}: {error}") from error
-        for name, parameter in parameters.items():
-            if parameter.choices is None and is_categorical(name):
-                raise ValueError(
-                    f"{name} must have choices, got {parameter.extent}. Names have no order."
-                )
-            if name == "group_size" and parameter.founders is not None:
-                raise ValueError(
-                    f"group_size must not set founders, got {parameter.founders}. Lower max"
-                    " instead."
-                )
-            for value in parameter.bounds if parameter.choices is None else parameter.choices:
-                field: dict[str, Any] = {name: value}
-                Hyperparameters(**field)  # raises ValueError if the value is invalid
-        self._parameters = {
-            name: parameters[name] for name in HYPERPARAMETER_NAMES if name in parameters
-        }
+        self._parameters: dict[str, RLParameter] = {}
+        # In the order of the fields, so that equal spaces are mutated alike.
+        for name in HYPERPARAMETER_NAMES:
+            if name in values:
+                try:
+                    parameter = _parameter(name, values[name])
+                except ValueError as error:
+                    raise ValueError(f"{name}: {error}") from error
+                _check_values(name, parameter)
+                self._parameters[name] = parameter
 
     @classmethod
     def __get_pydantic_core_schema__(
@@ -298,9 +300,8 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
                 return value
             if isinstance(value, Mapping):
                 refuse_unknown("hyperparameter", value, HYPERPARAMETER_NAMES)
-            return cls(
-                **{name: each for name, each in parameters(value).items() if each is not None}
-            )
+            read_parameters = parameters(value)
+            return cls(**{name: each for name, each in read_parameters.items() if each is not None})
 
         return core_schema.no_info_wrap_validator_function(
             read,
@@ -336,6 +337,7 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
         Raises:
             ValueError: If a value is invalid, or a chosen value lies outside the space.
         """
+        # 1. An automatic learning rate is calibrated: it is no value, but needs target_kl.
         if is_text(chosen.get("lr"), "auto"):
             if "lr" in self:
                 raise ValueError(
@@ -346,10 +348,12 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
                     'lr="auto" needs target_kl, got None. Leave target_kl out, or give lr a number.'
                 )
             chosen = {name: value for name, value in chosen.items() if name != "lr"}
+        # 2. Calibrate as well if neither of the two is given.
         has_lr = "lr" in chosen or "lr" in self
         if "target_kl" not in chosen and ("target_kl" in self or not has_lr):
             defaults = {**defaults, "target_kl": DEFAULT_TARGET_KL}
         record = Hyperparameters(**{**defaults, **chosen})
+        # 3. Move defaults into the space. Values that the caller has chosen are not moved.
         moved: dict[str, Any] = {}
         for name, parameter in self.items():
             value = getattr(record, name)
@@ -406,6 +410,7 @@ def feasible_group_sizes(samples_per_step: int) -> tuple[int, ...]:
         ValueError: If `samples_per_step` is not an integer from 2 to `MAX_SAMPLES`.
     """
     samples = whole_between("samples_per_step", samples_per_step, 2, MAX_SAMPLES)
+    # Divisors are pairs d and n / d, of which the smaller one is at most the square root.
     small = [size for size in range(1, math.isqrt(samples) + 1) if samples % size == 0]
     return tuple(sorted({*small, *(samples // size for size in small)} - {1}))
 

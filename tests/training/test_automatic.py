@@ -156,6 +156,9 @@ def test_populations_search_missing_hyperparameters():
         "clip_coef"
         not in GRPO.population(2, **language, objective=Objective(loss_type="sapo")).space
     )
+    # The objective is valid beside the other options only.
+    long = {"max_output_tokens": 512, "objective": Objective(overlong_buffer=200)}
+    assert "clip_coef" in GRPO.population(2, **language, **long).space
     with pytest.raises(ValueError, match="hp_config must be"):
         GRPO(*SPACES, hp_config="auto")  # a single agent evolves nothing
     with pytest.raises(ValueError, match="hp_config must be"):

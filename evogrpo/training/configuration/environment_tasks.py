@@ -174,6 +174,7 @@ def named_wrapper(section: str | WrapperSection) -> Wrap:
         section = WrapperSection(name=section)
     name = section.name
     options = section.options
+    # A name with a colon is code of the user or of a package; others are those of Gymnasium.
     if ":" in name:
         kind = load_named(name, "wrapper", "class")
     else:
@@ -206,6 +207,7 @@ def _registered(env: str) -> EnvSpec:
     try:
         return env_spec(env)
     except Exception as error:  # the module that registers it may raise any
+        # Each of these mistakes has its own advice.
         file, _, name = env.partition(".py:")
         if re.fullmatch(r"\w+(\.\w+)*_v\d+", env):  # PettingZoo's names of modules
             raise ValueError(
@@ -281,6 +283,7 @@ class ParallelTask(StartsTask, TeamOptions):
         options = {
             each.name: getattr(self, each.name) for each in fields(self) if each.name not in others
         }
+        # A score with a colon is a function of the user; others are names that the groups read.
         score: Any = self.score
         make = self._maker()
         if isinstance(score, str) and ":" in score:
@@ -398,11 +401,13 @@ def packaged_values(env: str | None, *, with_preset: bool) -> dict[str, Any]:
     values: dict[str, Any] = load_yaml(text, "env.yaml")
     if env is None:
         return values
+    # 1. End the run at the reward threshold.
     threshold = reward_threshold(env)
     if threshold is None:
         solved = {}
     else:
         solved = {"schedule": {"target_fitness": threshold}}
+    # 2. Add the environment, and its preset last, because that may change any section.
     values = merge_sections(values, {"task": {"env": env}, **solved})
     if with_preset:
         return merge_sections(values, preset(env))

@@ -248,6 +248,7 @@ class DatasetFiles:
     starts: PositiveInt | None = None
 
     def __post_init__(self) -> None:
+        # Exactly one source, and files are files.
         others = [self.train, self.validation, self.test, self.hub]
         if self.starts is not None and any(others):
             raise ValueError(
@@ -344,6 +345,7 @@ class DatasetTask(QuestionTask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        # 1. Environments and tools need a limit of turns; their settings need them.
         has_calls = bool(self.factories or self.tools)
         if has_calls and self.max_turns is None:
             raise ValueError(
@@ -362,12 +364,14 @@ class DatasetTask(QuestionTask):
                 )
         if has_calls and self.form == "agilerl":
             raise ValueError("environment_factory and tools require form: trl.")
+        # 2. Something gives starts, and something rewards.
         if self.dataset.starts is not None and not isinstance(self.environment_factory, str):
             raise ValueError("dataset.starts requires environment_factory with one class.")
         if not self.functions and not self.factories:
             raise ValueError(
                 "reward must be given, or environment_factory with a class that has get_reward."
             )
+        # 3. Templates and single reward functions belong to AgileRL's form, several to TRL's.
         has_template = self.system_prompt is not None or self.conversation_template is not None
         if (self.form == "trl" or has_calls) and has_template:
             raise ValueError(
@@ -570,6 +574,7 @@ _MAX_FILES = 5  # in a message
 
 def _read_table(file: TextIO, path: Path) -> list[Any]:
     """Read the rows of a .csv or .tsv file."""
+    # Only the first line is needed to find the delimiter.
     heading = file.readline()
     file.seek(0)
     csv.field_size_limit(2**31 - 1)

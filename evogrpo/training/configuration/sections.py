@@ -192,7 +192,7 @@ class Config:
     def __post_init__(self) -> None:
         from evogrpo.evolution.strategies import Replay
 
-        # the run must begin as the first stage of the replayed schedule
+        # 1. A replay begins as the first stage of the replayed schedule.
         if isinstance(self.strategy, Replay):
             first = self.strategy.stages[0]
             expected = (first.hyperparameters, first.samples_per_step, first.generations[0])
@@ -207,13 +207,14 @@ class Config:
                     f" must equal the first replayed stage, {expected}, got {actual}. Remove them:"
                     " `evogrpo replay` sets them."
                 )
+        # 2. Each group size that a member can have divides the samples of a step.
         samples = self.schedule.samples_per_step
-        # raises ValueError if no group size divides it
         self.search_space.for_samples_per_step(samples)
         try:
             check_group_size(self.hyperparameters.group_size, samples)
         except ValueError as error:
             raise ValueError(f"hyperparameters and schedule: {error}") from error
+        # 3. The agents' settings fit the hyperparameters that members can have.
         try:
             self.agent.objective.check(self.hyperparameters, self.search_space)
         except ValueError as error:
