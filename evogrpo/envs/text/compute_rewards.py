@@ -334,9 +334,9 @@ def _check_awaited(name: str, value: Any) -> None:
 
 def _reward_error(name: str, error: BaseException, text: str, note: str = "") -> RewardError:
     """Return the RewardError for a failed call."""
-    reason = str(error)
+    reason = text_of(error)
     if not isinstance(error, CallFailedError):
-        reason = f"raised {class_name(error)}: {shown(text_of(error), 240)}"
+        reason = f"raised {class_name(error)}: {shown(reason, 240)}"
     failure = RewardError(
         f"Reward function {name!r} {reason}{note} for the completion {shown(text, 160)}"
     )

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from evogrpo.envs.protocol import Scores
+from evogrpo.envs.text.compute_rewards import KnownValues
 from evogrpo.envs.text.environment_pool import EnvironmentPool, close_environment
 from evogrpo.envs.text.prompt_batch import SingleTurnBatch
 from evogrpo.envs.text.reward_functions import RewardError, RewardInputs, StepRewards
@@ -165,12 +166,13 @@ class EnvironmentBatch(SingleTurnBatch):
         # 1. Get the rewards of the environments; a conversation without calls begins and ends here.
         episodes = [self._episode(conversation) for conversation in conversations]
         self._finish(list(zip(conversations, episodes, strict=True)), stop)
-        known = {}
-        # Environments share a reward by the name of their class; for others it does not apply.
-        for name in self.own_rewards.values():
-            for row, episode in enumerate(episodes):
-                own = self.own_rewards.get(episode.opening.name) == name
-                known[name, row] = episode.reward if own else None
+        known: KnownValues = {}
+        for row, episode in enumerate(episodes):
+            # Rewards of other environments do not apply.
+            known |= {(name, row): None for name in self.own_rewards.values()}
+            name = self.own_rewards.get(episode.opening.name)
+            if name is not None:
+                known[name, row] = episode.reward
         # 2. Compute the other rewards.
         scores = self._score(conversations, known, stop)
         # 3. Exclude failed conversations, and count calls.

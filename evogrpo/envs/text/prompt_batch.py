@@ -213,9 +213,9 @@ class SingleTurnBatch:
         )
 
     def _reward_inputs(self, conversations: Sequence[Conversation]) -> RewardInputs:
-        texts = []
         turns = [self._turn_texts(conversation) for conversation in conversations]
         token_ids = [list(conversation.tokens) for conversation in conversations]
+        texts = []
         for parts, ids in zip(turns, token_ids, strict=True):
             # A conversation of several turns is decoded as a whole, with the markers of replies.
             texts.append(parts[0] if len(parts) == 1 else self._text(ids))
@@ -261,16 +261,16 @@ class SingleTurnBatch:
             # A user's own loop may give a completion without tokens.
             if np.isnan(result.rewards[row]) or not ids:
                 continue
-            # Rewards at tokens of a reply belong to the last sampled token before it.
-            # Positions of sampled tokens, and 0 at others.
-            sampled = np.where(conversation.sampled, np.arange(len(ids)), 0)
-            last_sampled = np.maximum.accumulate(sampled)
+            # The last sampled token up to each position: rewards at tokens of a reply belong to it.
+            positions_of_sampled = np.where(conversation.sampled, np.arange(len(ids)), 0)
+            last_sampled = np.maximum.accumulate(positions_of_sampled)
             for number, (name, values) in enumerate(result.components.items()):
                 if np.isnan(values[row]):
                     continue
-                steps = result.steps[name][row] if name in result.steps else None
-                if steps is None:  # a reward of the whole completion
-                    steps = StepRewards([values[row]], [len(ids) - 1])
+                # A reward of the whole completion is at its last token.
+                steps = StepRewards([values[row]], [len(ids) - 1])
+                if name in result.steps:
+                    steps = result.steps[name][row] or steps
                 positions = token_positions(steps, ids, inputs.texts[row], self._text)
                 for position, value in zip(positions, steps.values, strict=True):
                     place = last_sampled[position]

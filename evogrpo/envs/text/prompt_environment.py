@@ -47,7 +47,7 @@ from evogrpo.envs.text.templates import (
 )
 from evogrpo.records import single_turn_conversations
 from evogrpo.spaces import CompletionSpace
-from evogrpo.text import class_name, one_line, shown
+from evogrpo.text import class_name, one_line, shown, text_of
 from evogrpo.validation import refuse_unknown, whole_between, whole_number
 
 SAMPLE_COMPLETIONS = ("This is a made-up completion: 42.", "This is another made-up completion.")
@@ -370,7 +370,7 @@ class PromptEnvironment:
             batch.respond(samples)
             return batch.score(samples)
         except Exception as error:  # noqa: BLE001 (user code may raise anything)
-            reason = str(error)
+            reason = text_of(error)
             if not isinstance(error, RewardError):
                 reason = f"{class_name(error)}: {one_line(error)}"
             message = f"Your functions are tested on sample completions before training: {reason}"
@@ -401,13 +401,7 @@ class PromptEnvironment:
             question = row[self._columns[0]]
             # The question alone decides about the split, so a changed answer does not move it.
             hashes.append(RowHashes.of(dict(row) if self.whole_rows else question, row))
-            options = self._options
-            if row.get(TEMPLATE_OPTIONS) is not None:
-                check_options(row[TEMPLATE_OPTIONS], f"{row_name}: {TEMPLATE_OPTIONS}")
-                options = {**options, **row_options(row)}
-            # The environment has the last word, for example about tools.
-            options = {**options, **self._row_options(row)}
-            prompts.append((self._prompt(row, row_name), options))
+            prompts.append(self._render(row, row_name, self._template))
         return PromptSplit(
             table=table,
             rows=range(len(table)),
@@ -430,16 +424,34 @@ class PromptEnvironment:
             if missing or (blank and not (name == "answer" and value == "")):
                 raise ValueError(f"{row_name} has no {name}, got {shown(value)}. Remove the row.")
 
-    def _prompt(self, row: Mapping[str, Any], row_name: str) -> Prompt:
-        """Return the prompt of a row: text, or messages for the chat template."""
+    def _render(
+        self, row: Mapping[str, Any], row_name: str, template: Sequence[Message] | None
+    ) -> tuple[Prompt, Options]:
+        """Return the prompt of a row, and the keyword arguments of the chat template for it.
+
+        Args:
+            row: The row.
+            row_name: Its name in messages.
+            template: Messages with the fields {question} and {answer}; None = without a template.
+
+        Raises:
+            ValueError: If the prompt or the keyword arguments are invalid.
+        """
+        # 1. Keyword arguments: of the environment, of the row, and those that the environment sets.
+        options = self._options
+        if row.get(TEMPLATE_OPTIONS) is not None:
+            check_options(row[TEMPLATE_OPTIONS], f"{row_name}: {TEMPLATE_OPTIONS}")
+            options = {**options, **row_options(row)}
+        options = {**options, **self._row_options(row)}
+        # 2. AgileRL's form: a question in a template, or as plain text.
         question = row[self._columns[0]]
-        # AgileRL's form: a question in a template, or as plain text.
-        if self._template is not None:
-            return fill_template(self._template, question, row["answer"])
+        if template is not None:
+            return fill_template(template, question, row["answer"]), options
         if self._columns != ("prompt",):
-            return str(question)
+            return str(question), options
+        # 3. TRL's form: messages, or text.
         if not isinstance(question, str):
-            return check_messages(question, f"{row_name}: prompt")
+            return check_messages(question, f"{row_name}: prompt"), options
         # CSV files contain messages as text, which the chat template would not see.
         if is_written_messages(question):
             raise ValueError(
@@ -447,4 +459,4 @@ class PromptEnvironment:
                 f" {shown(question, 80)}. Read them with json.loads, so that they get the chat"
                 " template."
             )
-        return question
+        return question, options
