@@ -110,7 +110,12 @@ def _constant(value: Any) -> str | None:
         if isinstance(value, frozenset):
             texts.sort()  # the order of a set differs between processes
         return repr(texts)
-    if value is None or isinstance(value, Number | str | bytes):
+    # A user's subclass of a number or text may have a repr of its own.
+    kind: Any
+    for kind in (bool, int, float, complex, str, bytes):
+        if isinstance(value, kind):
+            return str(kind.__repr__(value))
+    if value is None or isinstance(value, Number):
         return repr(value)
     return None
 
