@@ -11,7 +11,6 @@ from torch import Tensor
 
 from evogrpo.config.network import NetworkConfig
 from evogrpo.config.objective import Objective
-from evogrpo.members.members import Banks
 from evogrpo.members.networks.bank import StackedBank
 from evogrpo.randomness import generator
 from evogrpo.records import DEFAULT_POLICY, UNTRUNCATED, Batch, ObservationInputs, SamplingOptions
@@ -224,18 +223,14 @@ class Settings:
 
 @dataclass(frozen=True)
 class Together:
-    """One policy of several members; see `evogrpo.algorithms.learning.learning_step`."""
+    """Members with one bank; see `evogrpo.algorithms.learning.learning_step`."""
 
     bank: StackedBank
     settings: Settings
 
     @property
-    def policies(self) -> "dict[str, Together]":
-        return {DEFAULT_POLICY: self}
-
-    @property
-    def banks(self) -> Banks:
-        return Banks({DEFAULT_POLICY: self.bank})
+    def banks(self) -> dict[str, StackedBank]:
+        return {DEFAULT_POLICY: self.bank}
 
 
 def together(size: int = 1, **objective: Any) -> Together:

@@ -23,8 +23,8 @@ from evogrpo.members.bank import Sampler
 from evogrpo.members.fast_llama.weight_layout import fast_paths_disabled
 from evogrpo.members.language import bank as language_bank
 from evogrpo.members.language.causal_model import CausalModel
-from evogrpo.members.language.conversations import as_batch
 from evogrpo.members.language.full_finetuning import choose_trained
+from evogrpo.members.language.own_loop import as_batch
 from evogrpo.members.requests import RolloutBatch
 from evogrpo.randomness import generator
 from evogrpo.records import Batch, LearnReport

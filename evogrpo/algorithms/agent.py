@@ -24,7 +24,7 @@ from evogrpo.text import shown
 
 
 class Agent(NamesMissing, HyperparameterAttributes):
-    """One member of a population: a slot of a bank, an identity and a frozen record of hyperparameters.
+    """One member of a population: a slot, an identity and a record of hyperparameters.
 
     Create agents with their algorithm's constructor or `population`, not with this class.
 
@@ -61,6 +61,7 @@ class Agent(NamesMissing, HyperparameterAttributes):
         *("_hyperparameters", "_hooks", "_prediction_count", "_evaluated_network", "__weakref__"),
     )
 
+    # Checkpoints name the kind of members; classes are never looked up by a name in a checkpoint.
     kinds: ClassVar[Mapping[str, type[Members] | str]] = {}
     """Classes of members that agents of this class use, by kind; "module:Class" is imported on use.
     """
@@ -147,7 +148,7 @@ class Agent(NamesMissing, HyperparameterAttributes):
         )
 
     def mutate(self, rng: np.random.Generator, mutation: Mutation | None = None) -> Changes:
-        """Mutate some evolving hyperparameters, and possibly the network, then run the mutation hooks.
+        """Mutate hyperparameters, and possibly the network, then run the mutation hooks.
 
         Args:
             rng: Random generator.
@@ -165,15 +166,18 @@ class Agent(NamesMissing, HyperparameterAttributes):
                 "The agent has no hp_config, so there is nothing to mutate. Pass hp_config to the"
                 " constructor."
             )
+        # 1. Mutate hyperparameters.
         changes: dict[str, tuple[Value, Value]] = {}
         if self.hp_config:
             before = self.hyperparameters
             self.hyperparameters = (mutation or Mutation())(before, self.hp_config, rng)
             changes.update(changes_between(before, self.hyperparameters))
+        # 2. Change the architecture, if it evolves.
         drawn = self.members.propose_architecture(self.slot, rng)
         if drawn is not None:
             self.members.change_architecture(self.slot, drawn.architecture, rng)
             changes[NETWORK] = drawn.old, drawn.new
+        # 3. Tell the user's hooks.
         self.mutated()
         return changes
 
@@ -203,9 +207,9 @@ class Agent(NamesMissing, HyperparameterAttributes):
         Arguments as in `clone`.
         """
         members = self.members.new_member(wrap=wrap)
-        clone = type(self).in_slot(
-            members, 0, self.index if index is None else index, self.hyperparameters
-        )
+        if index is None:
+            index = self.index
+        clone = type(self).in_slot(members, 0, index, self.hyperparameters)
         clone.load_state(state)
         type(self).copy_attributes(self, clone)
         return clone
@@ -216,11 +220,14 @@ class Agent(NamesMissing, HyperparameterAttributes):
 
         Raise an error if `learn_together` is not defined, or an option is not used.
         """
-        if getattr(cls.learn_together, "__func__", None) is Agent.learn_together.__func__:  # type: ignore[attr-defined]
+        # Classes that do not define it inherit the function of this class, which only raises.
+        inherited = Agent.learn_together.__func__  # type: ignore[attr-defined]
+        if getattr(cls.learn_together, "__func__", None) is inherited:
             raise TypeError(
                 f"{cls.__name__} does not define learn_together. Define it in a subclass, as GRPO"
                 " does."
             )
+        # An option that has no effect would mislead.
         for name in cls.unused_options:
             space = options.get("hp_config")  # not validated yet
             if name in options or (isinstance(space, HyperparameterConfig) and name in space):
@@ -235,6 +242,7 @@ class Agent(NamesMissing, HyperparameterAttributes):
         cls, members: Members, slot: int, index: int, hyperparameters: Hyperparameters
     ) -> Self:
         """Create an agent in a slot of existing members."""
+        # The constructor of a subclass would build members of its own.
         agent = cls.__new__(cls)
         Agent.__init__(agent, members, slot, index, hyperparameters)
         return agent
@@ -249,18 +257,9 @@ class Agent(NamesMissing, HyperparameterAttributes):
 
     @staticmethod
     def copy_attributes(agent: "Agent", clone: "Agent") -> "Agent":
-        """Copy everything except weights, optimizer, slot and index to `clone`, and return `clone`."""
-        copied = (
-            "parent",
-            "born",
-            "hyperparameters",
-            "fitness",
-            "failed",
-            "retired",
-            "training",
-            "steps",
-        )
-        for name in (*copied, "_evaluated_network", "_prediction_count"):
+        """Copy everything but the train state, slot and index to `clone`, and return it."""
+        copied = ("parent", "born", "hyperparameters", "fitness", "failed", "retired", "training")
+        for name in (*copied, "steps", "_evaluated_network", "_prediction_count"):
             setattr(clone, name, getattr(agent, name))
         clone._hooks = list(agent._hooks)
         return clone
@@ -289,7 +288,7 @@ class Agent(NamesMissing, HyperparameterAttributes):
         raise NotImplementedError
 
     def check_single_rank(self, method: str) -> None:
-        """Raise ValueError if several ranks train the population, as the method runs on one rank only."""
+        """Raise ValueError if several ranks train the population: the method runs on one."""
         if self.members.processes.size > 1:
             raise ValueError(
                 f"{method} of a member needs a single process, got {self.members.processes.size}"
@@ -299,7 +298,7 @@ class Agent(NamesMissing, HyperparameterAttributes):
     # ---- looking inside
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return a copy of the train state by name: weights, moments, step count, running statistics."""
+        """Return a copy of the train state: weights, moments, step count, running statistics."""
         return self.members.state(self.slot)
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:

@@ -3,7 +3,6 @@
 import dataclasses
 from collections import UserDict
 from collections.abc import Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from evogrpo.algorithms.factory import AGENT_CLASSES, is_language_model
+from evogrpo.algorithms.factory import AGENT_CLASSES
 from evogrpo.algorithms.population import Population
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.search_space import HyperparameterConfig
@@ -62,7 +61,7 @@ class AgentRecord:
     """Record of an agent's checkpoint.
 
     Attributes:
-        shared: Fields of the members, in its own format.
+        shared: Result of `Members.checkpoint_record`, with `kind`, `settings` and `hp_config`.
         member: The agent.
         note: Further plain values.
     """
@@ -77,7 +76,7 @@ class PopulationRecord:
     """Record of a population's checkpoint, without the lineage.
 
     Attributes:
-        shared: Fields of the members, in its own format.
+        shared: Result of `Members.checkpoint_record`, with `kind`, `settings` and `hp_config`.
         members: One per slot.
         next_index: First unused index.
     """
@@ -194,7 +193,7 @@ def read_agent(agent: "Agent", path: str | Path) -> None:
 
 
 def population_state(population: Population) -> tuple[Mapping[str, Tensor], PopulationRecord]:
-    """Return the contents of a population's checkpoint: tensors by name, and a record without the lineage.
+    """Return the tensors of a population's checkpoint, and a record without the lineage.
 
     Tensors are copied on access, so members are never in memory twice. Save them before the
     population changes, or keep `dict(tensors)`.
@@ -281,7 +280,7 @@ def restore_population(
 
 
 def split_shared(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the tensors of a checkpoint that all members share, see `Members.shared_tensors`, and all others."""
+    """Return `Members.shared_tensors` of a checkpoint, and all other tensors."""
     shared = {}
     others = {}
     for name, tensor in tensors.items():
@@ -293,6 +292,7 @@ def split_shared(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict
 
 
 def _shared_by_name(members: Members) -> dict[str, Tensor]:
+    """Return the tensors that all members share, by their names in a checkpoint."""
     return {f"{CONSTANT}{name}": tensor for name, tensor in members.shared_tensors().items()}
 
 
@@ -308,36 +308,27 @@ def _open(
     accelerator: "Accelerator | None",
 ) -> Members:
     """Build the members of a checkpoint, without train states."""
-    # 1. Read the kind, the search space and the tensors that all members share.
-    if record["kind"] not in algorithm.kinds:
-        raise unknown_name_error(f"kind of agent in {folder}:", record["kind"], algorithm.kinds)
-    constants = split_shared(tensors)[0]
-    config = record["hp_config"]
-    # 2. Load the initial weights and buffers of a user's module into a copy, so that the module
-    #    itself is not changed.
-    if constants and isinstance(actor_network, nn.Module) and not is_language_model(actor_network):
-        actor_network = deepcopy(actor_network)
-        try:
-            actor_network.load_state_dict(constants)
-        except RuntimeError as error:
-            raise CheckpointError(
-                f"{folder} was saved with another module than the one passed: {error}"
-            ) from error
-    # 3. Build the members.
+    kind = record["kind"]
+    if kind not in algorithm.kinds:
+        raise unknown_name_error(f"kind of agent in {folder}:", kind, algorithm.kinds)
+    hp_config = None
+    if record["hp_config"] is not None:
+        hp_config = HyperparameterConfig(**record["hp_config"])
     saved = SavedMembers(
         record=record,
         size=size,
-        hp_config=None if config is None else HyperparameterConfig(**config),
-        shared_tensors=constants,
+        hp_config=hp_config,
+        shared_tensors=split_shared(tensors)[0],
         tensor_bytes=sum(tensor.nbytes for tensor in tensors.values()),
         folder=folder,
     )
-    return algorithm.members_class(record["kind"]).from_checkpoint(
+    return algorithm.members_class(kind).from_checkpoint(
         saved, actor_network=actor_network, device=device, accelerator=accelerator
     )
 
 
 def _members_record(members: Members) -> dict[str, Any]:
+    """Return the part of a record that is common to all members."""
     return {
         "kind": members.kind,
         "settings": dump(members.settings),
@@ -347,21 +338,23 @@ def _members_record(members: Members) -> dict[str, Any]:
 
 
 def _stored(agent: "Agent") -> StoredMember:
-    return StoredMember(
-        **{field.name: getattr(agent, field.name) for field in fields(StoredMember)}
-    )
+    """Return the fields of an agent that checkpoints store."""
+    values = {field.name: getattr(agent, field.name) for field in fields(StoredMember)}
+    return StoredMember(**values)
 
 
 def _restore(agent: "Agent", member: StoredMember, tensors: Mapping[str, Tensor]) -> None:
     """Restore a saved agent into this one; on errors nothing changes."""
-    # refused if they are invalid here
+    # 1. Hyperparameters; the agent refuses those that do not fit its settings.
     earlier = agent.hyperparameters
     agent.hyperparameters = member.hyperparameters
+    # 2. The train state, which members refuse if it has other names, shapes or types.
     try:
         agent.load_state(tensors)
     except ValueError:
         agent.hyperparameters = earlier
         raise
+    # 3. All other fields.
     for field in fields(member):
         setattr(agent, field.name, getattr(member, field.name))
 

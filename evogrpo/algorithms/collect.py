@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from evogrpo.envs.protocol import GroupEnvironment
+from evogrpo.envs.protocol import GroupEnvironment, Scores
 from evogrpo.functional.loss_types import STEP_ADVANTAGES
 from evogrpo.functional.rewards import consecutive_ids, place_on_last_action, zero_variance_groups
 from evogrpo.interruption import NEVER, Stop
@@ -46,21 +47,20 @@ def sample_groups(
     # 1. Open the starts, and number the rows. Groups are numbered by member and start, so no two
     #    share a number.
     starts = env.deal(learners[0].step, max(span.stop for span in groups), block)
-    spans = [
-        (span, learner.hyperparameters.group_size)
-        for span, learner in zip(groups, learners, strict=True)
-    ]
-    start_ids = torch.cat(
-        [torch.tensor(span).repeat_interleave(group_size) for span, group_size in spans]
-    )
-    counts = tuple(len(span) * group_size for span, group_size in spans)
+    counts = []
+    start_ids_by_learner = []
+    for learner, span in zip(learners, groups, strict=True):
+        group_size = learner.hyperparameters.group_size
+        counts.append(len(span) * group_size)
+        start_ids_by_learner.append(torch.tensor(span).repeat_interleave(group_size))
+    start_ids = torch.cat(start_ids_by_learner)
 
     def per_row(values: Sequence[float]) -> Tensor:
         return torch.tensor(values).repeat_interleave(torch.tensor(counts))
 
     request = SamplingRequest(
         learners=tuple(learners),
-        counts=counts,
+        counts=tuple(counts),
         row_ids=torch.arange(len(start_ids)),
         member_ids=per_row([learner.slot for learner in learners]),
         start_ids=start_ids,
@@ -94,6 +94,7 @@ def sample_groups(
 
 
 def _moved(sampled: RolloutBatch, device: torch.device | str) -> RolloutBatch:
+    """Return a rollout with its tensors on a device."""
     experience = {policy: batch.to(device) for policy, batch in sampled.experience.items()}
     return replace(sampled, experience=experience, truncated=sampled.truncated.to(device))
 
@@ -140,57 +141,31 @@ def resample_groups(
     }
     (policy,) = sampled.experience  # objectives of several agents do not allow dynamic sampling
     for number in range(1, max_rounds + 1):
-        # 1. Sample as many new groups as each member has groups without signal.
+        # 1. Find the groups to replace.
         batch = sampled.experience[policy]
         without_signal = groups_without_signal(batch, kinds)
         acting = [learner for learner in learners if without_signal[learner.slot]]
         if not acting:
             break
+        # 2. Sample as many new groups, on the next starts of each member.
         groups = []
         for each in acting:
-            groups.append(range(used[each.slot], used[each.slot] + len(without_signal[each.slot])))
-            used[each.slot] = groups[-1].stop
+            first = used[each.slot]
+            used[each.slot] = first + len(without_signal[each.slot])
+            groups.append(range(first, used[each.slot]))
         drawn = sample_groups(
             members, env, acting, groups, block=block, purpose="refill", number=number, stop=stop
         )
-        # 2. Replace old groups by new ones with signal: `order[i]` is the row, old or new, that
-        #    becomes row i.
-        new_batch = drawn.experience[policy]
-        new_without_signal = groups_without_signal(new_batch, kinds)
-        order = torch.arange(len(batch), device=batch.group_ids.device)
-        for slot in (each.slot for each in acting):
-            own_groups = _by_member(new_batch)[slot].group_ids.unique().tolist()
-            useful = [group for group in own_groups if group not in new_without_signal[slot]]
-            for old, new in zip(without_signal[slot], useful, strict=False):
-                order[_rows_of(batch, slot, old)] = len(order) + _rows_of(new_batch, slot, new)
-        # 3. Select these rows of both; groups and members stay, and costs add up. Rounds follow
-        #    each other, so their scoring times are added; `merge_rollouts` takes the longest, as
-        #    ranks score at the same time.
-        both = merge_rollouts([sampled, drawn])
-        rows = order.tolist()
-        scores = both.scores
+        # 3. Put new groups with signal in the places of old ones.
+        rows = _rows_with_refills(batch, drawn.experience[policy], without_signal, kinds)
+        both = _select(merge_rollouts([sampled, drawn]), rows)
+        # Rounds follow each other, so their scoring times are added; `merge_rollouts` takes the
+        # longest, as ranks score at the same time.
         longer = max(sampled, drawn, key=lambda each: len(each.starts))
         sampled = replace(
             both,
-            experience={
-                policy: replace(both.experience[policy].select(order), group_ids=batch.group_ids)
-            },
-            scores=replace(
-                scores,
-                rewards=scores.rewards[rows],
-                components={name: values[rows] for name, values in scores.components.items()},
-                completions=(
-                    tuple(scores.completions[row] for row in rows) if scores.completions else ()
-                ),
-                columns={
-                    name: tuple(values[row] for row in rows)
-                    for name, values in scores.columns.items()
-                },
-                metrics=sampled.scores.metrics,
-            ),
-            member_ids=sampled.member_ids,
-            start_ids=both.start_ids[rows],
-            truncated=both.truncated[rows],
+            experience={policy: replace(both.experience[policy], group_ids=batch.group_ids)},
+            scores=replace(both.scores, metrics=sampled.scores.metrics),
             starts=longer.starts,
             questions=longer.questions,
             scoring_seconds=sampled.scoring_seconds + drawn.scoring_seconds,
@@ -198,97 +173,151 @@ def resample_groups(
     return sampled
 
 
+def _rows_with_refills(
+    batch: Batch, new: Batch, without_signal: Mapping[int, list[int]], kinds: Mapping[int, str]
+) -> Tensor:
+    """Return the row that becomes each row of the batch; those from `len(batch)` on are new ones.
+
+    A member's groups without signal are replaced in order, as far as it has new ones with signal.
+    """
+    rows = torch.arange(len(batch), device=batch.group_ids.device)
+    useless = groups_without_signal(new, kinds)
+    for slot, useless_groups in useless.items():
+        drawn_groups = new.group_ids[new.member_ids == slot].unique().tolist()
+        useful = [group for group in drawn_groups if group not in useless_groups]
+        for old_group, new_group in zip(without_signal[slot], useful, strict=False):
+            rows[_rows_of(batch, slot, old_group)] = len(batch) + _rows_of(new, slot, new_group)
+    return rows
+
+
+def _rows_of(batch: Batch, slot: int, group: int) -> Tensor:
+    """Return the row numbers of a member's group."""
+    return ((batch.member_ids == slot) & (batch.group_ids == group)).nonzero()[:, 0]
+
+
 def groups_without_signal(batch: Batch, kinds: Mapping[int, str]) -> dict[int, list[int]]:
-    """Return each member's groups whose advantages are all 0, because the rewards they compare are all equal.
+    """Return each member's groups whose advantages are all 0, because all their rewards are equal.
 
     Args:
         batch: Whole groups.
         kinds: Advantage type by slot.
     """
     without_signal: dict[int, list[int]] = {}
-    for slot, member_batch in _by_member(batch).items():
-        groups, (number, count) = (
-            member_batch.group_ids.unique(),
-            consecutive_ids(member_batch.group_ids),
-        )
-        equal = zero_variance_groups(member_batch.rewards, number, count)
-        if kinds[slot] in STEP_ADVANTAGES and member_batch.step_rewards is not None:
-            rewarded = member_batch.present & ~member_batch.step_rewards.isnan()
-            expanded = number[:, None].expand(rewarded.shape)
-            equal &= zero_variance_groups(
-                member_batch.step_rewards[rewarded], expanded[rewarded], count
-            )
-        if kinds[slot] == "gdpo" and member_batch.reward_components is not None:
-            for values in member_batch.reward_components.unbind(1):
+    for slot in batch.member_ids.unique().tolist():
+        own = batch.select_members([slot])
+        groups = own.group_ids.unique()
+        number, count = consecutive_ids(own.group_ids)
+        equal = zero_variance_groups(own.rewards, number, count)
+        # Some advantages compare other rewards than the total; these must be equal as well.
+        if kinds[slot] in STEP_ADVANTAGES and own.step_rewards is not None:
+            rewarded = own.present & ~own.step_rewards.isnan()
+            group_of_step = number[:, None].expand(rewarded.shape)[rewarded]
+            equal &= zero_variance_groups(own.step_rewards[rewarded], group_of_step, count)
+        if kinds[slot] == "gdpo" and own.reward_components is not None:
+            for values in own.reward_components.unbind(1):
                 equal &= zero_variance_groups(values, number, count)
         without_signal[slot] = groups[equal].tolist()
     return without_signal
 
 
-def _by_member(batch: Batch) -> dict[int, Batch]:
-    return {slot: batch.select_members([slot]) for slot in batch.member_ids.unique().tolist()}
+# ---- rows of rollouts
 
 
-def _rows_of(batch: Batch, slot: int, group: int) -> Tensor:
-    return ((batch.member_ids == slot) & (batch.group_ids == group)).nonzero()[:, 0]
+def _select(rollout: RolloutBatch, rows: Tensor) -> RolloutBatch:
+    """Return some rows of a rollout; what is not by row stays."""
+    numbers = rows.tolist()
+    scores = rollout.scores
+    components = {name: values[numbers] for name, values in scores.components.items()}
+    columns = {}
+    for name, values in scores.columns.items():
+        columns[name] = tuple(values[row] for row in numbers)
+    completions = scores.completions
+    if completions:  # small networks have none
+        completions = tuple(completions[row] for row in numbers)
+    experience = {policy: batch.select(rows) for policy, batch in rollout.experience.items()}
+    return replace(
+        rollout,
+        experience=experience,
+        scores=replace(
+            scores,
+            rewards=scores.rewards[numbers],
+            components=components,
+            completions=completions,
+            columns=columns,
+        ),
+        member_ids=rollout.member_ids[numbers],
+        start_ids=rollout.start_ids[numbers],
+        truncated=rollout.truncated[numbers],
+    )
 
 
 def merge_rollouts(parts: Sequence[RolloutBatch]) -> RolloutBatch:
     """Return the rows of several rollouts of one learning step, one after another."""
-    # 1. Join the batches. Groups get other numbers where two parts use the same, as environments
-    #    may number their own from 0.
-    experience: dict[str, Batch] = {}
+    experience = {}
     for policy in dict.fromkeys(policy for part in parts for policy in part.experience):
         batches = [part.experience[policy] for part in parts if policy in part.experience]
-        if any(batch.step_rewards is not None for batch in batches):
-            batches = [
-                (
-                    replace(batch, step_rewards=place_on_last_action(batch.rewards, batch.present))
-                    if batch.step_rewards is None
-                    else batch
-                )
-                for batch in batches
-            ]
-        merged = batches[0]
-        for batch in batches[1:]:
-            shift = max(0, 1 + int(merged.group_ids.max()) - int(batch.group_ids.min()))
-            merged = merged.concatenate(replace(batch, group_ids=batch.group_ids + shift))
-        experience[policy] = merged
-    # 2. Join rewards and texts.
-    scores = [part.scores for part in parts]
-    first = parts[0].scores
-    weights = [len(each.rewards) for each in scores]
-    all_scores = replace(
-        first,
-        rewards=np.concatenate([each.rewards for each in scores]),
-        components={
-            name: np.concatenate([each.components[name] for each in scores])
-            for name in first.components
-        },
-        completions=tuple(text for each in scores for text in each.completions),
-        columns={
-            name: tuple(value for each in scores for value in each.columns[name])
-            for name in first.columns
-            if all(name in each.columns for each in scores)
-        },
-        metrics={
-            name: float(np.average([each.metrics[name] for each in scores], weights=weights))
-            for name in first.metrics
-            if all(name in each.metrics for each in scores)
-        },
-    )
-    # 3. Add up the costs.
-    slots = dict.fromkeys(slot for part in parts for slot in part.tokens)
+        experience[policy] = _concatenate_batches(batches)
+    tokens: dict[int, int] = {}
+    for part in parts:
+        for slot, amount in part.tokens.items():
+            tokens[slot] = tokens.get(slot, 0) + amount
     return RolloutBatch(
         experience=experience,
-        scores=all_scores,
+        scores=_concatenate_scores([part.scores for part in parts]),
         member_ids=torch.cat([part.member_ids for part in parts]),
         start_ids=torch.cat([part.start_ids for part in parts]),
         truncated=torch.cat([part.truncated for part in parts]),
-        tokens={slot: sum(part.tokens.get(slot, 0) for part in parts) for slot in slots},
+        tokens=tokens,
         questions=parts[0].questions,
-        observed=tuple(each for part in parts for each in part.observed),
+        observed=tuple(chain.from_iterable(part.observed for part in parts)),
         scoring_seconds=max(part.scoring_seconds for part in parts),
+    )
+
+
+def _concatenate_batches(batches: Sequence[Batch]) -> Batch:
+    """Return the rows of several batches, one after another."""
+    # 1. A part without step rewards has its reward on the last action.
+    with_steps = any(batch.step_rewards is not None for batch in batches)
+    merged: Batch | None = None
+    for part in batches:
+        batch = part
+        if with_steps and batch.step_rewards is None:
+            steps = place_on_last_action(batch.rewards, batch.present)
+            batch = replace(batch, step_rewards=steps)
+        if merged is None:
+            merged = batch
+            continue
+        # 2. Two parts may use the same numbers of groups, as environments may count their own
+        #    from 0. Later parts continue after the largest number.
+        shift = max(0, 1 + int(merged.group_ids.max()) - int(batch.group_ids.min()))
+        merged = merged.concatenate(replace(batch, group_ids=batch.group_ids + shift))
+    assert merged is not None
+    return merged
+
+
+def _concatenate_scores(parts: Sequence[Scores]) -> Scores:
+    """Return the scores of several rollouts, one after another; metrics are averaged over rows."""
+    first = parts[0]
+    components = {}
+    for name in first.components:
+        components[name] = np.concatenate([part.components[name] for part in parts])
+    columns = {}
+    for name in first.columns:
+        if all(name in part.columns for part in parts):
+            columns[name] = tuple(chain.from_iterable(part.columns[name] for part in parts))
+    rows = [len(part.rewards) for part in parts]
+    metrics = {}
+    for name in first.metrics:
+        if all(name in part.metrics for part in parts):
+            values = [part.metrics[name] for part in parts]
+            metrics[name] = float(np.average(values, weights=rows))
+    return replace(
+        first,
+        rewards=np.concatenate([part.rewards for part in parts]),
+        components=components,
+        completions=tuple(chain.from_iterable(part.completions for part in parts)),
+        columns=columns,
+        metrics=metrics,
     )
 
 

@@ -2,20 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
-import gymnasium
 import numpy as np
-from gymnasium.wrappers import TimeLimit
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evogrpo.envs.control.episodes import Episodes
-from evogrpo.envs.control.policy_mapping import PolicyMapping
-from evogrpo.envs.control.rollout import EpisodeRequest, StartBatch, play_episodes
-from evogrpo.envs.control.seeded_groups import DEFAULT_MAX_EPISODE_STEPS, declared_limit
-from evogrpo.envs.control.single_env import time_limit
-from evogrpo.envs.control.vector_env import GymnasiumVectorEnv
 from evogrpo.envs.protocol import GroupEnvironment, Split
 from evogrpo.envs.text.prompt_environment import PromptEnvironment
 from evogrpo.evolution.fitness import (
@@ -30,7 +21,6 @@ from evogrpo.evolution.fitness import (
 from evogrpo.interruption import NEVER, Stop
 from evogrpo.members.members import Members
 from evogrpo.members.requests import EvaluationRequest
-from evogrpo.records import Actor
 from evogrpo.warnings import warn
 
 
@@ -54,11 +44,8 @@ def evaluate_questions(
     if ranks.size == 1:
         rewards, tokens = members.evaluate(env, request)
     else:
-        parts = [
-            tuple(part.tolist())
-            for part in np.array_split(np.asarray(request.questions), ranks.size)
-        ]
-        questions = parts[ranks.rank]
+        shares = np.array_split(np.asarray(request.questions), ranks.size)
+        questions = tuple(shares[ranks.rank].tolist())
 
         def work() -> tuple[NDArray[np.float64], tuple[int, ...]] | None:
             if questions:
@@ -68,9 +55,12 @@ def evaluate_questions(
         # Shares are contiguous and results come in rank order, so the columns are in the order of
         # the questions.
         results = [result for result in ranks.run_section(work) if result is not None]
+        # Rows of a slot are next to each other.
         rewards = np.hstack([values.reshape(len(request.slots), -1) for values, _ in results])
-        tokens = tuple(map(sum, zip(*(spent for _, spent in results), strict=True)))
+        spent_by_rank = np.array([spent for _, spent in results])
+        tokens = tuple(spent_by_rank.sum(axis=0).tolist())
     # 2. Average over the answers to each question.
+    #    An environment may exclude completions whose reward function failed.
     missing = int((~np.isfinite(rewards)).sum())
     if missing and not (isinstance(env, PromptEnvironment) and env.on_reward_error == "exclude"):
         fix = "Return a number for every held-out question"
@@ -85,6 +75,16 @@ def evaluate_questions(
     with np.errstate(invalid="ignore"):  # 0 / 0 where no answer has a reward
         means = np.where(scored, rewards, 0.0).sum(axis=2) / scored.sum(axis=2)
     return means, tokens
+
+
+def _question_count(env: GroupEnvironment, split: Split, questions: int | None) -> int:
+    """Return the number of questions to answer: `questions` at most, all by default."""
+    count = env.size(split)
+    if questions is not None:
+        count = min(questions, count)
+    if count < 1:
+        raise ValueError(f"The {split} split is empty, so nothing can be evaluated on it.")
+    return count
 
 
 def evaluate(
@@ -118,12 +118,7 @@ def evaluate(
         ValueError: If the split is empty, or a completion has no reward and the environment does
             not exclude failures.
     """
-    if questions is None:
-        count = env.size(split)
-    else:
-        count = min(questions, env.size(split))
-    if count < 1:
-        raise ValueError(f"The {split} split is empty, so nothing can be evaluated on it.")
+    count = _question_count(env, split, questions)
     request = EvaluationRequest(
         split=split, questions=tuple(range(count)), slots=tuple(slots), base=base, answers=answers
     )
@@ -142,7 +137,7 @@ def measure_fitness(
     base: bool = False,
     stop: Stop = NEVER,
 ) -> tuple[dict[int, Fitness], dict[int, int]]:
-    """Measure the fitness of members on the first questions of a split, in racing rounds if configured.
+    """Measure the fitness of members on the first questions of a split, with or without racing.
 
     A race ends when only the leader is left. The leader still answers all questions, unless it is
     clearly behind the rival, so the best member so far always has a complete evaluation.
@@ -167,12 +162,7 @@ def measure_fitness(
             members.
     """
     # 1. Set up the race. Scores are NaN until a member has answered.
-    if questions is None:
-        count = env.size(split)
-    else:
-        count = min(questions, env.size(split))
-    if count < 1:
-        raise ValueError(f"The {split} split is empty, so nothing can be evaluated on it.")
+    count = _question_count(env, split, questions)
     scores = np.full((len(slots), count), np.nan)
     tokens = dict.fromkeys(slots, 0)
     evaluated = np.zeros(scores.shape, dtype=np.bool_)
@@ -236,7 +226,8 @@ def evaluate_states(
     """
     rewards = []
     tokens = 0
-    # its observation statistics are those of the base, too
+    positions = tuple(range(env.size("test")) if questions is None else questions)
+    # The base has the observation statistics of a new member.
     untrained = members.new_member().state(0)
     before = members.state(0)
     try:
@@ -244,7 +235,7 @@ def evaluate_states(
             members.load_state(0, untrained if state is None else state)
             request = EvaluationRequest(
                 split="test",
-                questions=tuple(range(env.size("test")) if questions is None else questions),
+                questions=positions,
                 slots=(0,),
                 base=state is None,
                 answers=config.answers if config.sampled else None,
@@ -255,15 +246,14 @@ def evaluate_states(
             tokens += sum(spent)
     finally:
         members.load_state(0, before)
-    return [
-        Fitness.from_scores(row) for row in common_scores(np.concatenate(rewards), "test").tolist()
-    ], tokens
+    answered = common_scores(np.concatenate(rewards), "test")
+    return [Fitness.from_scores(row) for row in answered.tolist()], tokens
 
 
 def common_questions(
     rewards: NDArray[np.float64], evaluated: NDArray[np.bool_], split: Split
 ) -> NDArray[np.bool_]:
-    """Return `[questions]` True for questions that have a reward for every member evaluated on them.
+    """Return `[questions]` True where every evaluated member has a reward.
 
     Args:
         rewards: `[members, questions]`; NaN where there is none.
@@ -298,64 +288,3 @@ def common_scores(rewards: NDArray[np.float64], split: Split) -> NDArray[np.floa
     See `common_questions`.
     """
     return rewards[:, common_questions(rewards, np.ones(rewards.shape, dtype=np.bool_), split)]
-
-
-# ---- single environments of `GRPO.test`
-
-
-class SingleEnvironment:
-    """Group environment around an existing Gymnasium environment, which stays open.
-
-    Starts are the reset seeds 0, 1, 2, ..., the same for every split. Episodes without a time limit
-    are truncated after 1,000 steps, or after the limit in the environment's attributes if that is
-    larger.
-
-    Args:
-        env: The environment.
-        episodes: Number of starts.
-
-    Attributes:
-        max_episode_steps: Steps after which an episode is truncated.
-        observation_space: The environment's observation space.
-        action_space: The environment's action space.
-    """
-
-    def __init__(self, env: "gymnasium.Env[Any, Any]", episodes: int) -> None:
-        self.observation_space = env.observation_space
-        self.action_space = env.action_space
-        limits = (time_limit(env), env.spec and env.spec.max_episode_steps)
-        limit = next((each for each in limits if each is not None), None)
-        if limit is None:
-            # As in GymnasiumGroups: environments with a limit of their own end their episodes
-            # themselves.
-            limit = declared_limit(env.unwrapped)
-            env = TimeLimit(env, max(DEFAULT_MAX_EPISODE_STEPS, limit or 0))
-        self._env = _KeepOpen(env)
-        self._episodes = episodes
-        self.max_episode_steps = limit or DEFAULT_MAX_EPISODE_STEPS
-
-    def deal(self, step: int, count: int, block: int) -> tuple[int, ...]:
-        """Return the first `count` starts."""
-        return tuple(range(count))
-
-    def size(self, split: Split) -> int:
-        """Return the number of starts."""
-        return self._episodes
-
-    def open(self, split: Split, starts: Sequence[int]) -> StartBatch:
-        """Open starts, which are reset seeds."""
-        return StartBatch(env=self, seeds=tuple(starts))
-
-    def play_request(
-        self, actors: Mapping[str, Actor], mapping: PolicyMapping, request: EpisodeRequest
-    ) -> Episodes:
-        """Play one episode after the other; see `StartBatch.play`."""
-        vector_env = GymnasiumVectorEnv(lambda: self._env)
-        return play_episodes(vector_env, 1, actors, mapping, request, self.max_episode_steps)
-
-
-class _KeepOpen(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Wrapper that does not close the environment."""
-
-    def close(self) -> None:
-        """Do nothing: the user closes the environment."""

@@ -1,4 +1,4 @@
-"""GRPO: agents that learn by comparing the completions (or episodes) of a group, one policy or several per member."""
+"""GRPO: agents that learn by comparing the completions (or episodes) of a group."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +14,7 @@ from torch import nn
 from evogrpo.algorithms.agent import Agent
 from evogrpo.algorithms.checkpointing import load_agent, read_agent, save_agent
 from evogrpo.algorithms.collect import check_groups, sample_groups
-from evogrpo.algorithms.evaluation import SingleEnvironment, common_scores, evaluate
+from evogrpo.algorithms.evaluation import common_scores, evaluate
 from evogrpo.algorithms.factory import (
     Built,
     MultiAgentOptions,
@@ -27,6 +27,7 @@ from evogrpo.algorithms.factory import (
 )
 from evogrpo.algorithms.learning.learning_step import learn
 from evogrpo.algorithms.population import Population
+from evogrpo.algorithms.single_environment import SingleEnvironment
 from evogrpo.compat.agilerl import AgileRLMethods
 from evogrpo.config.agent import JointSettings, LanguageSettings, NetworkSettings
 from evogrpo.config.hyperparameters import Hyperparameters
@@ -102,6 +103,7 @@ class EvolvableAlgorithm(Agent, AgileRLMethods):
         **options: Unpack[Options],
     ) -> None:
         used = self.options_of_class(options)
+        # An accelerator of several processes expects each of them to train its own share.
         count = getattr(options.get("accelerator"), "num_processes", 1)
         if count != 1:
             raise ValueError(
@@ -131,7 +133,7 @@ class EvolvableAlgorithm(Agent, AgileRLMethods):
         founders: Sequence[Hyperparameters] | None = None,
         **options: Unpack[Options],
     ) -> Population:
-        """Create agents that share one bank: language models over one base model, or small networks.
+        """Create agents that share one bank: language models, or small networks.
 
         The first member has the given hyperparameters; those that evolve are spread over their
         ranges for the others.
@@ -322,7 +324,7 @@ class EvolvableAlgorithm(Agent, AgileRLMethods):
             action_masks=action_masks,
             base=self._evaluated_network == "base",
         )
-        self._prediction_count += 1
+        self._prediction_count += 1  # the next call draws other random numbers
         return actions, state
 
     @names_unknown
@@ -396,9 +398,11 @@ class EvolvableAlgorithm(Agent, AgileRLMethods):
                 f" {shown(experiences)}. To train in an environment, use evogrpo.train(env,"
                 " total_timesteps=...) or evogrpo.evolve(population, env)."
             )
+        # 1. Convert the samples of the caller's loop to a batch.
         learner = self.learner()
         to_experience = optional_method(self.members, "experience", "learn")
         experience, observed = to_experience(learner, experiences)
+        # 2. Learn. Observation statistics change afterwards, as in a population.
         report = self.learn_together(self.members, [learner], experience)[self.slot]
         self.members.update_statistics(observed)
         self.steps += 1
@@ -429,18 +433,21 @@ class EvolvableAlgorithm(Agent, AgileRLMethods):
             ValueError: If an argument is out of range, the environment does not fit the agent, or
                 the agent belongs to a population that is divided among ranks.
         """
+        # 1. Check the arguments.
         loop = whole_between("loop", loop, 1)
         refuse_unknown("split", [split], SPLITS)
         self.check_single_rank("test")
         base = self._evaluated_network == "base"
         if episodes is not None:
             episodes = whole_between("episodes", episodes, 1)
+        # 2. Make groups of a single environment, each start with one episode.
         groups: Any = env
         if isinstance(env, gymnasium.Env) and not hasattr(env, "deal"):
             episodes = episodes or 1
             groups = SingleEnvironment(env, episodes)
         check_groups(groups)
         self.members.check(groups)
+        # 3. Evaluate, and average over the starts that have a reward.
         rounds = [
             evaluate(self.members, [self.slot], groups, split, questions=episodes, base=base)
             for _ in range(loop)
@@ -545,7 +552,7 @@ class GRPO(EvolvableAlgorithm):
 
 
 class MultiAgentGRPO(GRPO):
-    """A member that acts for all agents of a multi-agent environment, trained by group relative policy optimisation.
+    """A member that acts for all agents of an environment, trained by GRPO.
 
     A group is `group_size` joint episodes from one joint reset seed. Each agent's part of an
     episode is compared with the same agent's parts of the group's other episodes: an advantage is
@@ -610,6 +617,7 @@ class MultiAgentGRPO(GRPO):
         Raises:
             ValueError: If an argument is unknown or out of range.
         """
+        # Options of language models have no meaning for several agents.
         arguments: Any = options
         names = (
             "size",
@@ -621,7 +629,7 @@ class MultiAgentGRPO(GRPO):
         return super().population(size, observation_spaces, action_spaces, **arguments)  # type: ignore[arg-type]
 
     def collect(self, env: PettingZooGroups, samples_per_step: int | None = None) -> RolloutBatch:
-        """Play groups of joint episodes for one learning step, on the training starts of the agent's current step.
+        """Play groups of joint episodes on the training starts of the agent's current step.
 
         Args:
             env: The environment.
@@ -631,6 +639,7 @@ class MultiAgentGRPO(GRPO):
             ValueError: If the group size does not divide it, or the environment does not fit the
                 member.
         """
+        # The groups of one agent are not divided among ranks.
         self.check_single_rank("collect")
         self.members.check(env)
         samples = self.group_size
@@ -645,6 +654,7 @@ class MultiAgentGRPO(GRPO):
         return sampled
 
 
+# The built-in class of agents of each kind of members.
 _CLASSES: dict[str, type[GRPO]] = {
     kind: each for each in (GRPO, MultiAgentGRPO) for kind in each.kinds
 }
@@ -673,6 +683,7 @@ def algorithm_class(kind: str, stored: str | None, given: type[Agent] | None) ->
         found: type[Agent] | None = _CLASSES[kind]
     else:
         found = given
+    # A class of the user cannot be found by its name, so it must be given.
     if found is None:
         raise ValueError(
             f"The run's agents have a class of your own, {stored!r}. Pass algorithm={stored}."

@@ -58,6 +58,7 @@ class Population(NamesMissing, Sequence[Any]):
         founders = [replace(agent.record(), reason="founder") for agent in self.agents]
         self.lineage = tuple(founders if lineage is None else lineage)
         self.next_index = 1 + max(agent.index for agent in self.agents)
+        # What users get by indexing: the agents, or their wrappers.
         self._handed_out: list[Any] = list(agents)
         if wrapper_cls is not None:
             if not callable(wrapper_cls) or isinstance(wrapper_cls, nn.Module):
@@ -133,7 +134,7 @@ class Population(NamesMissing, Sequence[Any]):
         block: int,
         stop: Stop = NEVER,
     ) -> RolloutBatch:
-        """Sample and reward the groups of one learning step of the healthy members, all in one batch.
+        """Sample and reward the groups of one learning step of all healthy members.
 
         Each member samples `samples_per_step / group_size` groups. Each group has a start, which is
         a prompt or a reset seed; members use the first starts of the step. With
@@ -163,7 +164,7 @@ class Population(NamesMissing, Sequence[Any]):
             check_group_size(agent.group_size, samples_per_step, owner=f"member {agent.index}")
             groups.append(range(samples_per_step // agent.group_size))
         # 2. Sample and reward. Refills would prefer groups of medium difficulty, so they do not
-        #    enter `earned`.
+        #    enter `group_rewards`.
         max_refills = self.members.settings.objective.dynamic_sampling
         full_block = block * (1 + max_refills)
         sampled = sample_groups(
@@ -188,7 +189,7 @@ class Population(NamesMissing, Sequence[Any]):
         # 4. Observation statistics change only now: an interrupted rollout leaves them as they
         #    were.
         self.members.update_statistics(sampled.observed)
-        return replace(sampled, earned=group_rewards)
+        return replace(sampled, group_rewards=group_rewards)
 
     def learn(
         self, experience: Experience, *, step: int, stop: Stop = NEVER
@@ -240,7 +241,8 @@ class Population(NamesMissing, Sequence[Any]):
             fitness, _ = measure_fitness(
                 self.members, healthy, env, split, config=GREEDY_EVALUATION, questions=questions
             )
-        for agent in self.agents:  # last, so that an interrupted evaluation changes nothing
+        # Last, so that an interrupted evaluation changes nothing.
+        for agent in self.agents:
             agent.fitness = fitness.get(agent.slot)
 
     def check_replicas(self) -> None:
@@ -295,6 +297,7 @@ class Population(NamesMissing, Sequence[Any]):
             ValueError: If all members failed, or the plan is invalid.
         """
         seed = self.members.settings.seed
+        # 1. Ask the strategy.
         history = History(
             space=self.space, next_index=self.next_index, generations=tuple(generations)
         )
@@ -303,12 +306,13 @@ class Population(NamesMissing, Sequence[Any]):
             raise ValueError(
                 f"Strategy.plan must return an evogrpo.evolution.Plan, got {class_name(plan)}."
             )
-        # Use the plan as the journal returns it to a resumed run, which refuses values of other
+        # 2. Use the plan as the journal returns it to a resumed run, which refuses values of other
         # types.
         plan = validate(Plan, load_json(dump_json(dump(plan), what="plan")))
         plan.check(history)
         for child in plan.children:
             self.members.check_hyperparameters(child.hyperparameters)
+        # 3. Draw changes of architectures. Each child has a random stream of its own.
         if not self.members.evolves or not strategy.mutates:
             return plan
         children = []
@@ -339,15 +343,18 @@ class Population(NamesMissing, Sequence[Any]):
             )
         if any(child.index < self.next_index for child in plan.children):
             raise ValueError(f"The indices of children must be new, from {self.next_index} on.")
+        # 1. Record the births.
         self.lineage += plan.children
-        # Copy all train states before any architecture changes: a parent's slot may itself get a
+        # 2. Copy all train states before any architecture changes: a parent's slot may itself get a
         # child.
         self.members.inherit(plan.parents)
+        # 3. Retire the members of empty slots.
         for slot in plan.vacant:
             agent = self.agents[slot]
             agent.fitness = None
             agent.failed = None
             agent.retired = True
+        # 4. Turn the agents of replaced members into their children.
         for child in plan.children:
             agent = self.agents[child.slot]
             agent.index = child.index

@@ -91,7 +91,8 @@ class AgileRLMethods:
         """
         found: dict[str, dict[str, torch.Tensor]] = {"actor": {}, "optimizer": {}}
         for name, value in self.state().items():
-            part = name.rpartition("/")[2]  # several agents have one of each per policy
+            # Several policies have one tensor of each name: "policy/name".
+            part = name.rpartition("/")[2]
             if part in WEIGHTS:
                 found["actor"][name] = value
             elif part in ("running_stats", "reference"):
@@ -110,6 +111,7 @@ class AgileRLMethods:
             agent: The agent.
             input_args_only: Return constructor arguments only.
         """
+        # Constructor arguments are spread over the agent, its hyperparameters and the settings.
         settings = agent.members.settings
         arguments: dict[str, Any] = {"index": agent.index, "hp_config": agent.hp_config}
         arguments |= agent.hyperparameters.to_json()
@@ -117,6 +119,7 @@ class AgileRLMethods:
         arguments |= agent.members.arguments()
         if input_args_only:
             return arguments
+        # What training changes.
         state = ("slot", "parent", "born", "fitness", "failed", "retired", "training", "steps")
         return arguments | {name: getattr(agent, name) for name in state}
 

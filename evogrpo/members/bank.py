@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ class SamplerError(ValueError):
 
 
 class Sampler(Protocol):
-    """Generates completions, either in-process (the bank) or through an external engine such as vLLM."""
+    """Generates completions, in this process (the bank) or in an engine such as vLLM."""
 
     def sample(
         self,
@@ -90,6 +90,7 @@ one, reference.
 """
 
 
+# The learning step changes these columns in place; children inherit them, checkpoints store them.
 RUNNING_STATS = ("kl_factor", "reward_count", "reward_mean", "reward_m2", "lr_factor", "lr_ceiling")
 """Columns of `PolicyBank.running_stats`: factor on beta (adaptive KL); count, mean and sum of
 squared deviations of the raw rewards so far (running reward normalisation); factor on lr and its
@@ -98,6 +99,9 @@ largest value (`target_kl`).
 
 INITIAL_RUNNING_STATS = (1.0, 0.0, 0.0, 0.0, 1.0, 0.0)
 """Running statistics of a new member."""
+
+
+# ---- weights and optimizers
 
 
 class PolicyBank(Protocol):
@@ -117,7 +121,7 @@ class PolicyBank(Protocol):
 
     @property
     def rows_are_transitions(self) -> bool:
-        """True if each action is scored independently, so that an episode can be split into rows of one action.
+        """True if each action is scored independently: episodes can be split into single actions.
 
         False if actions depend on earlier ones, as the tokens of a completion do.
         """
@@ -155,7 +159,7 @@ class PolicyBank(Protocol):
         """
 
     def mix_reference(self, slot: int, mixing: float) -> None:
-        """Set the weights of a member's own reference to mixing * policy + (1 - mixing) * reference; 1 copies them.
+        """Set a member's own reference to mixing * policy + (1 - mixing) * reference; 1 copies it.
 
         Raises:
             ValueError: If the bank has no own references.
@@ -181,7 +185,7 @@ class PolicyBank(Protocol):
         """
 
     def cost(self, batch: Batch) -> dict[int, int]:
-        """Return the number of tokens (or environment steps) in one pass over the batch, by slot."""
+        """Return the tokens (or environment steps) of one pass over the batch, by slot."""
 
     def inherit(self, parents: Sequence[int | None]) -> None:
         """Copy the train state of slot `parents[i]` to slot i, all at once; None = a new member."""
@@ -204,14 +208,29 @@ class PolicyBank(Protocol):
         """
 
 
+@runtime_checkable
+class SupportsDistributions(Protocol):
+    """A bank that returns whole distributions of actions, which an exact KL compares.
+
+    Its `update` takes them as `reference_distributions`; see `LossFunction`.
+    """
+
+    def distributions(self, batch: Batch, *, reference: bool) -> Tensor:
+        """Return `[n, t, o]` parameters of the distributions, without gradient; 0 where masked.
+
+        Args:
+            batch: Rows of any members, in any order.
+            reference: Use the reference policy instead of the members' policies.
+        """
+
+
 # ---- checks of all banks
 
 
 def check_parents(parents: Sequence[int | None], size: int) -> None:
     """Raise ValueError unless `parents` is one existing slot (or None) for each of `size` slots."""
-    if len(parents) != size or any(
-        parent is not None and not 0 <= parent < size for parent in parents
-    ):
+    slots = [parent for parent in parents if parent is not None]
+    if len(parents) != size or not all(0 <= slot < size for slot in slots):
         raise ValueError(
             f"parents must contain a slot from 0 to {size - 1} or None for each slot, got"
             f" {parents}."
@@ -230,6 +249,7 @@ def check_train_state(
         expected: Shape and type of each tensor.
         settings: Settings that must equal those of the saved state; named in the message.
     """
+    # Names of either side: a missing tensor and an unknown one are both reported.
     given = {name: (tuple(values.shape), values.dtype) for name, values in state.items()}
     for name in {**expected, **given}:
         if given.get(name) != expected.get(name):

@@ -46,7 +46,7 @@ def check_device(device: "str | torch.device") -> None:
 
 
 def local_gpu() -> str:
-    """Return the GPU of this process: the one with the number LOCAL_RANK, if a launcher has set it."""
+    """Return the GPU of this process, which a launcher names by its number in LOCAL_RANK."""
     import torch
 
     rank = os.environ.get("LOCAL_RANK", "0")
@@ -126,7 +126,9 @@ def single_threaded(*, enabled: bool) -> Iterator[None]:
 
 
 def check_stored_size(needed: int, stored: int) -> None:
-    """Reject sizes out of proportion to the tensors of a checkpoint, whose record may name huge widths or ranks.
+    """Reject a checkpoint whose record needs much more memory than its tensors.
+
+    The record may name huge widths or ranks.
 
     Args:
         needed: Bytes that the record asks for.
@@ -177,7 +179,7 @@ def device_memory(device: str) -> tuple[int | None, str]:
 def process_memory(
     groups: Path = _GROUPS, membership: Path = Path("/proc/self/cgroup")
 ) -> int | None:
-    """Return the memory that this process may use, in bytes: the machine's, or less inside a container or cgroup.
+    """Return the bytes that this process may use: the machine's memory, or less in a container.
 
     Args:
         groups: Mount point of the control groups (version 2).

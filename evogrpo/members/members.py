@@ -134,7 +134,7 @@ class Members(Protocol):
         """Add the observations of a learning step to running statistics, if the kind has any."""
         return
 
-    # ---- train states
+    # ---- train states: weights, optimizer and statistics of one member, as named tensors
 
     @property
     @abstractmethod
@@ -177,6 +177,7 @@ class Members(Protocol):
         digest = 0
         for slot in range(self.size):
             for name in self.state_keys:
+                # Bytes, so that types without a numpy equivalent, such as bfloat16, count too.
                 values = self.state_tensor(slot, name).cpu().contiguous()
                 digest = zlib.crc32(values.flatten().view(torch.uint8).numpy().data, digest)
         return digest
@@ -317,6 +318,7 @@ class BankMembers(Members):
     @property
     def state_keys(self) -> tuple[str, ...]:
         """Keys of a train state, the same for all members."""
+        # All members have the same policies, so the keys do not depend on the slot.
         keys: list[str] = []
         for policy, bank in self.banks.items():
             keys += [state_key(policy, name) for name in bank.state_keys]

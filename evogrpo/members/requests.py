@@ -66,11 +66,13 @@ class SamplingRequest:
     @property
     def streams(self) -> list[tuple[int, ...]]:
         """Numbers of each member's random stream."""
+        # The number is left out if it is 0, so that first samples have the shorter name.
         further = [self.number] if self.number else []
         return [(learner.step, learner.index, *further) for learner in self.learners]
 
     def select(self, rows: Tensor) -> "SamplingRequest":
         """Return the request for some of its rows."""
+        # Learners and counts stay: they name the random streams of all ranks' rows.
         names = ("row_ids", "member_ids", "start_ids", "group_ids", "temperature")
         chosen: dict[str, Any] = {name: getattr(self, name)[rows] for name in names}
         return replace(self, **chosen)
@@ -97,8 +99,8 @@ class RolloutBatch:
         questions: Texts of the starts, for display; untrusted. Empty for environments without
             texts.
         observed: Observation statistics to add to the running ones; one entry per sampling.
-        earned: Mean raw reward of each group that has rewards, by slot and position of the start,
-            before dynamic sampling.
+        group_rewards: Mean raw reward of each group that has rewards, by slot and position of the
+            start, before dynamic sampling.
         scoring_seconds: Time that reward functions took; 0 for environments that are played.
     """
 
@@ -111,27 +113,23 @@ class RolloutBatch:
     starts: tuple[int, ...] = ()
     questions: tuple[str, ...] = ()
     observed: tuple[ObservedStatistics, ...] = field(default=())
-    earned: Mapping[int, Mapping[int, float]] = field(default_factory=dict)
+    group_rewards: Mapping[int, Mapping[int, float]] = field(default_factory=dict)
     scoring_seconds: float = 0.0
 
     __repr__ = short_repr
 
     def mean_group_rewards(self) -> dict[int, dict[int, float]]:
         """Return the mean raw reward of each group, by slot and position of its start."""
-        groups: dict[int, dict[int, list[float]]] = {}
-        rows = zip(
-            self.member_ids.tolist(),
-            self.start_ids.tolist(),
-            self.scores.rewards.tolist(),
-            strict=True,
-        )
-        for slot, start, reward in rows:
-            if math.isfinite(reward):
-                groups.setdefault(slot, {}).setdefault(start, []).append(reward)
-        return {
-            slot: {start: math.fsum(rewards) / len(rewards) for start, rewards in each.items()}
-            for slot, each in groups.items()
-        }
+        groups: dict[tuple[int, int], list[float]] = {}
+        slots = self.member_ids.tolist()
+        starts = self.start_ids.tolist()
+        for slot, start, reward in zip(slots, starts, self.scores.rewards.tolist(), strict=True):
+            if math.isfinite(reward):  # NaN = no reward applies
+                groups.setdefault((slot, start), []).append(reward)
+        means: dict[int, dict[int, float]] = {}
+        for (slot, start), rewards in groups.items():
+            means.setdefault(slot, {})[start] = math.fsum(rewards) / len(rewards)
+        return means
 
 
 HELD_OUT = "held-out answers"

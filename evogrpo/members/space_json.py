@@ -34,12 +34,12 @@ def space_to_json(space: spaces.Space[Any]) -> dict[str, Any]:
             return {"kind": "tuple", "parts": [space_to_json(part) for part in space.spaces]}
         case spaces.Box():
             bounds: dict[str, Any] = {}
-            for name in ("low", "high"):  # one bound if all are equal; infinite ones as text
-                flat = [
-                    str(value) if np.isinf(value) else value.item()
-                    for value in getattr(space, name).ravel()
-                ]
-                bounds[name] = flat[0] if flat and all(value == flat[0] for value in flat) else flat
+            for name in ("low", "high"):
+                values = getattr(space, name).ravel()
+                flat = [str(each) if np.isinf(each) else each.item() for each in values]
+                # One bound if all are equal. Infinite ones are text, which JSON can hold.
+                equal = bool(flat) and all(each == flat[0] for each in flat)
+                bounds[name] = flat[0] if equal else flat
             return {"kind": "box", **bounds, "shape": list(space.shape), "dtype": str(space.dtype)}
         case spaces.Discrete():
             return {
@@ -49,8 +49,8 @@ def space_to_json(space: spaces.Space[Any]) -> dict[str, Any]:
                 "dtype": str(space.dtype),
             }
         case spaces.MultiDiscrete():
-            values = {"nvec": space.nvec.tolist(), "start": space.start.tolist()}
-            return {"kind": "multi_discrete", **values, "dtype": str(space.dtype)}
+            parts = {"nvec": space.nvec.tolist(), "start": space.start.tolist()}
+            return {"kind": "multi_discrete", **parts, "dtype": str(space.dtype)}
         case spaces.MultiBinary():
             return {
                 "kind": "multi_binary",
@@ -82,7 +82,8 @@ def space_from_json(values: Mapping[str, Any], stored_bytes: int = 0) -> spaces.
             dtype = np.dtype(values["dtype"])
             shape = tuple(values["shape"])
             check_stored_size(2 * math.prod(shape) * dtype.itemsize, stored_bytes)
-            low, high = (_bounds_from_json(values[name], shape, dtype) for name in ("low", "high"))
+            low = _bounds_from_json(values["low"], shape, dtype)
+            high = _bounds_from_json(values["high"], shape, dtype)
             return spaces.Box(low, high, shape, dtype.type)
         case "discrete":
             return spaces.Discrete(
@@ -102,8 +103,8 @@ def space_from_json(values: Mapping[str, Any], stored_bytes: int = 0) -> spaces.
 
 
 def _bounds_from_json(values: Any, shape: tuple[int, ...], dtype: "np.dtype[Any]") -> NDArray[Any]:
-    if isinstance(values, list):
-        return np.array(
-            [float(value) if isinstance(value, str) else value for value in values], dtype
-        ).reshape(shape)
-    return np.full(shape, float(values) if isinstance(values, str) else values, dtype)
+    """Return the bounds of a Box: one value for all entries, or a list; infinite ones are text."""
+    if not isinstance(values, list):
+        return np.full(shape, float(values) if isinstance(values, str) else values, dtype)
+    numbers = [float(value) if isinstance(value, str) else value for value in values]
+    return np.array(numbers, dtype).reshape(shape)

@@ -83,7 +83,7 @@ def make_rows(
     prompts: tuple[tuple[int, ...], ...] = PROMPTS,
     keep: bool = False,
 ) -> SamplingBatch:
-    """Return groups of rows in which slot i has the group size, temperature and uniforms of member `members[i]`.
+    """Return groups of rows in which slot i samples as member `members[i]` does.
 
     Args:
         members: Number of the member in each slot.
@@ -95,6 +95,7 @@ def make_rows(
         prompts: Token ids of the prompts.
         keep: See `SamplingBatch`.
     """
+    # One entry per row: slot, member, prompt and number in its group.
     work = [
         (slot, member, prompt, replica)
         for slot, member in enumerate(members)
@@ -129,6 +130,8 @@ def with_robust_uniforms(
     plain = replace(rows, keep=False, kept=None, kept_rows=None)
     left = torch.arange(len(rows))
     apart = torch.tensor([-LOG_PROB_ERROR / 2, LOG_PROB_ERROR / 2])
+    # Sample each row with a slightly smaller and a slightly larger uniform. If the completions
+    # differ, a boundary is near: choose another uniform.
     for _ in range(50):
         moved = (uniforms[left].repeat(2, 1) + apart.repeat_interleave(len(left))[:, None]).clamp(
             0.0, 1.0 - 1e-7
@@ -245,7 +248,7 @@ class SamplerTestCase(ABC):
     def assert_scored(
         self, bank: AdapterBank, batch: Batch, rollout: Rollout, *, base: bool = False
     ) -> None:
-        """Compare a rollout's log-probabilities with the trainer's, up to rounding if the rollout is exact."""
+        """Compare log-probabilities with the trainer's, up to rounding if the rollout is exact."""
         expected = bank.log_probs(batch, base=base)
         assert batch.sampler_log_probs is not None
         rtol, atol = (1e-4, 1e-4) if rollout.exact else (0.0, self.tolerance)

@@ -95,7 +95,7 @@ def count_step(
         }
         finite = {name: value if abs(value) <= 1e150 else None for name, value in values.items()}
         metrics[slot] = {**collected.scores.metrics, **finite}
-    earned = {slot: collected.earned.get(slot, {}) for slot in learned}
+    earned = {slot: collected.group_rewards.get(slot, {}) for slot in learned}
     # `collected.tokens` are sampled tokens or environment steps, the unit of `max_timesteps`.
     run_state.add_step(seconds, tokens, metrics, timesteps=collected.tokens, earned=earned)
     # 3. Gather the seconds that each rank has waited for others.

@@ -155,13 +155,13 @@ class Schedule:
             return f"max_seconds {self.max_seconds:g} reached"
         return None
 
-    def check_timesteps(self, *, plays: bool) -> None:
+    def check_timesteps(self, *, step_based: bool) -> None:
         """Raise ValueError for a limit on environment steps with language models.
 
         Args:
-            plays: Members take steps in an environment.
+            step_based: Members take steps in an environment.
         """
-        if self.max_timesteps is not None and not plays:
+        if self.max_timesteps is not None and not step_based:
             raise ValueError(
                 f"max_timesteps is for small networks, got {self.max_timesteps} for language"
                 " models. Use max_tokens."
@@ -231,7 +231,9 @@ class Schedule:
             warn_unused_evolution(
                 strategy, len(population), population.space, architectures=architectures
             )
-            warn_first_guess(strategy, first, population.space, plays=population.members.step_based)
+            warn_first_guess(
+                strategy, first, population.space, step_based=population.members.step_based
+            )
         if "objective" in population.algorithm.unused_options:
             return  # an algorithm of the user may not use the objective
         found = without_effect(
@@ -280,7 +282,7 @@ def warn_unused_evolution(
 
 
 def warn_first_guess(
-    strategy: "Strategy", first: Hyperparameters, space: HyperparameterConfig, *, plays: bool
+    strategy: "Strategy", first: Hyperparameters, space: HyperparameterConfig, *, step_based: bool
 ) -> None:
     """Warn if `lr` is set beside `target_kl`, which calibrates the learning rate.
 
@@ -289,12 +291,12 @@ def warn_first_guess(
             its first guess.
         first: Hyperparameters of the first member.
         space: Search space.
-        plays: The members are small networks.
+        step_based: The members are small networks.
     """
     from evogrpo.config.agent import NETWORK_DEFAULTS
     from evogrpo.evolution.strategies import Replay
 
-    if plays:
+    if step_based:
         default = NETWORK_DEFAULTS["lr"]
     else:
         default = Hyperparameters().lr
@@ -321,7 +323,7 @@ def check_run(
     """Raise ValueError if the parts of a run do not fit together."""
     population.check(env)
     schedule.check_held_out(env)
-    schedule.check_timesteps(plays=population.members.step_based)
+    schedule.check_timesteps(step_based=population.members.step_based)
     sizes = [agent.hyperparameters.group_size for agent in population.agents if not agent.retired]
     check_training_rewards(schedule, fitness, sizes, population.space)
 

@@ -15,7 +15,7 @@ import gymnasium
 import numpy as np
 from gymnasium.wrappers import RecordVideo
 
-from evogrpo.algorithms.grpo import GRPO
+from evogrpo.algorithms.grpo import GRPO, MultiAgentGRPO
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
 from evogrpo.envs.control.joint_env import AGENT_REWARDS
 from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
@@ -223,7 +223,7 @@ def record_video(
             " or set IMAGEIO_FFMPEG_EXE to its path."
         ) from error
     # 2. Make the environment, and record every episode.
-    if agent.members.kind == "joint" and not isinstance(env, PettingZooGroups):
+    if isinstance(agent, MultiAgentGRPO) and not isinstance(env, PettingZooGroups):
         env = PettingZooGroups(env, env_kwargs=env_kwargs)  # type: ignore[arg-type]  # what cannot be one is refused
     if isinstance(env, PettingZooGroups):
         agent.members.check(env)

@@ -15,7 +15,7 @@ from evogrpo.compat.agilerl import NetworkGroup
 from evogrpo.config.agent import STEPWISE
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.evolution import Mutation
-from evogrpo.members.language.conversations import as_batch, as_completions
+from evogrpo.members.language.own_loop import as_batch, as_completions
 from evogrpo.records import Rollout
 from tests.rounding import LOG_PROB
 from tests.tiny_models import EOS, PAD, tiny_model

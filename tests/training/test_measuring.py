@@ -375,4 +375,4 @@ def test_discarded_groups_of_dynamic_sampling_count():
     expected = {
         index: float(question.startswith(("1", "2", "3"))) for index, question in enumerate(starts)
     }
-    assert collected.earned == {0: expected, 1: expected}
+    assert collected.group_rewards == {0: expected, 1: expected}

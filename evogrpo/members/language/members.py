@@ -1,10 +1,11 @@
-"""LanguageMembers: language models with one frozen base, and one LoRA adapter or all weights per member."""
+"""LanguageMembers: language models on one frozen base, with an adapter or all weights each."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import cached_property
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -36,18 +37,12 @@ from evogrpo.members.language.compatibility import (
     is_quantised,
     vocabulary_of,
 )
-from evogrpo.members.language.conversations import (
-    Experiences,
-    as_batch,
-    as_completions,
-    prompt_rows,
-    rewarded_batch,
-    sample_conversations,
-)
+from evogrpo.members.language.conversations import rewarded_batch, sample_conversations
 from evogrpo.members.language.fsdp import NEEDS_SAMPLER, sharded_over
 from evogrpo.members.language.full_finetuning import choose_trained
 from evogrpo.members.language.loading import fingerprint, load_base, load_tokenizer
 from evogrpo.members.language.lora import StoredAdapter, lora_from_json, lora_to_json
+from evogrpo.members.language.own_loop import Experiences, as_batch, as_completions, prompt_rows
 from evogrpo.members.language.sizing import size_for_memory
 from evogrpo.members.language.vllm_sampler import VLLMSampler
 from evogrpo.members.members import BankMembers, CheckpointFiles, SavedMembers
@@ -238,7 +233,7 @@ class LanguageMembers(BankMembers):
         self._loaded = None
 
     def check(self, env: Any) -> None:
-        """Raise ValueError if the environment has no prompts, unknown tokens or too long prompts."""
+        """Raise ValueError for environments without prompts, unknown tokens and long prompts."""
         opened = self._open(env, "train", [0])
         largest = getattr(env, "largest_token", max(max(prompt) for prompt in opened.prompts))
         longest = getattr(env, "longest_prompt", max(len(prompt) for prompt in opened.prompts))
@@ -247,12 +242,11 @@ class LanguageMembers(BankMembers):
 
     @staticmethod
     def _end_ids_in(space: object, model: "PreTrainedModel") -> set[int]:
-        """Return the tokens that end a turn in an action space and are in the model's vocabulary."""
-        if isinstance(space, CompletionSpace):
-            ends = space.end_ids
-        else:
-            ends = ()
-        return {token for token in ends if token < vocabulary_of(model)}
+        """Return the tokens of the vocabulary that end a turn in an action space."""
+        if not isinstance(space, CompletionSpace):
+            return set()
+        # A tokenizer may have more tokens than the model's vocabulary.
+        return {token for token in space.end_ids if token < vocabulary_of(model)}
 
     def _open(self, env: Any, split: Split, starts: Sequence[int]) -> PromptBatch:
         """Open starts.
@@ -286,14 +280,14 @@ class LanguageMembers(BankMembers):
             starts: Training prompts.
             request: The rows.
         """
+        # 1. Sample.
         prompts = self._open(env, "train", starts)
 
         def uniforms(turn: int) -> Tensor:
-            return self._draw(request.purpose, turn, request.streams, request.counts)[
-                request.row_ids
-            ]
+            drawn = self._draw(request.purpose, turn, request.streams, request.counts)
+            return drawn[request.row_ids]  # this rank's rows
 
-        rows, rollout, conversations = self._generate(
+        rows, rollout, conversations = self._sample_rows(
             prompts,
             request.start_ids,
             request.member_ids,
@@ -301,9 +295,11 @@ class LanguageMembers(BankMembers):
             uniforms,
             stop=request.stop,
         )
+        # 2. Reward.
         began = time.monotonic()
         scores = self._score(prompts, conversations, request.stop)
         scoring_seconds = time.monotonic() - began
+        # 3. Build the batch to learn from.
         batch = rewarded_batch(self.settings, rows, rollout, scores, group_ids=request.group_ids)
         return RolloutBatch(
             experience={DEFAULT_POLICY: batch},
@@ -328,16 +324,18 @@ class LanguageMembers(BankMembers):
         prompts = self._open(env, request.split, request.questions)
 
         def uniforms(turn: int) -> Tensor:
+            # Greedy rows ignore their numbers, but the width is the maximum length.
             if request.answers is None:
-                return torch.zeros(
-                    len(request.slots) * request.rows_per_slot, self.settings.max_output_tokens
-                )
+                rows = len(request.slots) * request.rows_per_slot
+                return torch.zeros(rows, self.settings.max_output_tokens)
+            # All slots use the same random numbers.
             counts = [request.answers_per_question] * len(request.questions)
-            return self._draw(HELD_OUT, turn, request.streams, counts).repeat(len(request.slots), 1)
+            drawn = self._draw(HELD_OUT, turn, request.streams, counts)
+            return drawn.repeat(len(request.slots), 1)
 
         start_ids = request.start_ids
         member_ids = request.member_ids
-        rows, rollout, conversations = self._generate(
+        rows, rollout, conversations = self._sample_rows(
             prompts,
             start_ids,
             member_ids,
@@ -346,16 +344,15 @@ class LanguageMembers(BankMembers):
             base=request.base,
             stop=request.stop,
         )
-        costs = self.bank.tokens_of(
-            rows.prompts, start_ids, member_ids, rollout.present.sum(1).tolist()
-        )
+        lengths = rollout.present.sum(1).tolist()
+        costs = self.bank.tokens_of(rows.prompts, start_ids, member_ids, lengths)
         rewards = self._score(prompts, conversations, request.stop).rewards
         return rewards, tuple(costs[slot] for slot in request.slots)
 
     def _draw(
         self, purpose: str, turn: int, streams: Sequence[tuple[int, ...]], counts: Sequence[int]
     ) -> Tensor:
-        """Return random numbers `[sum(counts), max_output_tokens]` of a turn, `counts[i]` rows of stream i."""
+        """Return random numbers `[sum(counts), max_output_tokens]`: `counts[i]` rows of stream i."""
         name = purpose if not turn else f"{purpose} turn {turn}"
         length = self.settings.max_output_tokens
         parts = [
@@ -364,7 +361,7 @@ class LanguageMembers(BankMembers):
         ]
         return torch.from_numpy(np.concatenate(parts))
 
-    def _generate(
+    def _sample_rows(
         self,
         prompts: PromptBatch,
         start_ids: Tensor,
@@ -461,9 +458,8 @@ class LanguageMembers(BankMembers):
         if action_mask is not None:
             raise ValueError("action_mask is for small networks. Leave it out.")
         rows = prompt_rows(observations, learner, self.settings, training=training)
-        return as_completions(
-            rows.prompts, self._synced_sampler().sample(rows), self.settings.pad_token_id
-        )
+        rollout = self._synced_sampler().sample(rows)
+        return as_completions(rows.prompts, rollout, self.settings.pad_token_id)
 
     def generate(
         self,
@@ -481,7 +477,7 @@ class LanguageMembers(BankMembers):
 
         Random numbers depend on the number of `calls` so far.
         """
-        # 1. Check the arguments, and tokenize the prompts.
+        # 1. Check the arguments.
         single = isinstance(prompts, str) or not hasattr(prompts, "__len__")
         if single or any(isinstance(prompt, dict) for prompt in prompts):
             raise ValueError(
@@ -496,13 +492,14 @@ class LanguageMembers(BankMembers):
             raise ValueError(f"temperature must be finite and at least 0, got {temperature}.")
         if not len(prompts):
             return []
+        # 2. Tokenize the prompts: texts, or conversations by the chat template.
         tokenizer = tokenizer or self._tokenizer
         plain = [
             prompt if isinstance(prompt, str) else check_messages(prompt, "a prompt")
             for prompt in prompts
         ]
         ids = tokenize([(prompt, {}) for prompt in plain], tokenizer, "generate")
-        # 2. Sample `n` completions of each, prompt by prompt.
+        # 3. Sample `n` completions of each, prompt by prompt.
         count = len(ids) * n
         rng = generator(settings.seed, "generate", learner.index, calls)
         rows = SamplingBatch(
@@ -515,21 +512,19 @@ class LanguageMembers(BankMembers):
             options=settings.sampling_options,
         )
         rollout = self._synced_sampler().sample(rows, base=base)
-        # 3. Decode. The tokenizer may name further tokens that end a turn.
+        # 4. Decode. The tokenizer may name further tokens that end a turn.
+        ends: Collection[int] = ()
         if settings.eos_token_ids is None:
             ends = end_of_turn_ids(tokenizer, {})
-        else:
-            ends = ()
         texts = []
         for tokens in unpadded(rollout.actions, rollout.present):
-            first = next(
-                (place for place, token in enumerate(tokens) if token in ends), len(tokens)
-            )
-            texts.append(str(tokenizer.decode(tokens[:first], skip_special_tokens=True)))
+            text_ids = list(takewhile(lambda token: token not in ends, tokens))
+            texts.append(str(tokenizer.decode(text_ids, skip_special_tokens=True)))
         return texts
 
     @cached_property
     def _tokenizer(self) -> Any:
+        # Loaded at the first call of `generate` without a tokenizer.
         return load_tokenizer(self.bank.base.model)
 
     def experience(
@@ -568,7 +563,7 @@ class LanguageMembers(BankMembers):
     # ---- checkpoints
 
     def checkpoint_record(self) -> dict[str, Any]:
-        """Return source and fingerprint of the base model, LoRA settings (None without adapters), settings of the bank.
+        """Return the identity of the base model, LoRA settings and settings of the bank.
 
         Also the spaces; those of a kind that checkpoints cannot store are left out.
         """
@@ -644,10 +639,11 @@ class LanguageMembers(BankMembers):
         check_stored_size(4 * saved.size * outline.size, saved.tensor_bytes)
         # 3. Build the members. Their micro-batches may be smaller than in the settings: they are
         #    halved if memory runs out.
-        observations, actions = (
-            space_from_json(record[name], saved.tensor_bytes) if name in record else None
-            for name in ("observation_space", "action_space")
-        )
+        stored_spaces: dict[str, spaces.Space[Any] | None] = {}
+        for name in ("observation_space", "action_space"):
+            stored_spaces[name] = None
+            if name in record:
+                stored_spaces[name] = space_from_json(record[name], saved.tensor_bytes)
         start = None
         if lora is not None and saved.shared_tensors:
             start = StoredAdapter(lora_config=lora, tensors=saved.shared_tensors)
@@ -662,8 +658,8 @@ class LanguageMembers(BankMembers):
             source=source,
             device=choose_device(accelerator, device),
             autocast=autocast_context(accelerator),
-            observation_space=observations,
-            action_space=actions,
+            observation_space=stored_spaces["observation_space"],
+            action_space=stored_spaces["action_space"],
             end_ids=[whole_between("end_ids", token, 0) for token in record["end_ids"]],
         )
         members.bank.micro_batch_tokens = whole_between(

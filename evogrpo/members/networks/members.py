@@ -1,7 +1,8 @@
-"""NetworkMembers: small networks that act for the agents of a Gymnasium or PettingZoo environment."""
+"""NetworkMembers: small networks that act in Gymnasium and PettingZoo environments."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
@@ -25,7 +26,8 @@ from evogrpo.members.devices import check_stored_size, choose_device
 from evogrpo.members.members import BankMembers, SavedMembers
 from evogrpo.members.networks.distributions import distribution_for
 from evogrpo.members.networks.networks import DefaultNetwork
-from evogrpo.members.networks.policy import StackedPolicy, as_step_batch, check_observations
+from evogrpo.members.networks.own_loop import as_step_batch, check_observations
+from evogrpo.members.networks.policy import StackedPolicy
 from evogrpo.members.requests import (
     HELD_OUT,
     EvaluationRequest,
@@ -38,6 +40,7 @@ from evogrpo.members.space_json import space_from_json, space_to_json
 from evogrpo.randomness import generator
 from evogrpo.records import DEFAULT_POLICY, Batch, Experience
 from evogrpo.spaces import unflatten
+from evogrpo.storage.checkpoint import CheckpointError
 from evogrpo.text import class_name
 from evogrpo.validation import validate
 
@@ -48,7 +51,7 @@ if TYPE_CHECKING:
 class NetworkMembers(BankMembers):
     """Members that are small networks, one network per policy and member.
 
-    See `evogrpo.members.members.Members`. A single agent is a mapping with one policy named "default".
+    A single agent is a mapping with one policy named "default".
 
     Args:
         mapping: Maps agents to policies.
@@ -119,7 +122,7 @@ class NetworkMembers(BankMembers):
         return next(iter(self.policies.values())).custom
 
     def _spaces(self) -> dict[str, Any]:
-        """Return the spaces by the name of the constructor's argument: those of a single agent, or by agent."""
+        """Return the spaces of a single agent, or by agent, by the constructor's argument."""
         if self._single:
             return {"observation_space": self.observation_space, "action_space": self.action_space}
         return {
@@ -168,12 +171,11 @@ class NetworkMembers(BankMembers):
         Each member draws from random streams of its own, one per agent, so its actions do not
         depend on other members; see `ActionNoise`.
         """
-        # 1. Check the environment.
         self.check(env)
-        # 2. Play the episodes.
-        member_ids, temperature, row_ids = (
-            values.numpy() for values in (request.member_ids, request.temperature, request.row_ids)
-        )
+        # 1. Play the episodes.
+        member_ids = request.member_ids.numpy()
+        temperature = request.temperature.numpy()
+        row_ids = request.row_ids.numpy()
         noise = ActionNoise(
             self.settings.seed,
             request.purpose,
@@ -190,7 +192,7 @@ class NetworkMembers(BankMembers):
             temperature=temperature,
             stop=request.stop,
         )
-        # 3. Build one batch per policy.
+        # 2. Build one batch per policy.
         experience: dict[str, Batch] = {}
         observed: dict[str, ObservationStatistics] = {}
         for name, episodes in played.episodes.items():
@@ -227,18 +229,18 @@ class NetworkMembers(BankMembers):
             rows=[request.answers_per_question] * len(request.questions),
             width_of=self._width_of,
         )
-        greedy = request.answers is None
+
         # Rows are numbered within their slot, so that all slots use the same random numbers.
+        def uniforms(agents: Any, rows: Any, t: Any) -> NDArray[np.float32]:
+            return noise(agents, rows % request.rows_per_slot, t)
+
+        greedy = request.answers is None
         played: Episodes = env.open(request.split, request.questions).play(
             self.policies,
             self.mapping,
             request.start_ids.tolist(),
             request.member_ids.tolist(),
-            uniforms=(
-                None
-                if greedy
-                else lambda agents, rows, t: noise(agents, rows % request.rows_per_slot, t)
-            ),
+            uniforms=None if greedy else uniforms,
             temperature=None if greedy else request.temperature.numpy(),
             base=request.base,
             stop=request.stop,
@@ -275,10 +277,9 @@ class NetworkMembers(BankMembers):
         self, learner: Learner, observations: Any, *, training: bool, action_mask: Any = None
     ) -> Any:
         """Choose actions; see `GRPO.get_action` and `MultiAgentGRPO.get_action`."""
+        rng = None
         if training:
             rng = generator(self.settings.seed, "get_action", learner.step, learner.index)
-        else:
-            rng = None
         if not self._single:
             return self._choose_for_team(learner, observations, rng, action_mask)
         actions, batched = self._choose(learner, observations, rng, action_mask)
@@ -301,9 +302,8 @@ class NetworkMembers(BankMembers):
 
         `base` uses the untrained network.
         """
-        if deterministic:
-            rng = None
-        else:
+        rng = None
+        if not deterministic:
             rng = generator(self.settings.seed, "predict", calls, learner.index)
         if not self._single:
             return self._choose_for_team(learner, observation, rng, action_masks, base=base)
@@ -322,7 +322,7 @@ class NetworkMembers(BankMembers):
         *,
         base: bool = False,
     ) -> tuple[NDArray[Any], bool]:
-        """Return a single agent's actions for one observation or a batch, and True if it was a batch."""
+        """Return a single agent's actions, and True if the observations were a batch."""
         spec = self.mapping.specs[DEFAULT_POLICY]
         observations, own_mask = spec.split_mask(observations)
         if own_mask is not None:
@@ -346,13 +346,17 @@ class NetworkMembers(BankMembers):
         base: bool = False,
     ) -> dict[Any, Any]:
         """Return the actions of all agents that can act, in the environment's format."""
-        # 1. Check the observations, and leave out agents whose mask allows no action: they wait.
-        for name, values in (("observations", observations), ("action masks", action_masks)):
-            if not isinstance(values, Mapping) and (values is not None or name == "observations"):
+        # 1. Check the observations.
+        given = {"observations": observations}
+        if action_masks is not None:
+            given["action masks"] = action_masks
+        for name, values in given.items():
+            if not isinstance(values, Mapping):
                 raise ValueError(
                     f"{name} must be a dict by agent, got {class_name(values)}. Unpack what reset"
                     " and step return."
                 )
+        # 2. Group the agents by policy. Agents whose mask allows no action wait.
         masks_of: dict[str, dict[Any, Any]] = {}
         unmasked = {}
         for agent, observation in observations.items():
@@ -362,18 +366,17 @@ class NetworkMembers(BankMembers):
                 mask = action_masks.get(agent)
             if can_act(mask):
                 masks_of.setdefault(policy, {})[agent] = mask
-        # 2. Act with each policy.
+        # 3. Act with each policy, for all of its agents at once.
         chosen: dict[Any, Any] = {}
         for policy, masks in masks_of.items():
             spec = self.mapping.specs[policy]
-            leaves = spec.stack(
-                [unmasked[agent] for agent in masks], [str(agent) for agent in masks]
-            )
-            inputs, _ = check_observations(
-                spec.observation_space, unflatten(spec.observation_space, leaves)
-            )
+            seen = [unmasked[agent] for agent in masks]
+            leaves = spec.stack(seen, [str(agent) for agent in masks])
+            stacked = unflatten(spec.observation_space, leaves)
+            inputs, _ = check_observations(spec.observation_space, stacked)
             actions = self._actions(policy, learner, inputs, rng, list(masks.values()), base)
-            chosen |= dict(zip(masks, to_environment(spec.action_space, actions), strict=True))
+            by_agent = to_environment(spec.action_space, actions)
+            chosen.update(zip(masks, by_agent, strict=True))
         return chosen
 
     def _actions(
@@ -391,11 +394,14 @@ class NetworkMembers(BankMembers):
         """
         policy = self.policies[name]
         m = len(masks)
-        width = policy.bank.distribution.uniforms_per_action
+        uniforms = None
+        if rng is not None:
+            width = policy.bank.distribution.uniforms_per_action
+            uniforms = rng.random((m, width), dtype=np.float32)
         acted = policy.act(
             observations,
             np.full(m, learner.slot),
-            uniforms=None if rng is None else rng.random((m, width), dtype=np.float32),
+            uniforms=uniforms,
             temperature=np.full(m, learner.hyperparameters.temperature, dtype=np.float32),
             action_mask=legal_actions(policy.action_space, masks),
             base=base,
@@ -510,20 +516,22 @@ class NetworkMembers(BankMembers):
     ) -> Self:
         """Build the members of a checkpoint; see `Members.from_checkpoint`."""
         record = saved.record
-        # 1. Read the spaces.
-        if actor_network is None:
-            given = None
-        else:
+        # 1. Check that a module of the user's class is given, and read the spaces.
+        given = None
+        if actor_network is not None:
             given = type(actor_network).__qualname__
         if record["module"] is not None and given != record["module"]:
             raise ValueError(
                 f"The checkpoint's members have your own class {record['module']}, got {given}."
                 " Pass one as actor_network=."
             )
-        observation_spaces, action_spaces = (
-            {agent: space_from_json(space, saved.tensor_bytes) for agent, space in record[name]}
-            for name in ("observation_spaces", "action_spaces")
-        )
+        spaces_by_agent: dict[str, dict[str, spaces.Space[Any]]] = {}
+        for name in ("observation_spaces", "action_spaces"):
+            spaces_by_agent[name] = {
+                agent: space_from_json(space, saved.tensor_bytes) for agent, space in record[name]
+            }
+        observation_spaces = spaces_by_agent["observation_spaces"]
+        action_spaces = spaces_by_agent["action_spaces"]
         # 2. Read the settings and map agents to policies.
         if record["kind"] == "joint":
             if accelerator is not None or actor_network is not None:
@@ -547,13 +555,24 @@ class NetworkMembers(BankMembers):
                 network = DefaultNetwork(settings.network, spec.observation_space, outputs)
                 weights = sum(map(math.prod, network.shapes.values()))
                 check_stored_size(4 * saved.size * weights, saved.tensor_bytes)
-        # 4. Build the members.
+        # 4. Load the initial weights and buffers of a user's module into a copy, so that the module
+        #    itself is not changed.
+        module = actor_network
+        if module is not None and saved.shared_tensors:
+            module = deepcopy(module)
+            try:
+                module.load_state_dict(saved.shared_tensors)
+            except RuntimeError as error:
+                raise CheckpointError(
+                    f"{saved.folder} was saved with another module than the one passed: {error}"
+                ) from error
+        # 5. Build the members.
         return cls(
             mapping,
             saved.size,
             settings,
             saved.hp_config,
-            module=actor_network,
+            module=module,
             device=choose_device(accelerator, device) or "cpu",
         )
 

@@ -13,35 +13,17 @@ from torch import nn
 
 from evogrpo.config.agent import JointSettings, NetworkSettings
 from evogrpo.config.network import NothingToChangeError, mutate_architecture
-from evogrpo.envs.control.conversion import (
-    check_categories,
-    check_representable,
-    legal_actions,
-    mask_sizes,
-    to_environment,
-)
 from evogrpo.envs.control.episodes import PolicyEpisodes
 from evogrpo.envs.control.normalisation import (
     ObservationStatistics,
     episode_statistics,
     normalised_leaves,
 )
-from evogrpo.envs.control.rollout import fits_float32
 from evogrpo.evolution.history import ArchitectureChange
 from evogrpo.members.networks.bank import StackedBank, to_tensors
 from evogrpo.members.networks.networks import ModuleNetwork, split
-from evogrpo.members.requests import Learner
 from evogrpo.records import Batch, ObservationInputs, SampledActions
-from evogrpo.spaces import flatten, leaf_spaces, preprocess_observation, unflatten
-from evogrpo.text import class_name, shown
-from evogrpo.validation import FLOAT32_LIMIT
-
-StepExperiences = tuple[Any, ...]
-"""(observations `[starts, g, t, ...]`, actions `[starts, g, t, ...]` as `get_action` returned them,
-action masks `[starts, g, t]` = steps taken, rewards `[starts, g, t]`): g episodes from each start,
-padded to the longest. Where `get_action` was given an `action_mask`, those masks are the fifth part
-`[starts, g, t, k]`, True = legal, the parts of a MultiDiscrete action side by side.
-"""
+from evogrpo.spaces import flatten, preprocess_observation, unflatten
 
 
 class StackedPolicy:
@@ -85,13 +67,15 @@ class StackedPolicy:
         self.settings = settings
         # A copy, because the reference policy must not change with the user's module.
         self.custom = deepcopy(module)
-        self._normalised_entries = 0
-        if settings.normalise_observations:
-            self._normalised_entries = ObservationStatistics.empty(1, observation_space).mean.shape[
-                1
-            ]
         # Running statistics of observations: one count, and a mean and a sum of squared deviations
         # per entry.
+        self._normalised_entries = 0
+        extra_stats = 0
+        if settings.normalise_observations:
+            empty = ObservationStatistics.empty(1, observation_space)
+            self._normalised_entries = empty.mean.shape[1]
+        if self._normalised_entries:
+            extra_stats = 1 + 2 * self._normalised_entries
         self.bank = StackedBank(
             observation_space,
             action_space,
@@ -101,7 +85,7 @@ class StackedPolicy:
             seed=settings.seed,
             own_reference=settings.objective.reference == "snapshot",
             device=device,
-            extra_stats=1 + 2 * self._normalised_entries if self._normalised_entries else 0,
+            extra_stats=extra_stats,
         )
 
     def act(
@@ -111,7 +95,7 @@ class StackedPolicy:
         return self.bank.act(self.normalise(observations, member_ids), member_ids, **options)
 
     def module(self, slot: int, *, base: bool = False) -> nn.Module:
-        """Return a copy of a member's network as a module: raw observations `[m, ...]` to parameters `[m, o]`.
+        """Return a copy of a network as a module: raw observations to parameters `[m, o]`.
 
         Discrete and MultiDiscrete: concatenated logits. MultiBinary: logits of ones. Box: means,
         then logarithms of standard deviations; for bounded boxes both are in units of half the
@@ -152,7 +136,7 @@ class StackedPolicy:
     def batch(
         self, episodes: PolicyEpisodes, members: NDArray[np.int64], temperature: NDArray[np.float32]
     ) -> tuple[Batch, ObservationStatistics | None]:
-        """Return rows to learn from, one per agent and episode, and statistics of their raw observations.
+        """Return rows to learn from, one per agent and episode, and observation statistics.
 
         Args:
             episodes: Episodes of the policy.
@@ -178,27 +162,28 @@ class StackedPolicy:
             observations = unflatten(space, by_step)
         # 2. Sum the rewards: NaN for agents that never acted in an episode, as they have none to
         #    compare. The sum is cumulative, because a pairwise sum would depend on the padding.
-        own_credit = isinstance(self.settings, JointSettings) and self.settings.credit == "agent"
-        if own_credit:
+        earned = episodes.team_rewards
+        if isinstance(self.settings, JointSettings) and self.settings.credit == "agent":
             earned = episodes.own_rewards
-        else:
-            earned = episodes.team_rewards
         rewards = np.where(acted.any(axis=1), earned.cumsum(axis=1)[:, -1], np.nan)
         # 3. Build the batch.
         present = torch.from_numpy(acted)
         truncated = torch.from_numpy(episodes.truncated)
-        masks = episodes.action_masks
+        action_mask = present
+        if self.settings.objective.mask_truncated:
+            action_mask = present & ~truncated[:, None]
+        legal = None
+        if episodes.action_masks is not None:
+            legal = torch.from_numpy(episodes.action_masks)
         batch = Batch(
             inputs=ObservationInputs(
                 observations=to_tensors(observations),
                 temperature=torch.from_numpy(temperature[episodes.rows]),
-                action_masks=None if masks is None else torch.from_numpy(masks),
+                action_masks=legal,
             ),
             actions=torch.from_numpy(episodes.actions),
             present=present,
-            action_mask=(
-                present & ~truncated[:, None] if self.settings.objective.mask_truncated else present
-            ),
+            action_mask=action_mask,
             rewards=torch.from_numpy(rewards).float(),
             group_ids=torch.from_numpy(episodes.group_ids),
             member_ids=torch.from_numpy(member_ids),
@@ -314,219 +299,3 @@ class _PolicyModule(nn.Module):
             value.flatten().expand(outputs.shape[0], -1) for value in self.parameters(recurse=False)
         ]
         return torch.cat([outputs, *free], dim=1)
-
-
-# ---- batches
-
-
-def check_observations(space: spaces.Space[Any], observation: Any) -> tuple[Any, int | None]:
-    """Return one observation, or a batch, as arrays `[m, ...]` with the structure and dtypes of the space.
-
-    Returns:
-        The arrays, and m; None for one observation, whose arrays have m = 1.
-
-    Raises:
-        ValueError: If it does not fit the space.
-    """
-    # 1. Split the observation into the arrays of the space's leaves.
-    try:
-        values = flatten(space, observation)
-    except (KeyError, TypeError, IndexError) as error:
-        raise ValueError(
-            f"An observation must have the form of {space}, got {class_name(observation)}."
-        ) from error
-    reset = (
-        isinstance(observation, tuple)
-        and len(observation) == 2
-        and isinstance(observation[1], Mapping)
-    )
-    if reset and not isinstance(space, spaces.Tuple):
-        raise ValueError(
-            "An observation must be given without info. Unpack it: observation, info = env.reset()."
-        )
-    # 2. Check each array: it has the shape of its leaf, or a batch axis before it.
-    leaves = []
-    counts = set[int | None]()
-    for leaf, value in zip(leaf_spaces(space), values, strict=True):
-        array = _array(value)
-        shape: tuple[int, ...] = leaf.shape or ()
-        if array.shape != shape and array.shape[1:] != shape:
-            raise ValueError(
-                f"An observation must have the shape {shape}, or [batch, ...] of it, got "
-                f"{f'the shape {array.shape}' if array.ndim else f'{shown(observation)}'}."
-            )
-        single = array.shape == shape
-        counts.add(None if single else len(array))
-        leaves.append(_converted(leaf, array[None] if single else array))
-    # 3. Check that all arrays have the same batch size.
-    if len(counts) != 1:
-        raise ValueError(
-            f"All parts of an observation must have the same batch size, got {counts} (None = a"
-            " single observation)."
-        )
-    count = counts.pop()
-    if count == 0:
-        raise ValueError("A batch of observations must contain at least one, got none.")
-    return unflatten(space, leaves), count
-
-
-def _converted(leaf: spaces.Space[Any], array: NDArray[Any], rows: Any = ...) -> NDArray[Any]:
-    """Return observations in the dtype of their space.
-
-    Raises:
-        ValueError: If a value in `rows` is no finite number, or one that the dtype cannot
-            represent.
-    """
-    try:
-        with np.errstate(all="ignore"):  # checked below
-            converted = array.astype(leaf.dtype, copy=False)
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"An observation must be of numbers, got {shown(array.tolist())}."
-        ) from error
-    counted = converted[rows]
-    if counted.dtype.kind != "f":
-        check_representable(leaf, array[rows], counted)
-        check_categories(leaf, counted)
-    elif not fits_float32(counted).all():
-        wrong = array[rows][~fits_float32(counted)][0]
-        raise ValueError(
-            f"An observation must be of finite numbers that float32 holds, got {wrong}."
-        )
-    return converted
-
-
-def _array(value: Any) -> NDArray[Any]:
-    if isinstance(value, torch.Tensor):
-        value = value.detach().cpu()
-        # numpy has no bfloat16
-        return np.asarray(value.float() if value.dtype == torch.bfloat16 else value)
-    return np.asarray(value)
-
-
-def as_step_batch(
-    experiences: StepExperiences, learner: Learner, networks: StackedPolicy
-) -> tuple[Batch, ObservationStatistics | None]:
-    """Convert the experiences of a user's own loop to a batch, and return the statistics of its raw observations.
-
-    Args:
-        experiences: `(observations, actions, action_masks, rewards)`, optionally with masks of
-            legal actions; see `StepExperiences`. Actions are those that `get_action` returned:
-            numbered from the space's `start`, and not clipped to the bounds of a Box.
-        learner: The member that acted.
-        networks: The policy.
-
-    Raises:
-        ValueError: If the parts do not fit together or do not fit the spaces.
-    """
-    # 1. Check masks and rewards.
-    if not isinstance(experiences, tuple | list) or len(experiences) not in (4, 5):
-        if isinstance(experiences, tuple | list):
-            got = f"{len(experiences)} parts"
-        else:
-            got = class_name(experiences)
-        raise ValueError(
-            "experiences must be (observations, actions, action_masks, rewards), and fifth the"
-            f" masks that get_action was given, if any; got {got}."
-        )
-    observations, actions, masks, rewards, *further = experiences
-    present = np.asarray(masks, dtype=np.bool_)
-    earned = np.asarray(rewards, dtype=np.float64)
-    if present.ndim != 3 or earned.shape != present.shape or present.shape[1] < 2:
-        raise ValueError(
-            "action_masks and rewards must both be [starts, group_size, steps] with groups of at"
-            f" least 2, got {present.shape} and {earned.shape}."
-        )
-    if not (np.abs(earned[present]) <= FLOAT32_LIMIT).all():
-        raise ValueError(
-            "rewards must be finite numbers that float32 holds where action_masks is True."
-        )
-    if not present.any(2).all() or (np.diff(present.astype(np.int8), axis=2) > 0).any():
-        raise ValueError(
-            "action_masks must be True for the first steps of every episode, at least one, then"
-            " False."
-        )
-    # 2. Check actions; discrete ones are numbered from 0.
-    starts, size, steps = present.shape
-    lead = (starts * size, steps)
-    space = networks.action_space
-    chosen = np.asarray(actions)
-    if chosen.shape != (*present.shape, *(space.shape or ())):
-        raise ValueError(
-            f"actions must be [{starts}, {size}, {steps}, ...] of {space}, got {chosen.shape}."
-        )
-    chosen = chosen.reshape(*lead, *chosen.shape[3:])
-    if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
-        chosen = np.where(present.reshape(*lead, *[1] * (chosen.ndim - 2)), chosen - space.start, 0)
-    to_environment(space, chosen[present.reshape(lead)])  # raises for invalid actions
-    if further:
-        legal = _legal(further[0], chosen, present, space)
-    else:
-        legal = None
-    # 3. Check observations.
-    leaves = []
-    for leaf, value in zip(
-        leaf_spaces(networks.observation_space),
-        flatten(networks.observation_space, observations),
-        strict=True,
-    ):
-        array = _array(value)
-        if array.shape != (*present.shape, *(leaf.shape or ())):
-            raise ValueError(
-                f"observations must have the shape {present.shape} followed by the shape of {leaf},"
-                f" got {array.shape}."
-            )
-        leaves.append(_converted(leaf, array, present).reshape(*lead, *array.shape[3:]))
-    # 4. Build the batch.
-    n = starts * size
-    rewards = np.where(present, earned, 0.0).reshape(lead)
-    episodes = PolicyEpisodes(
-        rows=np.arange(n),
-        agents=("",) * n,
-        group_ids=np.arange(starts).repeat(size),
-        observations=unflatten(networks.observation_space, leaves),
-        actions=np.ascontiguousarray(chosen.astype(space.dtype)),
-        action_masks=legal,
-        log_probs=np.zeros(lead, dtype=np.float32),  # unknown; left out of the batch below
-        present=present.reshape(lead),
-        own_rewards=rewards,
-        team_rewards=rewards,
-        terminated=np.zeros(n, dtype=np.bool_),
-        truncated=np.zeros(n, dtype=np.bool_),
-    )
-    temperature = np.full(n, learner.hyperparameters.temperature, dtype=np.float32)
-    batch, observed = networks.batch(episodes, np.full(n, learner.slot), temperature)
-    return replace(batch, sampler_log_probs=None, truncated=None), observed
-
-
-def _legal(
-    masks: Any, chosen: NDArray[Any], present: NDArray[np.bool_], space: spaces.Space[Any]
-) -> NDArray[np.bool_]:
-    """Return legal actions `[n, t, k]`; all are legal where no step was taken."""
-    sizes = mask_sizes(space)
-    if isinstance(masks, tuple):  # one array for each component
-        masks = np.concatenate(masks, axis=-1)
-    flags = np.asarray(masks, dtype=np.bool_)
-    if not sizes:
-        raise ValueError(
-            "experiences[4] (action masks) needs a Discrete or MultiDiscrete action space, got"
-            f" {space}. Leave it out."
-        )
-    shape = (*present.shape, sum(sizes))
-    if flags.shape != shape:
-        raise ValueError(
-            f"experiences[4], the action masks that get_action was given, must have shape {shape},"
-            f" got {flags.shape}."
-        )
-    rows = flags.reshape(-1, sum(sizes))
-    steps = present.reshape(-1)
-    legal = legal_actions(
-        space, [row if step else None for row, step in zip(rows, steps, strict=True)]
-    )
-    assert legal is not None  # every episode has a step
-    # The masks of all components are side by side, so a component's values start after those before
-    # it.
-    places = chosen.reshape(len(rows), -1).astype(np.int64) + np.cumsum((0, *sizes[:-1]))
-    if not np.take_along_axis(legal, places, axis=1)[steps].all():
-        raise ValueError("An action was not legal. Pass the masks that get_action was called with.")
-    return legal.reshape(*chosen.shape[:2], -1)

@@ -58,7 +58,7 @@ class LanguageTask:
 
     def check(self, config: Config) -> None:
         """Raise ValueError for a limit on environment steps, or for sharding or vLLM with full fine-tuning."""
-        config.schedule.check_timesteps(plays=False)
+        config.schedule.check_timesteps(step_based=False)
         vllm = config.sampler is not None and config.sampler["name"] == VLLM
         if config.agent.full_finetuning and (vllm or config.base_parts > 1):
             raise ValueError(

@@ -1,0 +1,262 @@
+"""Observations and experiences of a caller's own loop, checked against the spaces."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from numpy.typing import NDArray
+
+from evogrpo.envs.control.conversion import (
+    check_categories,
+    check_representable,
+    legal_actions,
+    mask_sizes,
+    to_environment,
+)
+from evogrpo.envs.control.episodes import PolicyEpisodes
+from evogrpo.envs.control.normalisation import ObservationStatistics
+from evogrpo.envs.control.rollout import fits_float32
+from evogrpo.members.networks.policy import StackedPolicy
+from evogrpo.members.requests import Learner
+from evogrpo.records import Batch
+from evogrpo.spaces import flatten, leaf_spaces, unflatten
+from evogrpo.text import class_name, shown
+from evogrpo.validation import FLOAT32_LIMIT
+
+StepExperiences = tuple[Any, ...]
+"""(observations `[starts, g, t, ...]`, actions `[starts, g, t, ...]` as `get_action` returned them,
+action masks `[starts, g, t]` = steps taken, rewards `[starts, g, t]`): g episodes from each start,
+padded to the longest. Where `get_action` was given an `action_mask`, those masks are the fifth part
+`[starts, g, t, k]`, True = legal, the parts of a MultiDiscrete action side by side.
+"""
+
+
+def check_observations(space: spaces.Space[Any], observation: Any) -> tuple[Any, int | None]:
+    """Return one observation, or a batch, as arrays `[m, ...]` in the form of the space.
+
+    Returns:
+        The arrays, and m; None for one observation, whose arrays have m = 1.
+
+    Raises:
+        ValueError: If it does not fit the space.
+    """
+    # 1. Split the observation into the arrays of the space's leaves.
+    try:
+        values = flatten(space, observation)
+    except (KeyError, TypeError, IndexError) as error:
+        raise ValueError(
+            f"An observation must have the form of {space}, got {class_name(observation)}."
+        ) from error
+    reset = (
+        isinstance(observation, tuple)
+        and len(observation) == 2
+        and isinstance(observation[1], Mapping)
+    )
+    if reset and not isinstance(space, spaces.Tuple):
+        raise ValueError(
+            "An observation must be given without info. Unpack it: observation, info = env.reset()."
+        )
+    # 2. Check each array: it has the shape of its leaf, or a batch axis before it.
+    leaves = []
+    counts = set[int | None]()
+    for leaf, value in zip(leaf_spaces(space), values, strict=True):
+        array = _array(value)
+        shape: tuple[int, ...] = leaf.shape or ()
+        if array.shape == shape:
+            counts.add(None)
+            array = array[None]
+        elif array.shape[1:] == shape:
+            counts.add(len(array))
+        else:
+            got = f"the shape {array.shape}" if array.ndim else shown(observation)
+            raise ValueError(
+                f"An observation must have the shape {shape}, or [batch, ...] of it, got {got}."
+            )
+        leaves.append(_converted(leaf, array))
+    # 3. Check that all arrays have the same batch size.
+    if len(counts) != 1:
+        raise ValueError(
+            f"All parts of an observation must have the same batch size, got {counts} (None = a"
+            " single observation)."
+        )
+    count = counts.pop()
+    if count == 0:
+        raise ValueError("A batch of observations must contain at least one, got none.")
+    return unflatten(space, leaves), count
+
+
+def _converted(leaf: spaces.Space[Any], array: NDArray[Any], rows: Any = ...) -> NDArray[Any]:
+    """Return observations in the dtype of their space.
+
+    Raises:
+        ValueError: If a value in `rows` is no finite number, or one that the dtype cannot
+            represent.
+    """
+    try:
+        with np.errstate(all="ignore"):  # checked below
+            converted = array.astype(leaf.dtype, copy=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"An observation must be of numbers, got {shown(array.tolist())}."
+        ) from error
+    counted = converted[rows]
+    if counted.dtype.kind != "f":
+        check_representable(leaf, array[rows], counted)
+        check_categories(leaf, counted)
+    elif not fits_float32(counted).all():
+        wrong = array[rows][~fits_float32(counted)][0]
+        raise ValueError(
+            f"An observation must be of finite numbers that float32 holds, got {wrong}."
+        )
+    return converted
+
+
+def _array(value: Any) -> NDArray[Any]:
+    """Return a tensor, an array or a list as an array."""
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu()
+        if value.dtype == torch.bfloat16:  # numpy has no such type
+            value = value.float()
+    return np.asarray(value)
+
+
+def as_step_batch(
+    experiences: StepExperiences, learner: Learner, networks: StackedPolicy
+) -> tuple[Batch, ObservationStatistics | None]:
+    """Return the batch of a user's own loop, and the statistics of its raw observations.
+
+    Args:
+        experiences: `(observations, actions, action_masks, rewards)`, optionally with masks of
+            legal actions; see `StepExperiences`. Actions are those that `get_action` returned:
+            numbered from the space's `start`, and not clipped to the bounds of a Box.
+        learner: The member that acted.
+        networks: The policy.
+
+    Raises:
+        ValueError: If the parts do not fit together or do not fit the spaces.
+    """
+    # 1. Check masks and rewards.
+    observations, actions, masks, rewards, *further = _checked_parts(experiences)
+    present = np.asarray(masks, dtype=np.bool_)
+    earned = np.asarray(rewards, dtype=np.float64)
+    _check_steps(present, earned)
+    # 2. Check actions; discrete ones are numbered from 0.
+    starts, size, steps = present.shape
+    lead = (starts * size, steps)
+    space = networks.action_space
+    chosen = np.asarray(actions)
+    if chosen.shape != (*present.shape, *(space.shape or ())):
+        raise ValueError(
+            f"actions must be [{starts}, {size}, {steps}, ...] of {space}, got {chosen.shape}."
+        )
+    chosen = chosen.reshape(*lead, *chosen.shape[3:])
+    if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
+        taken = present.reshape(*lead, *[1] * (chosen.ndim - 2))
+        chosen = np.where(taken, chosen - space.start, 0)
+    to_environment(space, chosen[present.reshape(lead)])  # raises for invalid actions
+    legal = None
+    if further:
+        legal = _legal(further[0], chosen, present, space)
+    # 3. Check observations.
+    seen_space = networks.observation_space
+    values = flatten(seen_space, observations)
+    leaves = []
+    for leaf, value in zip(leaf_spaces(seen_space), values, strict=True):
+        array = _array(value)
+        if array.shape != (*present.shape, *(leaf.shape or ())):
+            raise ValueError(
+                f"observations must have the shape {present.shape} followed by the shape of {leaf},"
+                f" got {array.shape}."
+            )
+        leaves.append(_converted(leaf, array, present).reshape(*lead, *array.shape[3:]))
+    # 4. Build the batch.
+    n = starts * size
+    rewards = np.where(present, earned, 0.0).reshape(lead)
+    episodes = PolicyEpisodes(
+        rows=np.arange(n),
+        agents=("",) * n,
+        group_ids=np.arange(starts).repeat(size),
+        observations=unflatten(seen_space, leaves),
+        actions=np.ascontiguousarray(chosen.astype(space.dtype)),
+        action_masks=legal,
+        log_probs=np.zeros(lead, dtype=np.float32),  # unknown; left out of the batch below
+        present=present.reshape(lead),
+        own_rewards=rewards,
+        team_rewards=rewards,
+        terminated=np.zeros(n, dtype=np.bool_),
+        truncated=np.zeros(n, dtype=np.bool_),
+    )
+    temperature = np.full(n, learner.hyperparameters.temperature, dtype=np.float32)
+    batch, observed = networks.batch(episodes, np.full(n, learner.slot), temperature)
+    return replace(batch, sampler_log_probs=None, truncated=None), observed
+
+
+def _checked_parts(experiences: StepExperiences) -> StepExperiences:
+    """Return the four or five parts of experiences; ValueError for anything else."""
+    if not isinstance(experiences, tuple | list):
+        got = class_name(experiences)
+    elif len(experiences) not in (4, 5):
+        got = f"{len(experiences)} parts"
+    else:
+        return tuple(experiences)
+    raise ValueError(
+        "experiences must be (observations, actions, action_masks, rewards), and fifth the"
+        f" masks that get_action was given, if any; got {got}."
+    )
+
+
+def _check_steps(present: NDArray[np.bool_], rewards: NDArray[np.float64]) -> None:
+    """Raise ValueError unless these are steps and rewards of whole groups of episodes."""
+    if present.ndim != 3 or rewards.shape != present.shape or present.shape[1] < 2:
+        raise ValueError(
+            "action_masks and rewards must both be [starts, group_size, steps] with groups of at"
+            f" least 2, got {present.shape} and {rewards.shape}."
+        )
+    if not (np.abs(rewards[present]) <= FLOAT32_LIMIT).all():
+        raise ValueError(
+            "rewards must be finite numbers that float32 holds where action_masks is True."
+        )
+    # Each episode has a first step, and no step after one that was not taken.
+    begins = present.any(2).all()
+    resumes = (np.diff(present.astype(np.int8), axis=2) > 0).any()
+    if not begins or resumes:
+        raise ValueError(
+            "action_masks must be True for the first steps of every episode, at least one, then"
+            " False."
+        )
+
+
+def _legal(
+    masks: Any, chosen: NDArray[Any], present: NDArray[np.bool_], space: spaces.Space[Any]
+) -> NDArray[np.bool_]:
+    """Return legal actions `[n, t, k]`; all are legal where no step was taken."""
+    sizes = mask_sizes(space)
+    if isinstance(masks, tuple):  # one array for each component
+        masks = np.concatenate(masks, axis=-1)
+    flags = np.asarray(masks, dtype=np.bool_)
+    if not sizes:
+        raise ValueError(
+            "experiences[4] (action masks) needs a Discrete or MultiDiscrete action space, got"
+            f" {space}. Leave it out."
+        )
+    shape = (*present.shape, sum(sizes))
+    if flags.shape != shape:
+        raise ValueError(
+            f"experiences[4], the action masks that get_action was given, must have shape {shape},"
+            f" got {flags.shape}."
+        )
+    rows = flags.reshape(-1, sum(sizes))
+    steps = present.reshape(-1)
+    legal = legal_actions(
+        space, [row if step else None for row, step in zip(rows, steps, strict=True)]
+    )
+    assert legal is not None  # every episode has a step
+    # The masks of all components are side by side, so a component's values start after those before
+    # it.
+    places = chosen.reshape(len(rows), -1).astype(np.int64) + np.cumsum((0, *sizes[:-1]))
+    if not np.take_along_axis(legal, places, axis=1)[steps].all():
+        raise ValueError("An action was not legal. Pass the masks that get_action was called with.")
+    return legal.reshape(*chosen.shape[:2], -1)
