@@ -46,19 +46,21 @@ class Agent(NamesMissing, HyperparameterAttributes):
 
     # Slots prevent misspelt attributes; a subclass without __slots__ accepts any name.
     __slots__ = (
-        *(
-            "members",
-            "slot",
-            "index",
-            "parent",
-            "born",
-            "fitness",
-            "failed",
-            "retired",
-            "training",
-            "steps",
-        ),
-        *("_hyperparameters", "_hooks", "_prediction_count", "_evaluated_network", "__weakref__"),
+        "__weakref__",
+        "_evaluated_network",
+        "_hooks",
+        "_hyperparameters",
+        "_prediction_count",
+        "born",
+        "failed",
+        "fitness",
+        "index",
+        "members",
+        "parent",
+        "retired",
+        "slot",
+        "steps",
+        "training",
     )
 
     # Checkpoints name the kind of members; classes are never looked up by a name in a checkpoint.
