@@ -1,6 +1,7 @@
 """Observation and action spaces: leaves, dimensions, and observations as tensors."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -43,48 +44,44 @@ def leaf_spaces(space: spaces.Space[Any]) -> list[spaces.Space[Any]]:
                     f"observation_space must have text keys, got {shown(keys[0])}. Use"
                     f" {str(keys[0])!r}."
                 )
-            return [leaf for part in space.spaces.values() for leaf in leaf_spaces(part)]
+            parts = list(space.spaces.values())
         case spaces.Tuple() if space.spaces:
-            return [leaf for part in space.spaces for leaf in leaf_spaces(part)]
+            parts = list(space.spaces)
         case spaces.Box() | spaces.Discrete() | spaces.MultiDiscrete() | spaces.MultiBinary():
             return [space]
-    raise ValueError(
-        "observation_space must be Box, Discrete, MultiDiscrete, MultiBinary, or a Dict or Tuple"
-        f" of these, got {shown(space, 80)}. Use a wrapper that converts it."
-    )
+        case _:
+            raise ValueError(
+                "observation_space must be Box, Discrete, MultiDiscrete, MultiBinary, or a Dict or"
+                f" Tuple of these, got {shown(space, 80)}. Use a wrapper that converts it."
+            )
+    return list(chain.from_iterable(map(leaf_spaces, parts)))
 
 
 def flatten(space: spaces.Space[Any], observation: Any) -> list[Any]:
     """Return the leaves of one observation, or of a batch, in the order of `leaf_spaces`."""
+    leaves: list[Any] = []
     match space:
         case spaces.Dict():
-            return [
-                leaf
-                for key, part in space.spaces.items()
-                for leaf in flatten(part, _part(space, observation, key))
-            ]
+            for key, part in space.spaces.items():
+                try:
+                    value = observation[key]
+                except (KeyError, IndexError, TypeError) as error:
+                    raise keys_error(space, observation) from error
+                leaves += flatten(part, value)
         case spaces.Tuple():
-            return [
-                leaf
-                for part, value in zip(space.spaces, observation, strict=True)
-                for leaf in flatten(part, value)
-            ]
-    return [observation]
+            for part, value in zip(space.spaces, observation, strict=True):
+                leaves += flatten(part, value)
+        case _:
+            leaves.append(observation)
+    return leaves
 
 
-def _part(space: spaces.Dict, observation: Any, key: str) -> Any:
-    """Return the entry of an observation of a Dict space; raise ValueError if it is missing."""
-    try:
-        return observation[key]
-    except (KeyError, IndexError, TypeError) as error:
-        held = (
-            sorted(map(str, observation))
-            if isinstance(observation, Mapping)
-            else type(observation).__name__
-        )
-        raise ValueError(
-            f"observation must have the keys {sorted(space.spaces)}, got {held}."
-        ) from error
+def keys_error(space: spaces.Dict, observation: object) -> ValueError:
+    """Return the error for an observation that lacks keys of its space, or has others."""
+    got: object = type(observation).__name__
+    if isinstance(observation, Mapping):
+        got = sorted(map(str, observation))
+    return ValueError(f"observation must have the keys {sorted(space.spaces)}, got {got}.")
 
 
 def unflatten(space: spaces.Space[Any], leaves: Iterable[Any]) -> Any:
@@ -202,14 +199,7 @@ def preprocess_observation(
     match space:
         case spaces.Dict():
             if not isinstance(observation, Mapping) or set(observation) != set(space.spaces):
-                got = (
-                    sorted(observation)
-                    if isinstance(observation, Mapping)
-                    else type(observation).__name__
-                )
-                raise ValueError(
-                    f"observation must have the keys {sorted(space.spaces)}, got {got}."
-                )
+                raise keys_error(space, observation)
             return {
                 str(key): preprocess_observation(observation[key], part, device)
                 for key, part in space.spaces.items()

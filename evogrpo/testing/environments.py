@@ -235,14 +235,11 @@ class PromptEnvironmentTestCase(GroupEnvironmentTestCase):
 
     def test_conversations_that_end_with_a_reply_are_scored(self, env: Any) -> None:
         batch, conversations = self.conversations(env)
-        ended = [
-            (
-                replace(each, completions=each.completions[: len(each.replies)])
-                if each.replies
-                else each
-            )
-            for each in conversations
-        ]
+        ended = []
+        for each in conversations:
+            if each.replies:
+                each = replace(each, completions=each.completions[: len(each.replies)])  # noqa: PLW2901
+            ended.append(each)
         self.check_scores(batch.score(ended), ended)
 
     def test_scores_depend_on_their_conversation_alone(self, env: Any) -> None:

@@ -13,7 +13,7 @@ from evogrpo.config.agent import Policies
 from evogrpo.envs.control.conversion import Leaves, stack
 from evogrpo.envs.control.single_env import ACTION_MASK, check_mask_name
 from evogrpo.records import DEFAULT_POLICY
-from evogrpo.spaces import check_action_space, flatten, leaf_spaces
+from evogrpo.spaces import check_action_space, flatten, keys_error, leaf_spaces
 from evogrpo.text import shown
 
 SHARED = "shared"
@@ -80,12 +80,7 @@ class PolicySpec:
         assert isinstance(self.env_space, spaces.Dict)
         keys = self.env_space.spaces.keys()
         if not isinstance(observation, Mapping) or not observation.keys() >= keys:
-            got = (
-                sorted(map(str, observation))
-                if isinstance(observation, Mapping)
-                else type(observation).__name__
-            )
-            raise ValueError(f"observation must have the keys {sorted(keys)}, got {got}.")
+            raise keys_error(self.env_space, observation)
         others = {key: observation[key] for key in keys if key != ACTION_MASK}
         rest = next(iter(others.values())) if len(others) == 1 else others
         return rest, observation[ACTION_MASK]
