@@ -220,6 +220,7 @@ class _Description:
             return
         self.texts.append(normalised(node))
         for name in outer_names(node):
+            # A variable of an enclosing function hides a global one of the same name.
             inner = [each for function in functions for each in bindings(function).get(name, ())]
             for statement in inner:
                 self._add_source(statement, functions, scope)
@@ -356,6 +357,7 @@ def check_fingerprint(
             reason = f"{class_name(env)} has no fingerprint()"
         warn(f"Cannot check that the run continues in the same environment: {reason}.")
         return ()
+    # A name that only one of them has is a difference too, such as a further reward function.
     differences = tuple(
         f"{name}: {stored.get(name, 'none')} -> {current.get(name, 'none')}"
         for name in dict.fromkeys((*stored, *current))

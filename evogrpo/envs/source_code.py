@@ -186,6 +186,7 @@ def stored_names(node: ast.AST) -> set[str]:
 def outer_names(node: ast.AST) -> list[str]:
     """Return the names that a function, class or statement reads from around it, sorted."""
     nodes = list(ast.walk(node))
+    # A name that is bound anywhere inside counts as a local variable.
     used = {each.id for each in nodes if isinstance(each, ast.Name)}
     arguments = {each.arg for each in nodes if isinstance(each, ast.arg)}
     declared = {name for each in nodes if isinstance(each, ast.Global) for name in each.names}
@@ -256,6 +257,7 @@ def constants(function: FunctionNode) -> frozenset[str]:
 
 def _assigned(statement: ast.stmt) -> list[tuple[ast.AST, ast.expr | None]]:
     """Return the targets that a statement binds, with their values; None if it assigns no value."""
+    # Loops, `with` blocks, imports and inner functions bind names without a value.
     if not isinstance(statement, ast.Assign | ast.AnnAssign | ast.AugAssign):
         return [(statement, None)]
     target = statement.targets[0] if isinstance(statement, ast.Assign) else statement.target
@@ -292,6 +294,7 @@ def constant_attributes(classes: Iterable[ast.AST]) -> list[str]:
     changing: set[str] = set()
     for node in classes:
         for statement in _statements(node):
+            # 1. The constructor: attributes of arguments, and all others that it sets.
             if isinstance(statement, ast.FunctionDef) and statement.name == "__init__":
                 given |= constants(statement)
                 changing |= stored_names(statement) - constants(statement)
@@ -299,6 +302,8 @@ def constant_attributes(classes: Iterable[ast.AST]) -> list[str]:
                 # The default may be a call that depends on the time or the process.
                 if statement.value is None or is_constant(statement.value, frozenset()):
                     given |= {f".{name}" for name in stored_names(statement)}
+            # 2. Other methods, and attributes that they set on any object.
             else:
                 changing |= stored_names(statement)
+    # Attributes begin with a dot; the other names are variables.
     return sorted(name[1:] for name in given - changing if name.startswith("."))

@@ -30,6 +30,7 @@ def to_environment(space: spaces.Space[Any], actions: Array) -> Array:
     """
     match space:
         case spaces.Box():
+            # The common case is one test; nothing is copied.
             finite = np.isfinite(actions)
             if not finite.all():
                 actions = np.where(finite, actions, np.zeros_like(actions))
@@ -171,6 +172,7 @@ def stack(parts: list[spaces.Space[Any]], observations: list[list[Any]]) -> Leav
             if value.dtype.kind not in "biufO":
                 raise ValueError(f"observation must be of real numbers, got {value.dtype}.")
             array[row] = value
+            # Integers and flags lose what floats would keep.
             if array.dtype.kind != "f":
                 check_representable(space, value, array[row])
         check_categories(space, array)
@@ -221,6 +223,7 @@ def scalars(values: Sequence[Any], dtype: type[np.generic], name: str) -> Array:
     try:
         array = np.asarray(values)
     except ValueError:  # some values are numbers, others arrays
+        # `item` raises an error for arrays with several entries.
         array = np.array([np.asarray(value).item() for value in values])
     if array.dtype.kind not in "biuf" or array.size != len(values):
         raise ValueError(f"{name} must be a single number, got {shown(values)}.")

@@ -115,6 +115,7 @@ def _registrations() -> dict[str, bytes]:
         if isinstance(entry_point, str) and entry_point.startswith("gymnasium."):
             continue
         with suppress(Exception):
+            # The program itself does not run in the process: its classes are sent with their code.
             if isinstance(entry_point, str) and entry_point.startswith(_MAIN):
                 spec = copy(spec)  # noqa: PLW2901
                 spec.entry_point = load_env_creator(entry_point)  # type: ignore[assignment]

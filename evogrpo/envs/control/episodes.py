@@ -163,6 +163,7 @@ class EpisodeRecorder:
     def record_step(self, rows: NDArray[np.int64], t: NDArray[np.int64], step: VectorStep) -> None:
         """Record the rewards and ends of the episodes `rows` `[m]` at their steps `t` `[m]`."""
         self._lengths[rows] = t + 1
+        # With several agents there is one reward for each agent, in its environment's position.
         if step.positions is not None and step.totals is not None:
             self._totals.append((rows, t, step.totals))
             rows = rows[step.positions]
@@ -309,6 +310,7 @@ def _table(
 ) -> NDArray[np.float64]:
     """Return rewards `[n, t]` from (row, t, reward) of each step; 0 where there is none."""
     result = np.zeros(shape)
+    # One assignment for all steps.
     if parts:
         rows, t, rewards = (np.concatenate(column) for column in zip(*parts, strict=True))
         result[rows, t] = rewards

@@ -148,6 +148,7 @@ class GymnasiumGroups(SeededGroups):
         self.observation_space: gymnasium.Space[Any] = example.observation_space
         self.action_space: gymnasium.Space[Any] = example.action_space
         self._code = code_hash(type(example.unwrapped))
+        # The first known limit is enforced: the argument, that of a wrapper, or the registration's.
         known = max_episode_steps or time_limit(example)
         if known is None and example.spec is not None:
             known = example.spec.max_episode_steps

@@ -103,6 +103,7 @@ class JointEnv:
             ValueError: If an agent returns after its end or has no reward.
         """
         # 1. Give each active agent an action.
+        # The environment may have any hashable ids; their texts are the names of agents.
         acting = set(self._ids)
         all_actions = {}
         for name, agent in self._ids.items():
@@ -306,6 +307,7 @@ class JointGymEnv(gymnasium.Env[AgentDict, AgentDict]):
 
     def step(self, action: Mapping[str, Any]) -> tuple[AgentDict, float, bool, bool, AgentDict]:
         """Step with the actions of all agents; the episode ends when no agent is active."""
+        # An episode counts as truncated if any agent was truncated in its last step.
         result = self._env.step(action)
         over = not result.observations
         cut = bool(result.truncated)

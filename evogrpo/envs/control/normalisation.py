@@ -75,6 +75,7 @@ class ObservationStatistics:
 
     def transformation(self) -> tuple[Array, Array, Array]:
         """Return a shift and then a scale `[p, d]`, and the limit `[p, 1]` of the result's size."""
+        # A variance needs two observations. Members with fewer use shift 0, scale 1 and no limit.
         known = (self.count >= 2)[:, None]
         variance = self.m2 / np.where(known, self.count[:, None], 1.0)
         scale = np.where(known, 1 / np.sqrt(variance + _SMALLEST_VARIANCE), 1.0)
@@ -96,6 +97,7 @@ class ObservationStatistics:
             member_ids: `[m]` rows of these statistics.
         """
         shift, scale, limit = (values[member_ids] for values in self.transformation())
+        # The statistics of all leaves lie side by side.
         changed = list(leaves)
         column = 0
         for number in numbers:
@@ -125,6 +127,7 @@ def episode_statistics(
     """
     count = np.bincount(member_ids, weights=present.sum(1), minlength=members).astype(np.float64)
     chosen = [leaves[number] for number in numbers]
+    # Two passes over each member's observations: the mean, then the deviations from it.
     means = []
     deviations = []
     for member in range(members):

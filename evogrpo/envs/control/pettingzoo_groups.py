@@ -63,10 +63,12 @@ def choose_score(score: Score, agents: Sequence[str]) -> tuple[ScoreFunction, st
     Raises:
         ValueError: If it names an unknown agent, or none.
     """
+    # 1. A score over all agents, or a function.
     if isinstance(score, str) and score in _OVER_ALL:
         return _OVER_ALL[score]
     if callable(score):
         return score, f"your {getattr(score, '__name__', type(score).__name__)}"
+    # 2. Names of agents, or their prefixes.
     if isinstance(score, str):
         names = [score]
     elif isinstance(score, Sequence):

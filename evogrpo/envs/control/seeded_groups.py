@@ -141,6 +141,7 @@ class SeededGroups(ABC):
 
     def close(self) -> None:
         """Close all environments and processes; the next `play` creates new ones."""
+        # Forgotten first, so that an error while closing leaves no half-closed environment behind.
         env = self._vector_env
         self._vector_env = None
         if env is not None:

@@ -72,6 +72,7 @@ def call_env(env: "gymnasium.Env[Any, Any]", method: Method, value: Any) -> EnvR
     Raises:
         ValueError: If the results have another form than Gymnasium's, or the action space changes.
     """
+    # The space before the call, since an environment may replace it.
     action_space = env.action_space
     with EndForkedChildren():
         if method == "reset":
@@ -315,6 +316,7 @@ class EnvFactory:
             ValueError: If the callable returns anything else, the environment has a lower limit of
                 its own, or a wrapper fails.
         """
+        # 1. Create the environment with its step limit.
         if isinstance(self.env, str):
             env_spec(self.env)  # for its error messages
             env = gymnasium.make(
@@ -331,6 +333,7 @@ class EnvFactory:
                         f"max_episode_steps must be at most the environment's {limit}, got {steps}."
                     )
                 env = TimeLimit(env, self.max_episode_steps)
+        # 2. Wrap it, the noise after reset outermost.
         for wrap in self.wrappers:
             try:
                 env = wrap(env)
