@@ -37,6 +37,7 @@ INTERFACES = {
     "evogrpo.reporting.data_frames": ("RunFrames",),
     "evogrpo.training.schedule": ("Schedule",),
     "evogrpo.algorithms.agent": ("Agent",),
+    "evogrpo.compat.translation": ("Imported",),
     "evogrpo.config.agent": ("LanguageOptions", "NetworkOptions", "TeamOptions", "AgentOptions", "Seeded"),
     "evogrpo.algorithms.factory": ("CommonOptions", "Options", "MultiAgentOptions"),
     "evogrpo.envs.text.prompt_environment": ("PromptOptions",),

@@ -48,7 +48,6 @@ NETWORK_DEFAULTS: Mapping[str, Any] = {
     "batch_size": 2048,
     "update_epochs": 4,
     "gamma": 0.99,
-    "max_grad_norm": 0.5,
 }
 """Default hyperparameters of small networks that differ from those of language models."""
 
