@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
-import torch
 from torch import Tensor
 
 from evogrpo.config.hyperparameters import Hyperparameters
@@ -237,21 +236,24 @@ def check_parents(parents: Sequence[int | None], size: int) -> None:
         )
 
 
+NO_REFERENCES = "Members have no references of their own. Set reference='snapshot'."
+"""Message of an error: `mix_reference` of a bank without own references."""
+
+
 def check_train_state(
-    state: Mapping[str, Tensor],
-    expected: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
-    settings: str,
+    state: Mapping[str, Tensor], example: Mapping[str, Tensor], settings: str
 ) -> None:
-    """Raise ValueError unless a train state has the expected names, shapes and types.
+    """Raise ValueError unless a train state has the names, shapes and types of an example.
 
     Args:
         state: The train state.
-        expected: Shape and type of each tensor.
+        example: Tensors of the right shapes and types.
         settings: Settings that must equal those of the saved state; named in the message.
     """
-    # Names of either side: a missing tensor and an unknown one are both reported.
+    expected = {name: (tuple(values.shape), values.dtype) for name, values in example.items()}
     given = {name: (tuple(values.shape), values.dtype) for name, values in state.items()}
-    for name in {**expected, **given}:
+    # Names of either side: a missing tensor and an unknown one are both reported.
+    for name in expected | given:
         if given.get(name) != expected.get(name):
             raise ValueError(
                 f"Train state {name!r} must be {expected.get(name)}, got {given.get(name)}. Use the"

@@ -173,14 +173,14 @@ def test_no_eos_before_min_new_tokens():
 @pytest.mark.parametrize(
     ("architecture", "shared"), [("llama", True), ("llama", False), ("gemma2", True)]
 )
-def test_results_do_not_depend_on_order_or_waves(architecture, shared, device, monkeypatch):
+def test_results_do_not_depend_on_order_or_batches(architecture, shared, device, monkeypatch):
     bank = different_members(tiny_model(architecture).to(device), 3)
     bank.base.shares_prefix = shared
     rows = make_rows(range(3), tokens=6)
     expected = bank.sample(rows).to(torch.device("cpu"))
     all_rows = torch.arange(len(rows))
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))
-    # one wave, or several
+    # one batch, or several
     parts = (
         (sampling.CACHED_TOKENS, all_rows[::3]),
         (1, order[:6]),

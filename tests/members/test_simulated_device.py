@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 FILES = [f"tests/members/test_{name}.py" for name in ("devices", "sampling", "stacked_bank")]
 SELECTIONS = [
     ("separate or devices_agree and some", 2),
-    pytest.param("waves or separate or devices_agree", 10, marks=pytest.mark.slow),
+    pytest.param("or_batches or separate or devices_agree", 10, marks=pytest.mark.slow),
 ]
 
 

@@ -7,7 +7,6 @@ from gymnasium import spaces
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.network import NetworkConfig
 from evogrpo.config.optimizer import Optimizer
-from evogrpo.members.networks import train_states
 from tests.oracles.torch_members import TorchMember
 from tests.policy_banks import assert_gradients_agree, assert_weights_agree
 from tests.tiny_networks import CASES, Case, acted_batch
@@ -190,33 +189,6 @@ def test_any_split_into_passes_gives_the_same_gradient(name):
         one = undivided.state(slot)["exp_avg"]
         other = split.state(slot)["exp_avg"]
         assert_gradients_agree(one, other)
-
-
-def test_out_of_memory_halves_the_pass(monkeypatch):
-    case = CASES["architectures"]
-    bank = case.bank(3)
-    control = case.bank(3)
-    batch = acted_batch(case, bank, range(3))
-    plain = train_states.Stack.vjp
-    sizes = []
-
-    def cramped(stack, rows, observations):
-        sizes.append(observations.shape[0] * observations.shape[1])
-        if sizes[-1] > 12:
-            raise torch.OutOfMemoryError
-        return plain(stack, rows, observations)
-
-    def loss_fn(rows, log_probs, entropies):
-        return (batch.rewards[rows][:, None] * log_probs).sum(1)
-
-    named = dict.fromkeys(range(3), Hyperparameters(lr=1e-3))
-    control.update(batch, loss_fn, named)
-    monkeypatch.setattr(train_states.Stack, "vjp", cramped)
-    reports = bank.update(batch, loss_fn, named).reports
-    assert max(sizes) > 12 >= sizes[-1]
-    for slot in range(3):
-        assert_gradients_agree(bank.state(slot)["exp_avg"], control.state(slot)["exp_avg"])
-        assert reports[slot].step == 1
 
 
 def test_flattened_actions_have_equal_log_probs_and_costs():

@@ -1,4 +1,4 @@
-"""Attention with shared prompts: rows of one prompt share its products, and long rows run in blocks.
+"""Attention with shared prompts: rows of one prompt share products; long rows run in blocks.
 
 Letters in shapes: `n` rows, `m` prompts, `kv` key-value heads, `rep` query heads that share one,
 `d` width of a head. Numbers of tokens: `t` queries of a row, `s` keys of a row, `P` keys of a
@@ -40,10 +40,15 @@ class SharedPrompts(NamedTuple):
 
 
 def prompt_runs(rows: Tensor, prompts: int) -> tuple[Tensor | None, tuple[int, ...]]:
-    """Return the prompt of each run of adjacent rows (None for 0, 1, 2, ...) and the lengths of the runs."""
+    """Return the prompt of each run of adjacent rows, and the lengths of the runs.
+
+    The prompts are None if they are 0, 1, 2, ..., up to the number of prompts.
+    """
     values, counts = torch.unique_consecutive(rows, return_counts=True)
-    numbers = values.tolist()
-    return (None if numbers == list(range(prompts)) else values), tuple(counts.tolist())
+    runs = tuple(counts.tolist())
+    if values.tolist() == list(range(prompts)):
+        return None, runs
+    return values, runs
 
 
 def attention(
@@ -71,34 +76,51 @@ def attention(
     """
     kv, n, wide, d = q.shape
     past = 0 if shared is None else shared.keys.shape[2]
-    keep = past + k.shape[2] <= MAX_KEPT_KEYS * d  # keep attention weights for the backward pass
-    if t < 2 * BLOCK and (t == 1 or q.device.type == "cpu"):
+    # Few keys: keep the attention weights for the backward pass instead of computing them twice.
+    keep = past + k.shape[2] <= MAX_KEPT_KEYS * d
+    on_cpu = q.device.type == "cpu"
+    out: Tensor  # [kv, n, rep * t, d]
+    if t < 2 * BLOCK and (t == 1 or on_cpu):
         # 1. Short rows: one product of all rows of a prompt with its keys.
-        prompt_tensors = () if shared is None else (shared.keys, shared.values)
-        runs = None if shared is None else shared.runs
-        out: Tensor = _Attention.apply(q, k, v, t, bias, shared_bias, runs, keep, *prompt_tensors)
+        if shared is None:
+            out = _Attention.apply(q, k, v, t, bias, None, None, keep)
+        else:
+            prompts = (shared.keys, shared.values)
+            out = _Attention.apply(q, k, v, t, bias, shared_bias, shared.runs, keep, *prompts)
     else:
         # 2. Long rows: a copy of the prompt for every row, then blocks of tokens or torch's
         #    kernels.
         if shared is not None:
-            k = torch.cat([shared.keys[:, shared.rows], k], 2)  # `[kv, n, P + s, d]`
+            bias = _joined_biases(shared_bias, bias, (t, past, k.shape[2]), k)
+            k = torch.cat([shared.keys[:, shared.rows], k], 2)  # [kv, n, P + s, d]
             v = torch.cat([shared.values[:, shared.rows], v], 2)
-            # Join the two biases along the keys. One that is None is 0, and if both are, so is the
-            # result.
-            biases = [(shared_bias, past), (bias, k.shape[2] - past)]
-            bias_rows = max((len(part) for part, _ in biases if part is not None), default=0)
-            if bias_rows:
-                both = [
-                    (k.new_zeros(1) if part is None else part).expand(bias_rows, t, keys)
-                    for part, keys in biases
-                ]
-                bias = torch.cat(both, 2)
-        if q.device.type == "cpu":
+        if on_cpu:
             out = _in_blocks(q, k, v, t, bias, keep)
         else:
             out = _by_torch(q, k, v, t, bias)
-    # `[kv, n, rep * t, d]` -> `[n * t, kv * rep * d]`
+    # [kv, n, rep * t, d] -> [n * t, kv * rep * d]
     return out.view(kv, n, wide // t, t, d).permute(1, 3, 0, 2, 4).reshape(n * t, -1)
+
+
+def _joined_biases(
+    shared: Tensor | None, own: Tensor | None, sizes: tuple[int, int, int], like: Tensor
+) -> Tensor | None:
+    """Join the biases of prompts and rows along the keys: `[n or 1, t, P + s]`; None = all 0.
+
+    Args:
+        shared: `[n or 1, t or 1, P]`; None = 0.
+        own: `[n or 1, t, s]`; None = 0.
+        sizes: t, P and s.
+        like: Tensor with the dtype and device of the result.
+    """
+    if shared is None and own is None:
+        return None
+    zero = like.new_zeros(1, 1, 1)
+    shared = zero if shared is None else shared
+    own = zero if own is None else own
+    rows = max(len(shared), len(own))
+    t, past, s = sizes
+    return torch.cat([shared.expand(rows, t, past), own.expand(rows, t, s)], 2)
 
 
 def _in_blocks(q: Tensor, k: Tensor, v: Tensor, t: int, bias: Tensor | None, keep: bool) -> Tensor:
@@ -106,16 +128,19 @@ def _in_blocks(q: Tensor, k: Tensor, v: Tensor, t: int, bias: Tensor | None, kee
     kv, n, _, d = q.shape
     by_token = q.view(kv, n, -1, t, d)
     outputs = list[Tensor]()
-    for at in range(0, t - BLOCK + 1, BLOCK):
-        end = at + BLOCK if at + 2 * BLOCK <= t else t  # the last block takes the rest
-        # keys up to the last query of the block: later ones are masked anyway
+    for start in range(0, t - BLOCK + 1, BLOCK):
+        # The last block takes the rest.
+        end = start + BLOCK
+        if end + BLOCK > t:
+            end = t
+        # Keys up to the last query of the block: later ones are masked anyway.
         visible = k.shape[2] - t + end
-        part = by_token[:, :, :, at:end].reshape(kv, n, -1, d)
-        added = None if bias is None else bias[:, at:end, :visible]
-        out: Tensor = _Attention.apply(
-            part, k[:, :, :visible], v[:, :, :visible], end - at, added, None, None, keep
-        )
-        outputs.append(out.view(kv, n, -1, end - at, d))
+        block = by_token[:, :, :, start:end].reshape(kv, n, -1, d)
+        keys = k[:, :, :visible]
+        values = v[:, :, :visible]
+        own = None if bias is None else bias[:, start:end, :visible]
+        out: Tensor = _Attention.apply(block, keys, values, end - start, own, None, None, keep)
+        outputs.append(out.view(kv, n, -1, end - start, d))
     return torch.cat(outputs, 3)
 
 
@@ -126,14 +151,16 @@ def _by_torch(q: Tensor, k: Tensor, v: Tensor, t: int, bias: Tensor | None) -> T
     """
     kv, n, wide, d = q.shape
     rep = wide // t
-    # `[kv, n, rep * t, d]` -> `[n, kv * rep, t, d]`, torch's layout; queries are scaled already, so
-    # scale=1 below.
+    # 1. torch's layout: [kv, n, rep * t, d] -> [n, kv * rep, t, d].
     heads = q.view(kv, n, rep, t, d).permute(1, 0, 2, 3, 4).reshape(n, kv * rep, t, d)
-    k, v = (x.transpose(0, 1).repeat_interleave(rep, dim=1) for x in (k, v))
-    # Zeros instead of no mask, as torch may choose another kernel without one.
-    added = q.new_zeros(1) if bias is None else bias
-    mask = added.expand(n, t, k.shape[2])[:, None]
-    out = scaled_dot_product_attention(heads, k, v, attn_mask=mask, scale=1.0)
+    keys = k.transpose(0, 1).repeat_interleave(rep, dim=1)
+    values = v.transpose(0, 1).repeat_interleave(rep, dim=1)
+    # 2. Zeros instead of no mask, as torch may choose another kernel without one.
+    if bias is None:
+        bias = q.new_zeros(1)
+    mask = bias.expand(n, t, k.shape[2])[:, None]
+    # 3. Queries are scaled already, so the scale is 1.
+    out = scaled_dot_product_attention(heads, keys, values, attn_mask=mask, scale=1.0)
     return out.view(n, kv, rep, t, d).permute(1, 0, 2, 3, 4).reshape(q.shape)
 
 
@@ -142,10 +169,11 @@ def _by_prompt(x: Tensor, runs: tuple[int, ...]) -> list[tuple[slice, slice, Ten
 
     Returns rows, prompts and `[kv * prompts, rows of each * w, c]` of each group.
     """
-    return [
-        (rows, prompts, x[:, rows].reshape(x.shape[0] * count, -1, x.shape[3]))
-        for rows, prompts, count in runs_of(runs)
-    ]
+    groups = []
+    for rows, prompts, count in runs_of(runs):
+        part = x[:, rows].reshape(len(x) * count, -1, x.shape[3])
+        groups.append((rows, prompts, part))
+    return groups
 
 
 def _attention_weights(
@@ -169,6 +197,7 @@ def _attention_weights(
         shared: The prompts' keys `[kv, m, P, d]` as a sequence of one tensor; empty without shared
             prompts.
     """
+    # Products with the prompts' keys, then with the rows' own keys.
     scores = _products(q, k, shared, runs)
     # `rep` query heads share a bias, so view `[kv, n, rep * t, P + s]` as `[kv, n, rep, t, P + s]`.
     past = scores.shape[-1] - k.shape[2]
@@ -177,6 +206,7 @@ def _attention_weights(
         by_token[..., past:] += bias[None, :, None]
     if shared_bias is not None:
         by_token[..., :past] += shared_bias[None, :, None]
+    # In float32: sums over many keys would lose precision in bfloat16.
     return torch.softmax(scores, -1, dtype=torch.float32).to(q.dtype)
 
 
@@ -203,62 +233,64 @@ class _Attention(torch.autograd.Function):
         keep: bool,
         *shared: Tensor,
     ) -> Tensor:
+        # 1. Attention weights over the prompts' keys, then the rows' own.
         weights = _attention_weights(q, k, t, bias, shared_bias, runs, shared[:1])
         past = weights.shape[-1] - k.shape[2]
-        ctx.save_for_backward(q, k, v, bias, shared_bias, weights if keep else None, *shared)
+        kept = weights if keep else None
+        ctx.save_for_backward(q, k, v, bias, shared_bias, kept, *shared)
         ctx.t = t
         ctx.runs = runs
-        out = weights[..., past:].flatten(0, 1) @ v.flatten(0, 1)
+        # 2. Weighted sum of the values.
+        own = weights[..., past:].flatten(0, 1)  # [kv * n, rep * t, s]
+        out = (own @ v.flatten(0, 1)).view(q.shape)
         if runs is not None:
-            _add_weighted(out.view(q.shape), weights[..., :past], shared[1], runs)
-        return out.view(q.shape)
+            _add_weighted(out, weights[..., :past], shared[1], runs)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        # 1. Attention weights, computed again if they were not kept.
         q, k, v, bias, shared_bias, weights, *shared = ctx.saved_tensors
         runs = ctx.runs
         if weights is None:
             weights = _attention_weights(q, k, ctx.t, bias, shared_bias, runs, shared[:1])
-        grad_out = grads[0].contiguous()
-        # out = W V and W = softmax(S): dW = dout V^T, dS from dW, then dQ = dS K, dK = dS^T Q, dV =
-        # W^T dout.
         past = weights.shape[-1] - k.shape[2]
+        # 2. out = W V and W = softmax(S): dW = dout V^T, dS from dW, then dQ = dS K, dK = dS^T Q,
+        #    dV = W^T dout.
+        grad_out = grads[0].contiguous()
         grad_weights = _products(grad_out, v, shared[1:], runs)
         grad_scores = torch._softmax_backward_data(grad_weights, weights, -1, weights.dtype)
-        grad_own = grad_scores[..., past:].flatten(0, 1)
-        grad_q = grad_own @ k.flatten(0, 1)
-        grad_k = grad_own.mT @ q.flatten(0, 1)
-        grad_v = weights[..., past:].flatten(0, 1).mT @ grad_out.flatten(0, 1)
+        own_scores = grad_scores[..., past:].flatten(0, 1)
+        own_weights = weights[..., past:].flatten(0, 1)
+        grad_q = (own_scores @ k.flatten(0, 1)).view(q.shape)
+        grad_k = (own_scores.mT @ q.flatten(0, 1)).view(k.shape)
+        grad_v = (own_weights.mT @ grad_out.flatten(0, 1)).view(v.shape)
+        # 3. The same for the prompts' keys and values.
         grad_shared: list[Tensor] = []
         if runs is not None:
-            _add_weighted(grad_q.view(q.shape), grad_scores[..., :past], shared[0], runs)
-            grad_shared = [
-                _gathered(grad_scores[..., :past], q, runs),
-                _gathered(weights[..., :past], grad_out, runs),
-            ]
+            shared_scores = grad_scores[..., :past]
+            _add_weighted(grad_q, shared_scores, shared[0], runs)
+            grad_keys = _gathered(shared_scores, q, runs)
+            grad_values = _gathered(weights[..., :past], grad_out, runs)
+            grad_shared = [grad_keys, grad_values]
         # Five arguments have no gradient: t, bias, shared_bias, runs and keep.
-        return (
-            grad_q.view(q.shape),
-            grad_k.view(k.shape),
-            grad_v.view(v.shape),
-            *[None] * 5,
-            *grad_shared,
-        )
+        return grad_q, grad_k, grad_v, *[None] * 5, *grad_shared
 
 
 def _products(
     q: Tensor, k: Tensor, shared: Sequence[Tensor], runs: tuple[int, ...] | None
 ) -> Tensor:
-    """Return products `[kv, n, w, P + s]` of `[kv, n, w, d]` with the vectors of prompts and rows."""
+    """Return products `[kv, n, w, P + s]` of `[kv, n, w, d]` with vectors of prompts and rows."""
     kv, n, wide, _ = q.shape
-    past = shared[0].shape[2] if runs is not None else 0
+    past = 0 if runs is None else shared[0].shape[2]
     out = q.new_empty((kv, n, wide, past + k.shape[2]))
     torch.bmm(q.flatten(0, 1), k.flatten(0, 1).mT, out=out.flatten(0, 1)[..., past:])
     if runs is None:
         return out
     for rows, prompts, part in _by_prompt(q, runs):
         keys = shared[0][:, prompts].reshape(len(part), past, -1)
-        if rows == slice(0, n):  # one group holds all rows, so its products are a view of `out`
+        # If one group holds all rows, its products are a view of `out`.
+        if rows == slice(0, n):
             torch.bmm(part, keys.mT, out=out.view(len(part), -1, out.shape[-1])[..., :past])
         else:
             out[:, rows, :, :past] = torch.bmm(part, keys.mT).view(kv, -1, wide, past)
@@ -266,17 +298,27 @@ def _products(
 
 
 def _add_weighted(out: Tensor, weights: Tensor, values: Tensor, runs: tuple[int, ...]) -> None:
-    """Add weights `[kv, n, w, P]` times the vectors `[kv, m, P, d]` of each row's prompt to `[kv, n, w, d]`."""
+    """Add weights `[kv, n, w, P]` times vectors `[kv, m, P, d]` of each row's prompt to `out`.
+
+    `out` is `[kv, n, w, d]`.
+    """
     for rows, prompts, part in _by_prompt(weights, runs):
+        # One product for each prompt of the group and key-value head.
         vectors = values[:, prompts].reshape(len(part), values.shape[2], -1)
-        out[:, rows] += torch.bmm(part, vectors).view(out.shape[0], -1, *out.shape[2:])
+        out[:, rows] += torch.bmm(part, vectors).view(len(out), -1, *out.shape[2:])
 
 
-def _gathered(weights: Tensor, rows: Tensor, runs: tuple[int, ...]) -> Tensor:
-    """Sum weights^T `[kv, n, w, P]` times `[kv, n, w, d]` over the rows of each prompt: `[kv, m, P, d]`."""
-    kv = weights.shape[0]
-    sums = [
-        torch.bmm(w.mT, x).view(kv, -1, weights.shape[3], rows.shape[3])
-        for (*_, w), (*_, x) in zip(_by_prompt(weights, runs), _by_prompt(rows, runs), strict=True)
-    ]
+def _gathered(weights: Tensor, vectors: Tensor, runs: tuple[int, ...]) -> Tensor:
+    """Sum weights^T times vectors over the rows of each prompt: `[kv, m, P, d]`.
+
+    Args:
+        weights: `[kv, n, w, P]`.
+        vectors: `[kv, n, w, d]`.
+        runs: Number of rows of each prompt.
+    """
+    sums = []
+    groups = zip(_by_prompt(weights, runs), _by_prompt(vectors, runs), strict=True)
+    for (_, _, w), (_, _, x) in groups:
+        total = torch.bmm(w.mT, x)  # [kv * prompts, P, d]
+        sums.append(total.view(len(weights), -1, *total.shape[1:]))
     return sums[0] if len(sums) == 1 else torch.cat(sums, 1)

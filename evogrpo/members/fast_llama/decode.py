@@ -21,7 +21,7 @@ from evogrpo.members.language.kv_cache import Decoding, KVCache, Prefix
 
 
 class KeyValues(NamedTuple):
-    """Keys and values in the layout of batched products, for b pairs of a key-value head and a row or prompt.
+    """Keys and values for batched products of b pairs of a key-value head and a row or prompt.
 
     Attributes:
         rows: Rows that attend to them.
@@ -49,29 +49,29 @@ def decode_attention(
     Returns:
         `[n, kv * rep * d]`.
     """
-    # 1. Scores of the prompts' keys, then of the rows' own keys.
+    # 1. Scores of the prompts' keys, then of the rows' own keys: [kv, n, rep, P + s].
     kv, n, rep, d = q.shape
     past = shared[0].keys.shape[2]
-    parts = (torch.bmm(q[:, run.rows].reshape(len(run.keys), -1, d), run.keys) for run in shared)
-    shared_scores = [part.view(kv, -1, rep, past) for part in parts]
-    own_scores = torch.bmm(q.flatten(0, 1), own.keys).view(kv, n, rep, -1)
-    scores = torch.cat(
-        [shared_scores[0] if len(shared_scores) == 1 else torch.cat(shared_scores, 1), own_scores],
-        3,
-    )
-    # 2. Attention weights.
-    probabilities = torch.softmax(scores.add_(bias), -1, dtype=torch.float32)
-    of_past, of_own = (
-        part.to(q.dtype) for part in (probabilities[..., :past], probabilities[..., past:])
-    )
-    # 3. Weighted sum of the values.
-    out = torch.bmm(of_own.flatten(0, 1), own.values).view(q.shape)
+    parts = []
     for run in shared:
-        weights = of_past[:, run.rows].reshape(len(run.values), -1, past)
-        if len(shared) == 1:  # the run holds all rows, so its sums are a view of `out`
-            out.view(len(weights), -1, d).baddbmm_(weights, run.values)
+        queries = q[:, run.rows].reshape(len(run.keys), -1, d)
+        parts.append(torch.bmm(queries, run.keys).view(kv, -1, rep, past))
+    shared_scores = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+    own_scores = torch.bmm(q.flatten(0, 1), own.keys).view(kv, n, rep, -1)
+    scores = torch.cat([shared_scores, own_scores], 3)
+    # 2. Attention weights.
+    weights = torch.softmax(scores.add_(bias), -1, dtype=torch.float32)
+    shared_weights = weights[..., :past].to(q.dtype)
+    own_weights = weights[..., past:].to(q.dtype)
+    # 3. Weighted sum of the values.
+    out = torch.bmm(own_weights.flatten(0, 1), own.values).view(q.shape)
+    for run in shared:
+        part = shared_weights[:, run.rows].reshape(len(run.values), -1, past)
+        # A single run holds all rows, so its sums are a view of `out`.
+        if len(shared) == 1:
+            out.view(len(part), -1, d).baddbmm_(part, run.values)
         else:
-            out[:, run.rows] += torch.bmm(weights, run.values).view(kv, -1, rep, d)
+            out[:, run.rows] += torch.bmm(part, run.values).view(kv, -1, rep, d)
     return out.transpose(0, 1).reshape(n, -1)
 
 
@@ -85,14 +85,15 @@ def _normed(x: Tensor, norm: Any) -> Tensor:
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Apply rotary embeddings to heads `[heads, d, n]`; see `forward.rotated`."""
     out = torch.empty_like(x)
-    (left, right), (new_left, new_right) = x.chunk(2, 1), out.chunk(2, 1)
+    left, right = x.chunk(2, 1)
+    new_left, new_right = out.chunk(2, 1)
     torch.mul(left, cos, out=new_left).addcmul_(right, sin, value=-1.0)
     torch.mul(right, cos, out=new_right).addcmul_(left, sin)
     return out
 
 
 def _by_segment(x: Tensor, part: StackedAdapters) -> Tensor:
-    """View the columns `[c, n]` of segments of equally many rows as `[segments, c, rows of each]`."""
+    """View columns `[c, n]` of equally long segments as `[segments, c, rows of each]`."""
     return x[:, part.tokens].view(len(x), len(part.a), -1).transpose(0, 1)
 
 
@@ -133,17 +134,22 @@ class FastDecoding:
         self._past = prefix.mask.shape[1]
         self._length = 0
         self._max_length = room
-        self._prompts = [
-            (keys.transpose(0, 1), values.transpose(0, 1)) for keys, values in prefix.layers
-        ]
-        heads = passes.layout.heads[0]
-        width = passes.layout.width
-        self._own = [
-            [keys.new_empty((heads, len(rows), 0, width)) for _ in range(2)]
-            for keys, _ in prefix.layers
-        ]
-        self._lowest = torch.finfo(self._own[0][0].dtype).min / 2  # as in `attention_biases`
+        # Keys and values by layer: of the prompts `[kv, m, P, d]`, and own ones `[kv, n, room, d]`.
+        self._prompts = []
+        self._own = list[list[Tensor]]()
+        for keys, values in prefix.layers:
+            self._prompts.append((keys.transpose(0, 1), values.transpose(0, 1)))
+            empty = keys.new_empty((keys.shape[1], len(rows), 0, keys.shape[3]))
+            self._own.append([empty, empty])
+        self._dtype = prefix.layers[0][0].dtype
+        # A bias that masks, as in `attention_biases`.
+        self._lowest = torch.finfo(self._dtype).min / 2
         self._set_prompts(rows)
+
+    @property
+    def _room(self) -> int:
+        """Tokens for which the storage of own keys and values has room."""
+        return self._own[0][0].shape[2]
 
     def _set_prompts(self, rows: Tensor) -> None:
         """Set the prompt of each row, and drop prompts without rows."""
@@ -152,36 +158,30 @@ class FastDecoding:
         if order is not None:
             self._prompts = [(keys[:, order], values[:, order]) for keys, values in self._prompts]
         counts = torch.tensor(runs, device=rows.device)
-        self._prompt_of_row = torch.repeat_interleave(
-            torch.arange(len(counts), device=rows.device), counts
-        )
-        # by layer, for each run of prompts with equally many rows
+        numbers = torch.arange(len(counts), device=rows.device)
+        self._prompt_of_row = torch.repeat_interleave(numbers, counts)
+        # 2. By layer, one batched product for each run of prompts with equally many rows.
         self._shared = list[list[KeyValues]]()
         for keys, values in self._prompts:
             past, d = keys.shape[2:]
-            self._shared.append(
-                [
-                    KeyValues(
-                        part,
-                        keys[:, prompts].reshape(-1, past, d).mT,
-                        values[:, prompts].reshape(-1, past, d),
-                    )
-                    for part, prompts, _ in runs_of(runs)
-                ]
-            )
-        # 2. Adapters and positions depend on the rows. Padding does not count as a position.
+            parts = []
+            for part, prompts, _ in runs_of(runs):
+                run_keys = keys[:, prompts].reshape(-1, past, d)
+                run_values = values[:, prompts].reshape(-1, past, d)
+                parts.append(KeyValues(part, run_keys.mT, run_values))
+            self._shared.append(parts)
+        # 3. Adapters, by names of layers with the same input, and positions depend on the rows.
+        #    Padding does not count as a position.
         self._hook = self._make_hook(self._slots)
-        # by names of layers with the same input
         self._adapters = dict[tuple[str, ...], list[StackedAdapters]]()
         self._positions = self._mask.sum(1)
         self._set_bias()
 
     def _set_bias(self) -> None:
         """Set the bias `[n, 1, P + room]` that masks padding and unfilled positions."""
-        room = self._own[0][0].shape[2]
-        visible = pad(self._mask, (0, room))
+        visible = pad(self._mask, (0, self._room))
         visible[:, self._past : self._past + self._length] = True
-        bias = torch.zeros(visible.shape, dtype=self._own[0][0].dtype, device=visible.device)
+        bias = torch.zeros(visible.shape, dtype=self._dtype, device=visible.device)
         self._bias = bias.masked_fill_(~visible, self._lowest)[:, None]
         self._places = torch.arange(visible.shape[1], device=visible.device)
 
@@ -192,72 +192,79 @@ class FastDecoding:
     def advance(self, tokens: Tensor) -> Tensor:
         """Feed one token per row."""
         # 1. Make room for the token, and make it visible from now on.
-        room = self._own[0][0].shape[2]
-        at = self._length
-        if at == room:
-            self._reallocate(None, min(self._max_length, room + max(MIN_GROWTH, room // 4)))
+        layout = self._passes.layout
+        room = self._room
+        # Place of the token in the storage.
+        number = self._length
+        if number == room:
+            growth = max(MIN_GROWTH, room // 4)
+            # In steps, as the storage is copied each time.
+            self._reallocate(None, min(self._max_length, room + growth))
             self._set_bias()
         self._length += 1
-        place = self._past + at
+        place = self._past + number
         self._bias[:, :, place] = 0.0
         # 2. Biases of attention scores by window (None = full attention).
-        biases = {
-            window: (
-                self._bias
-                if window is None
-                else self._bias.masked_fill(self._places <= place - window, self._lowest)
-            )
-            for window in self._windows
-        }
+        biases = {}
+        for window in self._windows:
+            biases[window] = self._bias
+            if window is not None:
+                too_far = self._places <= place - window
+                biases[window] = self._bias.masked_fill(too_far, self._lowest)
         # 3. Cosines and sines `[heads, d / 2, n]` of all heads of queries (scaled) and keys.
-        kv, rep = self._passes.layout.heads
-        of_keys, of_queries = self._passes.rotations_at((self._positions + at)[:, None])
-        rotation = [
-            torch.cat([query[:, 0].T.expand(kv * rep, -1, -1), key[:, 0].T.expand(kv, -1, -1)])
-            for query, key in zip(of_queries, of_keys, strict=True)
-        ]
+        kv, rep = layout.heads
+        of_keys, of_queries = self._passes.rotations_at((self._positions + number)[:, None])
+        rotation = []
+        for queries, keys in zip(of_queries, of_keys, strict=True):
+            columns_of_queries = queries[:, 0].T.expand(kv * rep, -1, -1)
+            columns_of_keys = keys[:, 0].T.expand(kv, -1, -1)
+            rotation.append(torch.cat([columns_of_queries, columns_of_keys]))
         # 4. All layers. Tokens are columns, and the residual stream is in float32.
         hidden = self._passes.embed(tokens).float().T.contiguous()
-        for number, layer in enumerate(self._passes.layout.layers):
-            self._layer(number, layer, hidden, rotation, biases[layer.window], at)
-        return _normed(hidden, self._passes.layout.decoder.norm).T.contiguous()
+        for layer, own, shared in zip(layout.layers, self._own, self._shared, strict=True):
+            self._layer(layer, hidden, rotation, biases[layer.window], own, shared)
+        return _normed(hidden, layout.decoder.norm).T.contiguous()
 
     def _layer(
         self,
-        number: int,
         layer: Layer,
         hidden: Tensor,
         rotation: Sequence[Tensor],
         bias: Tensor,
-        at: int,
+        stored: Sequence[Tensor],
+        shared: Sequence[KeyValues],
     ) -> None:
         """Run one layer on the residual stream `[h, n]`, in place.
 
         Args:
-            number: Number of the layer.
             layer: The layer.
             hidden: The residual stream.
             rotation: Cosines and sines `[heads, d / 2, n]`.
             bias: `[n, 1, P + room]` on attention scores.
-            at: Place of the token in the storage.
+            stored: Own keys and values of the rows `[kv, n, room, d]`.
+            shared: Keys and values of their prompts.
         """
-        (kv, rep), width = self._passes.layout.heads, self._passes.layout.width
-        # 1. Queries, keys and values: `[kv * rep * d, n]` -> heads first, `[heads, d, n]`.
-        q, k, v = self._projected(_normed(hidden, layer.before_attention), layer.projections)
+        kv, rep = self._passes.layout.heads
+        width = self._passes.layout.width
+        # 1. Queries, keys and values: [kv * rep * d, n] -> heads first, [heads, d, n].
+        normed = _normed(hidden, layer.before_attention)
+        q, k, v = self._projected(normed, layer.projections)
         heads = torch.cat([q, k]).view(kv * (rep + 1), width, -1)
-        v = v.view(kv, width, -1)
         if layer.head_norms is not None:
-            norms = zip(heads.split([kv * rep, kv]), layer.head_norms, strict=True)
-            heads = torch.cat([_normed(x, norm) for x, norm in norms])
-        heads = _rotated(heads, *rotation)
+            q_norm, k_norm = layer.head_norms
+            q, k = heads.split([kv * rep, kv])
+            heads = torch.cat([_normed(q, q_norm), _normed(k, k_norm)])
+        cos, sin = rotation
+        heads = _rotated(heads, cos, sin)
         q = heads[: kv * rep].view(kv, rep, width, -1).permute(0, 3, 1, 2).contiguous()
-        # 2. Attention to the prompt and to the row's own tokens.
-        keys, values = self._own[number]
-        keys[:, :, at], values[:, :, at] = heads[kv * rep :].mT, v.mT
+        # 2. Store keys and values; attend to the prompt and to the row's own tokens.
+        keys, values = stored
+        number = self._length - 1
+        keys[:, :, number] = heads[kv * rep :].mT
+        values[:, :, number] = v.view(kv, width, -1).mT
         own = KeyValues(slice(None), keys.flatten(0, 1).mT, values.flatten(0, 1))
-        (out,) = self._projected(
-            decode_attention(q, own, self._shared[number], bias).T, [layer.output]
-        )
+        attended = decode_attention(q, own, shared, bias)
+        (out,) = self._projected(attended.T, [layer.output])
         hidden += out
         # 3. MLP.
         gate, up = self._projected(_normed(hidden, layer.before_mlp), layer.gates)
@@ -265,49 +272,57 @@ class FastDecoding:
         hidden += down
 
     def _projected(self, x: Tensor, layers: Sequence[NamedLinear]) -> list[Tensor]:
-        """Return the outputs `[out, n]` of linear layers with adapters, given their common input `[in, n]`."""
+        """Return outputs `[out, n]` of linear layers with adapters for their input `[in, n]`."""
         outputs = [frozen_linear_columns(layer.weight, x, layer.bias) for _, layer in layers]
-        if self._hook is not None:
-            names = tuple(name for name, _ in layers)
-            if names not in self._adapters:
-                self._adapters[names] = self._hook.stacked(names, x.shape[1], x.dtype)
-            for part in self._adapters[names]:  # add scale * B A x in place
-                low = torch.bmm(part.a, _by_segment(x, part))
-                for module, columns, b in part.b:
-                    _by_segment(outputs[module], part).baddbmm_(
-                        b, low[:, columns], alpha=part.scale
-                    )
+        # Matrices of adapters are stacked once and kept until the rows change.
+        if self._hook is None:
+            return outputs
+        names = tuple(name for name, _ in layers)
+        if names not in self._adapters:
+            self._adapters[names] = self._hook.stacked(names, x.shape[1], x.dtype)
+        # Add scale * B A x in place.
+        for part in self._adapters[names]:
+            low = torch.bmm(part.a, _by_segment(x, part))
+            for module, columns, b in part.b:
+                out = _by_segment(outputs[module], part)
+                out.baddbmm_(b, low[:, columns], alpha=part.scale)
         return outputs
 
     def keep(self, rows: Tensor) -> None:
         """Keep these rows only, or several copies of some."""
-        self._reallocate(rows, self._own[0][0].shape[2])
-        self._mask, self._slots = self._mask[rows], self._slots[rows]
+        self._reallocate(rows, self._room)
+        self._mask = self._mask[rows]
+        self._slots = self._slots[rows]
         self._set_prompts(self._prompt_of_row[rows])
 
     def _reallocate(self, rows: Tensor | None, room: int) -> None:
-        """Move keys and values of some or all rows to zeroed storage of `room` tokens, one by one to save memory."""
-        for parts in self._own:
-            for number, part in enumerate(parts):  # `[kv, n, ., d]`
-                count = part.shape[1] if rows is None else len(rows)
-                storage = part.new_zeros((part.shape[0], count, room, part.shape[3]))
+        """Move keys and values of some or all rows to zeroed storage of `room` tokens.
+
+        One tensor after the other, to save memory.
+        """
+        for stored in self._own:
+            for number, part in enumerate(stored):  # [kv, n, ., d]
                 filled = part[:, :, : self._length]
-                storage[:, :, : self._length] = filled if rows is None else filled[:, rows]
-                parts[number] = storage
+                if rows is not None:
+                    filled = filled[:, rows]
+                storage = part.new_zeros((*filled.shape[:2], room, part.shape[3]))
+                storage[:, :, : self._length] = filled
+                stored[number] = storage
 
     def copy_cache(self, rows: Tensor, real: Tensor) -> KVCache:
         """Return the KV cache of `rows`: their prompts, then their own tokens."""
+        prompt_of_row = self._prompt_of_row[rows]
+
+        def joined(prompts: Tensor, own: Tensor) -> Tensor:
+            parts = [prompts[:, prompt_of_row], own[:, rows, : self._length]]
+            return torch.cat(parts, 2).transpose(0, 1)
+
+        # Rows `[n, kv, P + length, d]`, as transformers' caches.
+        layers = []
+        for prompts, own in zip(self._prompts, self._own, strict=True):
+            layers.append((joined(prompts[0], own[0]), joined(prompts[1], own[1])))
         mask = torch.cat([self._mask[rows], real], dim=1)
-        layers = tuple(
-            tuple(
-                torch.cat(
-                    [prompt[:, self._prompt_of_row[rows]], decoded[:, rows, : self._length]], 2
-                ).transpose(0, 1)
-                for prompt, decoded in zip(prompts, parts, strict=True)
-            )
-            for prompts, parts in zip(self._prompts, self._own, strict=True)
-        )
-        return KVCache(layers=layers, mask=mask).left_padded()  # type: ignore[arg-type]  # pairs
+        return KVCache(layers=tuple(layers), mask=mask).left_padded()
 
 
 # ---- rows with equal tokens so far
@@ -329,10 +344,12 @@ def shared_prefix_decoding(begin: Callable[[Tensor], Decoding], prompt_of: Tenso
         begin: Starts decoding of the rows with these numbers.
         prompt_of: `[n]` prompt of each row, sorted. Rows of one prompt have the same weights.
     """
+    device = prompt_of.device
     prompts, prefix_of = torch.unique_consecutive(prompt_of, return_inverse=True)
     if len(prompts) > MAX_DISTINCT_SHARE * len(prefix_of):
-        return begin(torch.arange(len(prefix_of), device=prefix_of.device))
-    first_rows = torch.searchsorted(prefix_of, torch.arange(len(prompts), device=prefix_of.device))
+        return begin(torch.arange(len(prefix_of), device=device))
+    # The first row of each prompt stands for all of them.
+    first_rows = torch.searchsorted(prefix_of, torch.arange(len(prompts), device=device))
     return _SharedDecoding(begin(first_rows), prefix_of, len(prompts))
 
 
@@ -348,10 +365,13 @@ class _SharedDecoding:
     def __init__(self, decoding: Decoding, prefix_of: Tensor, size: int) -> None:
         self._decoding = decoding
         self._size = size
-        self._prefix_of: Tensor | None = prefix_of  # None = each row runs separately
+        # None = each row runs separately.
+        self._prefix_of: Tensor | None = prefix_of
         # Numbers of tokens: decoded per row; copied by forks; saved by rows that share a prefix.
         # `advance` compares the last two.
-        self._length = self._copied = self._skipped = 0
+        self._length = 0
+        self._copied = 0
+        self._skipped = 0
 
     def start(self) -> Tensor:
         """Return hidden states of the prompts' last tokens."""
@@ -373,25 +393,25 @@ class _SharedDecoding:
         self._copied += forked * len(pairs) * self._length
         self._skipped += len(prefix_of) - self._size
         # 2. Too many forks or copies: continue with separate rows.
-        if (
-            len(pairs) > MAX_DISTINCT_SHARE * len(prefix_of)
-            or self._copied > MAX_COPIED_PER_SKIPPED * self._skipped
-        ):
+        many_forks = len(pairs) > MAX_DISTINCT_SHARE * len(prefix_of)
+        if many_forks or self._copied > MAX_COPIED_PER_SKIPPED * self._skipped:
             self._decoding.keep(prefix_of)
             self._prefix_of = None
             return self._decoding.advance(tokens)
         # 3. Fork or compact the KV cache, or run the same rows.
-        if forked or padded_rows(len(pairs)) <= COMPACT_BELOW * self._size:
-            padding = padded_rows(len(pairs)) - len(pairs)  # copies of the last prefix
-            parents, next_tokens = (
-                torch.cat([x, x[-1:].expand(padding)]) for x in (parents, next_tokens)
-            )
+        size = padded_rows(len(pairs))
+        if forked or size <= COMPACT_BELOW * self._size:
+            # Fill up with copies of the last prefix, to a number for which products are fast.
+            padding = size - len(pairs)
+            parents = torch.cat([parents, parents[-1:].expand(padding)])
+            next_tokens = torch.cat([next_tokens, next_tokens[-1:].expand(padding)])
             self._decoding.keep(parents)
             self._prefix_of = pair_of
-            self._size = len(parents)
+            self._size = size
         else:
-            # unused rows get token 0
-            next_tokens = tokens.new_zeros(self._size).index_copy(0, parents, next_tokens)
+            # Unused rows get token 0.
+            unused = tokens.new_zeros(self._size)
+            next_tokens = unused.index_copy(0, parents, next_tokens)
         return self._by_row(self._decoding.advance(next_tokens))
 
     def keep(self, rows: Tensor) -> None:
@@ -403,9 +423,9 @@ class _SharedDecoding:
 
     def copy_cache(self, rows: Tensor, real: Tensor) -> Any:
         """Return the KV cache of `rows`."""
-        return self._decoding.copy_cache(
-            rows if self._prefix_of is None else self._prefix_of[rows], real
-        )
+        if self._prefix_of is not None:
+            rows = self._prefix_of[rows]
+        return self._decoding.copy_cache(rows, real)
 
     def _by_row(self, hidden: Tensor) -> Tensor:
         """Return the hidden state of each row's prefix."""

@@ -1,4 +1,4 @@
-"""fast_llama: the forward pass of Llama-like models, computed from the weights of a transformers model.
+"""fast_llama: the forward pass of Llama-like models, computed from their weights.
 
 Letters in shapes are those of `evogrpo.members.fast_llama.attention`. In norms and linear layers,
 `m` counts tokens.
@@ -21,8 +21,9 @@ from evogrpo.members.language.fsdp import ShardedLayers
 
 Heads = tuple[Tensor, Tensor, Tensor]
 """Queries `[kv, n, rep * t, d]`, keys and values `[kv, n, t, d]`."""
-Attend = Callable[..., Tensor]
-"""(layer number, layer, heads of rows, heads of further rows if any) -> `[tokens, kv * rep * d]`.
+Attend = Callable[..., tuple[Tensor, Tensor, Tensor]]
+"""(layer number, layer, heads of each group of rows) -> output `[tokens, kv * rep * d]` of the
+attention, and the keys and values `[kv, n, s, d]` of the first group with what is cached.
 """
 Rotations = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
 """Cosine and sine `[n, t, d / 2]` of each token's position, for keys and, scaled, for queries."""
@@ -38,7 +39,9 @@ def _tiles(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Divides rows `[m, h]` by their root mean square, computed in float32, and multiplies by the frozen weight `[h]`.
+    """Divides rows `[m, h]` by their root mean square, and multiplies by a frozen weight `[h]`.
+
+    The root mean square is computed in float32.
 
     Source: RMSNorm (arXiv:1910.07467).
     """
@@ -48,6 +51,7 @@ class _RMSNorm(torch.autograd.Function):
         out = torch.empty_like(x)
         inverses = x.new_empty((len(x), 1), dtype=torch.float32)
         for rows, inverse, out_rows in _tiles(x, inverses, out):
+            # 1 / sqrt(mean(x^2) + eps), computed in place from the norm of x.
             torch.linalg.vector_norm(rows, dim=-1, keepdim=True, dtype=torch.float32, out=inverse)
             inverse.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
             torch.mul(rows, inverse, out=out_rows).mul_(weight)
@@ -61,9 +65,8 @@ class _RMSNorm(torch.autograd.Function):
         for rows, inverse, grad, out_rows in _tiles(x, inverses, grads[0], out):
             torch.mul(grad, weight, out=out_rows)
             # y = x / s with s^2 = mean(x^2) + eps, so dx = (g - x mean(g x) / s^2) / s.
-            mean = (
-                torch.linalg.vecdot(out_rows, rows)[:, None].float() * inverse.pow(3) / -x.shape[-1]
-            )
+            products = torch.linalg.vecdot(out_rows, rows)[:, None].float()
+            mean = products * inverse.pow(3) / -x.shape[-1]
             out_rows.mul_(inverse).addcmul_(rows, mean.to(x.dtype))
         return out, None, None
 
@@ -82,7 +85,8 @@ class _GatedUnit(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
         out = gate.new_empty(gate.shape)
-        for rows in row_tiles(out):  # tiles fit into the CPU cache
+        # Tiles fit into the CPU cache.
+        for rows in row_tiles(out):
             torch.mul(silu(gate[rows]), up[rows], out=out[rows])
         return out
 
@@ -92,6 +96,7 @@ class _GatedUnit(torch.autograd.Function):
         gate, up = ctx.saved_tensors
         grad_gate = torch.empty_like(grad)
         grad_up = torch.empty_like(grad)
+        # y = silu(g) u, so du = dy silu(g) and dg = dy u silu'(g).
         for rows in row_tiles(grad):
             torch.mul(silu(gate[rows]), grad[rows], out=grad_up[rows])
             grad_gate[rows] = torch.ops.aten.silu_backward(grad[rows] * up[rows], gate[rows])
@@ -112,9 +117,11 @@ def _rotate_into(x: Tensor, cos: Tensor, sin: Tensor, sign: float, out: Tensor) 
 
     A `sign` of -1 rotates back, which is the transpose.
     """
-    (left, right), (new_left, new_right) = x.chunk(2, -1), out.chunk(2, -1)
+    left, right = x.chunk(2, -1)
+    new_left, new_right = out.chunk(2, -1)
     cos = cos[None, :, None]
     sin = sin[None, :, None]
+    # (left, right) is rotated by the angle of its position.
     torch.mul(left, cos, out=new_left)
     new_left.addcmul_(right, sin, value=-sign)
     torch.mul(right, cos, out=new_right)
@@ -124,9 +131,8 @@ def _rotate_into(x: Tensor, cos: Tensor, sin: Tensor, sign: float, out: Tensor) 
 class _Rotate(torch.autograd.Function):
     """Rotary position embeddings.
 
-    `cos` and `sin` are `[n, t, d / 2]` and may include a constant factor.
-
-    The head dimension moves to the front: `[n * t, kv * rep * d]` becomes `[kv, n, rep * t, d]`.
+    `cos` and `sin` are `[n, t, d / 2]` and may include a constant factor. Heads move to the front:
+    `[n * t, kv * rep * d]` becomes `[kv, n, rep * t, d]`.
 
     Source: RoFormer (arXiv:2104.09864); the two halves of a head are paired, as in Llama.
     """
@@ -136,23 +142,19 @@ class _Rotate(torch.autograd.Function):
         ctx.save_for_backward(cos, sin)
         ctx.heads = heads
         n, t, half = cos.shape
-        out = x.new_empty((heads[0], n, heads[1], t, 2 * half))
+        kv, rep = heads
+        out = x.new_empty((kv, n, rep, t, 2 * half))
         _rotate_into(_by_head(x, cos.shape, heads), cos, sin, 1.0, out)
-        return out.view(heads[0], n, heads[1] * t, 2 * half)
+        return out.view(kv, n, rep * t, 2 * half)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
         n, t, half = cos.shape
         kv, rep = ctx.heads
-        out = grads[0].new_empty((n * t, kv * rep * 2 * half))
-        _rotate_into(
-            grads[0].view(kv, n, rep, t, 2 * half),
-            cos,
-            sin,
-            -1.0,
-            _by_head(out, cos.shape, ctx.heads),
-        )
+        grad = grads[0].view(kv, n, rep, t, 2 * half)
+        out = grad.new_empty((n * t, kv * rep * 2 * half))
+        _rotate_into(grad, cos, sin, -1.0, _by_head(out, cos.shape, ctx.heads))
         return out, None, None, None
 
 
@@ -165,48 +167,47 @@ rotated = _Rotate.apply
 
 
 def projected(x: Tensor, layers: Sequence[NamedLinear], hook: LoraHook | None) -> Sequence[Tensor]:
-    """Return the outputs `[m, out]` of linear layers with adapters, given their common input `[m, in]`."""
+    """Return the outputs `[m, out]` of linear layers with adapters for their input `[m, in]`."""
     names = tuple(name for name, _ in layers)
     linears = [layer for _, layer in layers]
-    if hook is None or torch.is_grad_enabled():
-        leaves_of = {} if hook is None else hook.adapters.leaves
-        slots = () if hook is None else hook.slots
-        leaves = [
-            leaf
-            for name in names
-            if name in leaves_of
-            for slot in slots
-            for leaf in leaves_of[name][slot]
-        ]
-        return _Linears.apply(x, linears, hook, names, *leaves)  # type: ignore[no-any-return]
-    outputs = [frozen_linear(x, layer.weight, layer.bias) for layer in linears]
-    _add_adapters(x, outputs, hook.stacked(names, len(x), x.dtype, transposed=True))
-    return outputs
+    if hook is not None and not torch.is_grad_enabled():
+        outputs = [frozen_linear(x, layer.weight, layer.bias) for layer in linears]
+        _add_adapters(x, outputs, hook.stacked(names, len(x), x.dtype, transposed=True))
+        return outputs
+    # A and B of every slot, module by module, so that autograd asks for their gradients.
+    leaves = list[Tensor]()
+    if hook is not None:
+        for name in names:
+            by_slot = hook.adapters.leaves.get(name)
+            if by_slot is not None:
+                for slot in hook.slots:
+                    leaves += by_slot[slot]
+    return _Linears.apply(x, linears, hook, names, *leaves)  # type: ignore[no-any-return]
 
 
 def _add_adapters(
     x: Tensor, outputs: Sequence[Tensor], adapters: Sequence[StackedAdapters]
 ) -> Tensor | None:
-    """Add scale * (x A^T) B^T to the outputs of layers in place, and return x A^T `[m, modules * r]`."""
-    if adapters:
-        low = x.new_empty((len(x), adapters[0].a.shape[1]))
-    else:
-        low = None
+    """Add scale * (x A^T) B^T to the outputs of layers in place.
+
+    Returns:
+        x A^T `[m, modules * r]`; None without adapters.
+    """
+    if not adapters:
+        return None
+    low = x.new_empty((len(x), adapters[0].a.shape[1]))
     for part in adapters:
-        assert low is not None
         tokens = part.tokens
         slots = len(part.a)
-        torch.bmm(
-            x[tokens].view(slots, -1, x.shape[1]),
-            part.a.mT,
-            out=low[tokens].view(slots, -1, low.shape[1]),
-        )
+        # x A^T of all modules in one product.
+        segments = x[tokens].view(slots, -1, x.shape[1])
+        torch.bmm(segments, part.a.mT, out=low[tokens].view(slots, -1, low.shape[1]))
+        # B of each module.
         for module, columns, b in part.b:
-            out = outputs[module]
+            out = outputs[module][tokens]
             low_of_module = low[tokens, columns].reshape(slots, -1, b.shape[2])
-            out[tokens].view(slots, -1, out.shape[1]).baddbmm_(
-                low_of_module, b.mT, alpha=part.scale
-            )
+            wide = out.view(slots, -1, out.shape[1])
+            wide.baddbmm_(low_of_module, b.mT, alpha=part.scale)
     return low
 
 
@@ -230,10 +231,10 @@ class _Linears(torch.autograd.Function):
         *leaves: Tensor,
     ) -> tuple[Tensor, ...]:
         outputs = tuple(frozen_linear(x, layer.weight, layer.bias) for layer in layers)
-        if hook is None:
-            low = None
-        else:
+        low = None
+        if hook is not None:
             low = _add_adapters(x, outputs, hook.stacked(names, len(x), x.dtype))
+        # Gradients of outputs that are not used stay None, and cost no product.
         ctx.set_materialize_grads(False)
         ctx.layers = layers
         ctx.hook = hook
@@ -243,7 +244,7 @@ class _Linears(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        # 1. The frozen layers.
+        # 1. The frozen layers: dx = sum of dy W.
         x, low = ctx.saved_tensors
         grads = tuple(None if grad is None else grad.contiguous() for grad in grads)
         grad_x: Tensor | None = None
@@ -255,45 +256,46 @@ class _Linears(torch.autograd.Function):
                     add_frozen_linear_(grad_x, grad, layer.weight.T)
         if low is None:
             return grad_x, None, None, None
-        # 2. B: its gradient, and that of x A^T.
+        # 2. Buffers. With l = x A^T and y = scale * l B^T, the gradients are dl = scale * dy B,
+        #    dB^T = scale * l^T dy, dA = dl^T x and dx = dl A.
         adapters = ctx.hook.stacked(ctx.names, len(x), x.dtype)
         slots = len(ctx.hook.slots)
         dtype = ctx.hook.adapters.weights.dtype
+        modules = adapters[0].b
         grad_low = torch.zeros_like(low)
-        grad_b = {
-            module: b.new_zeros((slots, b.shape[2], b.shape[1]), dtype=dtype)
-            for module, _, b in adapters[0].b
-        }
-        for part in adapters:
-            tokens = part.tokens
-            count = len(part.a)
-            for module, columns, b in part.b:
-                grad = grads[module]
-                if grad is not None:
-                    grad = grad[tokens].view(count, -1, grad.shape[1])
-                    grad_low[tokens, columns] = (
-                        torch.bmm(grad, b).mul_(part.scale).view(-1, b.shape[2])
-                    )
-                    low_of_module = (low[tokens, columns] * part.scale).view(count, -1, b.shape[2])
-                    grad_b[module][part.slots] += torch.bmm(low_of_module.mT, grad)
-        # 3. A, and the adapters' part of the gradient of x.
         grad_a = x.new_zeros((slots, *adapters[0].a.shape[1:]), dtype=dtype)
+        # By module, of B^T `[slots, r, out]`.
+        grad_b = {}
+        for module, _, b in modules:
+            grad_b[module] = b.new_zeros((slots, b.shape[2], b.shape[1]), dtype=dtype)
         for part in adapters:
             tokens = part.tokens
             count = len(part.a)
+            # 3. dl and dB of each module.
+            for module, columns, b in part.b:
+                if grads[module] is None:
+                    continue
+                grad = grads[module][tokens]
+                grad = grad.view(count, -1, grad.shape[1])  # [s, tokens of each, out]
+                rank = b.shape[2]
+                scaled = torch.bmm(grad, b).mul_(part.scale)
+                grad_low[tokens, columns] = scaled.view(-1, rank)
+                low_of_module = (low[tokens, columns] * part.scale).view(count, -1, rank)
+                grad_b[module][part.slots] += torch.bmm(low_of_module.mT, grad)
+            # 4. dA of all modules, and the adapters' part of dx.
             low_part = grad_low[tokens].view(count, -1, low.shape[1])
-            grad_a[part.slots] += torch.bmm(low_part.mT, x[tokens].view(count, -1, x.shape[1]))
+            segments = x[tokens].view(count, -1, x.shape[1])
+            grad_a[part.slots] += torch.bmm(low_part.mT, segments)
             if grad_x is not None:
                 grad_x[tokens].view(count, -1, x.shape[1]).baddbmm_(low_part, part.a)
-        # 4. Gradients in the order of the leaves.
+        # 5. Gradients in the order of the leaves.
         grad_leaves = list[Tensor | None]()
-        for module, columns, _ in adapters[0].b:
+        for module, columns, _ in modules:
             for slot in range(slots):
                 if grads[module] is None:
-                    pair = (None, None)
+                    grad_leaves += [None, None]
                 else:
-                    pair = (grad_a[slot, columns], grad_b[module][slot].mT)
-                grad_leaves += pair
+                    grad_leaves += [grad_a[slot, columns], grad_b[module][slot].mT]
         return grad_x, None, None, None, *grad_leaves
 
 
@@ -323,7 +325,7 @@ class FastLlama:
 
     @torch.no_grad()
     def matches_model(self) -> bool:
-        """Return True if embeddings, layers and final norm give the model's own results on a few tokens.
+        """Return True if embeddings, layers and final norm give the model's own results.
 
         Each layer gets the model's own input, because bfloat16 rounding errors of two correct
         passes grow over layers.
@@ -331,9 +333,8 @@ class FastLlama:
         # 1. Record inputs and outputs of the model's own layers.
         decoder = self.layout.decoder
         recorded = list[tuple[Tensor, Tensor]]()
-        ids = torch.tensor([PROBE], device=decoder.embed_tokens.weight.device) % len(
-            decoder.embed_tokens.weight
-        )
+        embeddings = decoder.embed_tokens.weight
+        ids = torch.tensor([PROBE], device=embeddings.device) % len(embeddings)
 
         def record(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
             recorded.append((args[0][0], output[0]))
@@ -349,23 +350,23 @@ class FastLlama:
         #    norm.
         def near(result: Tensor, expected: Tensor, residual: Tensor) -> bool:
             relative, rounding = TOLERANCES[expected.dtype]
-            error, size, stream = (
-                float(x.float().norm()) for x in (result - expected, expected, residual)
-            )
-            return error <= relative * size + rounding * stream
+            error = (result - expected).float().norm()
+            size = expected.float().norm()
+            stream = residual.float().norm()
+            return bool(error <= relative * size + rounding * stream)
 
         mask = torch.ones_like(ids, dtype=torch.bool)
         rotations = self.rotations(mask, ids.shape[1])
         attend = self._attend_within(mask, ids.shape[1], None)
-        if not torch.equal(self.embed(ids)[0], recorded[0][0]):
+        # Embeddings are copied from the same matrix, so they must be equal.
+        first, _ = recorded[0]
+        if not torch.equal(self.embed(ids)[0], first):
             return False
         for number, (before, after) in enumerate(recorded):
-            result = self._layer(
-                number, before, [rotations], None, lambda *heads: attend(*heads)[0]
-            )
+            result = self._layer(number, before, [rotations], None, attend)
             if not near(result - before, after - before, after):
                 return False
-        last = recorded[-1][1]
+        _, last = recorded[-1]
         return near(_normed(last, decoder.norm), final, last)
 
     def run(self, ids: Tensor, mask: Tensor, cache: Cache | None, hook: LoraHook | None) -> Tensor:
@@ -374,9 +375,7 @@ class FastLlama:
         rotations = self.rotations(mask, ids.shape[1])
         attend = self._attend_within(mask, ids.shape[1], cache)
         for number in range(len(self.layout.layers)):
-            hidden = self._layer(
-                number, hidden, [rotations], hook, lambda *heads: attend(*heads)[0]
-            )
+            hidden = self._layer(number, hidden, [rotations], hook, attend)
         return _normed(hidden, self.layout.decoder.norm).view(*ids.shape, -1)
 
     def run_with_prompts(
@@ -401,32 +400,37 @@ class FastLlama:
         """
         # 1. Embed prompts and rows; pad the number of tokens to one for which products are fast.
         prompt_ids, prompt_mask, cache = prompts
-        mask = torch.cat([prompt_mask[rows], present], dim=1)
-        parts = [self.embed(part).flatten(0, 1) for part in (prompt_ids, ids)]
-        padding = padding_rows(prompt_ids.numel() + ids.numel(), parts[0].dtype, ids.device)
-        hidden = torch.cat([*parts, *_zeros(padding, parts[0])])
-        rotations = [
-            self.rotations(prompt_mask, prompt_ids.shape[1]),
-            self.rotations(mask, ids.shape[1]),
-        ]
-        # 2. Attention: prompts within themselves, rows on top of the prompts' keys and values
-        #    `[kv, m, P, d]`.
-        attend_prompts = self._attend_within(prompt_mask, prompt_ids.shape[1], cache)
+        prompt_t = prompt_ids.shape[1]
         past = prompt_mask.shape[1]
         t = ids.shape[1]
+        mask = torch.cat([prompt_mask[rows], present], dim=1)  # [n, P + t]
+        of_prompts = self.embed(prompt_ids).flatten(0, 1)
+        of_rows = self.embed(ids).flatten(0, 1)
+        padding = padding_rows(len(of_prompts) + len(of_rows), of_rows.dtype, ids.device)
+        hidden = torch.cat([of_prompts, of_rows, *_zeros(padding, of_rows)])
+        rotations = [self.rotations(prompt_mask, prompt_t), self.rotations(mask, t)]
+        # 2. Attention: prompts within themselves, rows on top of the prompts' keys and values
+        #    `[kv, m, P, d]`.
+        attend_prompts = self._attend_within(prompt_mask, prompt_t, cache)
         own_biases = attention_biases(self.layout, mask, t, slice(past, None))
         prompt_biases = attention_biases(self.layout, mask, t, slice(past))
         order, runs = prompt_runs(rows, len(prompt_mask))
         prompt_of = torch.arange(len(runs)).repeat_interleave(torch.tensor(runs)).to(rows.device)
 
-        def attend(number: int, layer: Layer, prompt_heads: Heads, row_heads: Heads) -> Tensor:
-            of_prompts, *states = attend_prompts(number, layer, prompt_heads)
-            keys, values = states if order is None else (x[:, order] for x in states)
+        def attend(
+            number: int, layer: Layer, prompt_heads: Heads, row_heads: Heads
+        ) -> tuple[Tensor, Tensor, Tensor]:
+            # Rows attend to the keys and values that the prompts' attention has computed.
+            of_prompts, keys, values = attend_prompts(number, layer, prompt_heads)
+            if order is not None:
+                keys = keys[:, order]
+                values = values[:, order]
             shared = SharedPrompts(keys, values, prompt_of, runs)
-            of_rows = attention(
-                *row_heads, t, own_biases[layer.window], shared, prompt_biases[layer.window]
-            )
-            return torch.cat([of_prompts, of_rows, *_zeros(padding, of_prompts)])
+            q, k, v = row_heads
+            own_bias = own_biases[layer.window]
+            of_rows = attention(q, k, v, t, own_bias, shared, prompt_biases[layer.window])
+            out = torch.cat([of_prompts, of_rows, *_zeros(padding, of_prompts)])
+            return out, keys, values
 
         for number in range(len(self.layout.layers)):
             hidden = self._layer(number, hidden, rotations, hook, attend)
@@ -436,22 +440,17 @@ class FastLlama:
         norm = self.layout.decoder.norm
         return _normed(last, norm), _normed(of_rows, norm).view(*ids.shape, -1)
 
-    def _attend_within(
-        self, mask: Tensor, t: int, cache: Cache | None
-    ) -> Callable[[int, Layer, Heads], tuple[Tensor, Tensor, Tensor]]:
-        """Return the attention over rows' own and cached tokens.
-
-        It also returns these keys and values.
-        """
+    def _attend_within(self, mask: Tensor, t: int, cache: Cache | None) -> Attend:
+        """Return the attention over rows' own and cached tokens."""
         biases = attention_biases(self.layout, mask, t, slice(None))
 
         def attend(number: int, layer: Layer, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
             q, k, v = heads
             if cache is not None:
-                k, v = (
-                    x.transpose(0, 1)
-                    for x in cache.update(k.transpose(0, 1), v.transpose(0, 1), number)
-                )
+                # Caches of transformers have the rows first: [n, kv, t, d].
+                keys, values = cache.update(k.transpose(0, 1), v.transpose(0, 1), number)
+                k = keys.transpose(0, 1)
+                v = values.transpose(0, 1)
             return attention(q, k, v, t, biases[layer.window], None, None), k, v
 
         return attend
@@ -476,7 +475,7 @@ class FastLlama:
         half = self.layout.width // 2
         scaling = self.layout.scaling
         cos, sin = decoder.rotary_emb(decoder.norm.weight, positions)
-        # the second half repeats the first
+        # The second half repeats the first.
         cos = cos[..., :half]
         sin = sin[..., :half]
         return (cos, sin), (cos * scaling, sin * scaling)
@@ -499,39 +498,35 @@ class FastLlama:
             hook: Adapter hook.
             attend: Attention over the heads of all groups.
         """
-        layer, (kv, rep) = self.layout.layers[number], self.layout.heads
+        layer = self.layout.layers[number]
+        kv, rep = self.layout.heads
+        width = self.layout.width
         if self.sharded_layers is not None:
             self.sharded_layers.gather(layer.module)
         # 1. Queries, keys and values `[tokens, heads * d]`, normalised by head.
-        qkv = projected(_normed(hidden, layer.before_attention), layer.projections, hook)
+        normed = _normed(hidden, layer.before_attention)
+        q, k, v = projected(normed, layer.projections, hook)
         if layer.head_norms is not None:
-            norms = zip(qkv[:2], layer.head_norms, strict=True)
-            qkv = [
-                *(_normed(x.view(-1, self.layout.width), norm).view(x.shape) for x, norm in norms),
-                qkv[2],
-            ]
-        # 2. Rotate the heads of each group; leave out the padding tokens at the end.
-        shapes = [of_keys[0].shape[:2] for of_keys, _ in rotations]
-        sizes = [shape.numel() for shape in shapes]
-        groups = zip(
-            *(x.split([*sizes, len(x) - sum(sizes)])[: len(sizes)] for x in qkv), strict=True
-        )
-        heads = [
-            (
-                rotated(q, *of_queries, (kv, rep)),
-                rotated(k, *of_keys, (kv, 1)),
-                v.view(*shape, kv, self.layout.width)
-                .permute(2, 0, 1, 3)
-                .contiguous(),  # `[kv, n, t, d]`
-            )
-            for (q, k, v), (of_keys, of_queries), shape in zip(
-                groups, rotations, shapes, strict=True
-            )
-        ]
+            q_norm, k_norm = layer.head_norms
+            q = _normed(q.view(-1, width), q_norm).view(q.shape)
+            k = _normed(k.view(-1, width), k_norm).view(k.shape)
+        # 2. Rotate the heads of each group of rows. Padding tokens at the end are in no group.
+        sizes = [of_keys[0].shape[:2].numel() for of_keys, _ in rotations]
+        sizes.append(len(hidden) - sum(sizes))
+        groups = zip(rotations, q.split(sizes), k.split(sizes), v.split(sizes), strict=False)
+        heads = list[Heads]()
+        for (of_keys, of_queries), group_q, group_k, group_v in groups:
+            n, t, _ = of_keys[0].shape
+            queries = rotated(group_q, *of_queries, (kv, rep))
+            keys = rotated(group_k, *of_keys, (kv, 1))
+            values = group_v.view(n, t, kv, width).permute(2, 0, 1, 3).contiguous()
+            heads.append((queries, keys, values))
         # 3. Attention.
-        (added,) = projected(attend(number, layer, *heads), [layer.output], hook)
+        attended, _, _ = attend(number, layer, *heads)
+        (added,) = projected(attended, [layer.output], hook)
         hidden = hidden + added
         # 4. MLP.
+        # Gate and up projections share a product with the adapters' A.
         gate, up = projected(_normed(hidden, layer.before_mlp), layer.gates, hook)
         (added,) = projected(gated_unit(gate, up), [layer.down], hook)
         after: Tensor = hidden + added
@@ -554,7 +549,9 @@ def _normed(hidden: Tensor, norm: Any) -> Tensor:
 def attention_biases(
     layout: WeightLayout, mask: Tensor, t: int, keys: slice
 ) -> dict[int | None, Tensor | None]:
-    """Return the biases `[n or 1, t, keys]` on attention scores for padding, causality and windows, by window size.
+    """Return the biases `[n or 1, t, keys]` on attention scores, by window size.
+
+    They mask padding, later tokens, and tokens outside of the window.
 
     Args:
         layout: Layout of the decoder.
@@ -563,21 +560,20 @@ def attention_biases(
         keys: Keys that the scores are about. A bias is None where all of them are visible.
     """
     dtype = layout.decoder.norm.weight.dtype
-    lowest = torch.finfo(dtype).min / 2  # not -inf: tokens without visible keys must not become NaN
+    # Not -inf: tokens without visible keys must not become NaN.
+    lowest = torch.finfo(dtype).min / 2
     place = torch.arange(mask.shape[1], device=mask.device)
-    distance = place[-t:, None] - place[keys]
+    distance = place[-t:, None] - place[keys]  # [t, keys]
     no_padding = bool(mask.all())
     biases = dict[int | None, Tensor | None]()
     for window in {layer.window for layer in layout.layers}:
-        if window is None:
-            near = distance >= 0
-        else:
-            near = (distance >= 0) & (distance < window)
-        # one bias for all rows without padding
-        if no_padding:
-            visible = near[None]
-        else:
-            visible = near & mask[:, None, keys]
-        zeros = torch.zeros(visible.shape, dtype=dtype, device=mask.device)
-        biases[window] = None if bool(visible.all()) else zeros.masked_fill_(~visible, lowest)
+        near = distance >= 0
+        if window is not None:
+            near &= distance < window
+        # One bias serves all rows without padding.
+        visible = near[None] if no_padding else near & mask[:, None, keys]
+        biases[window] = None
+        if not bool(visible.all()):
+            zeros = torch.zeros(visible.shape, dtype=dtype, device=mask.device)
+            biases[window] = zeros.masked_fill_(~visible, lowest)
     return biases

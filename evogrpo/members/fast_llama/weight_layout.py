@@ -18,7 +18,8 @@ from transformers import (
 from evogrpo.members.language.fsdp import has_user_hooks, unsharded_class
 
 WINDOWS: dict[type, Literal["none", "named", "all"]] = {
-    LlamaModel: "none",  # ignores windows in its config
+    # Llama ignores windows in its config.
+    LlamaModel: "none",
     MistralModel: "all",
     Qwen2Model: "named",
     Qwen3Model: "named",
@@ -98,80 +99,87 @@ def find_weight_layout(model: PreTrainedModel, decoder: nn.Module) -> WeightLayo
     if windows is None:
         return None
     config: Any = decoder.config
-    kinds = set()
-    # sharded weights count as plain, because layers are gathered
-    for weights in decoder.parameters():
-        if isinstance(weights, DTensor):
-            types = (nn.Parameter, Tensor)
-        else:
-            types = (type(weights), type(weights.data))
-        kinds.add((weights.dtype, weights.device, types))
-    dtype, device, types = next(iter(kinds))
     rope = config.rope_parameters
     if (
         config.hidden_act != "silu"
         or getattr(config, "use_bidirectional_attention", None)
         or rope.get("rope_type") not in ROPES
         or "partial_rotary_factor" in rope
-        or len(kinds) != 1
-        or dtype not in PRECISIONS
-        or device.type not in DEVICES
-        or types != (nn.Parameter, Tensor)  # quantised weights have their own products
-        or any(not _plain(module, decoder) for module in decoder.modules())
+        or not _has_plain_weights(decoder)
+        or not all(_plain(module, decoder) for module in decoder.modules())
     ):
         return None
     # 2. Find the modules of each layer. Adapters are found by a module's name in the whole model.
     names = {module: name for name, module in model.named_modules()}
+
+    def named(module: nn.Linear) -> NamedLinear:
+        return names[module], module
+
     untyped: Any = decoder
     layers = []
     for number, layer in enumerate(untyped.layers[: config.num_hidden_layers]):
         attention = layer.self_attn
         mlp = layer.mlp
-        slides = windows == "all" or (
-            windows == "named" and config.layer_types[number] == "sliding_attention"
-        )
-        q, k, v, output, gate, up, down = (
-            (names[module], module)
-            for module in (
-                *(attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj),
-                *(mlp.gate_proj, mlp.up_proj, mlp.down_proj),
-            )
-        )
+        # Sliding windows, and norms of heads, which only some architectures have.
+        slides = windows == "all"
+        if windows == "named":
+            slides = config.layer_types[number] == "sliding_attention"
+        head_norms = None
+        if hasattr(attention, "q_norm"):
+            head_norms = (attention.q_norm, attention.k_norm)
         layers.append(
             Layer(
                 module=layer,
                 before_attention=layer.input_layernorm,
-                projections=(q, k, v),
-                head_norms=(
-                    (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else None
+                projections=(
+                    named(attention.q_proj),
+                    named(attention.k_proj),
+                    named(attention.v_proj),
                 ),
-                output=output,
+                head_norms=head_norms,
+                output=named(attention.o_proj),
                 before_mlp=layer.post_attention_layernorm,
-                gates=(gate, up),
-                down=down,
+                gates=(named(mlp.gate_proj), named(mlp.up_proj)),
+                down=named(mlp.down_proj),
                 window=config.sliding_window if slides else None,
             )
         )
+    # 3. Dimensions, the same in all layers.
+    kv = config.num_key_value_heads
+    attention = untyped.layers[0].self_attn
     return WeightLayout(
         decoder=decoder,
         layers=tuple(layers),
-        heads=(
-            config.num_key_value_heads,
-            config.num_attention_heads // config.num_key_value_heads,
-        ),
-        width=untyped.layers[0].self_attn.head_dim,
-        scaling=untyped.layers[0].self_attn.scaling,
+        heads=(kv, config.num_attention_heads // kv),
+        width=attention.head_dim,
+        scaling=attention.scaling,
     )
+
+
+def _has_plain_weights(decoder: nn.Module) -> bool:
+    """Return True if all weights are plain tensors of one dtype on one device, both supported."""
+    kinds = set()
+    for weights in decoder.parameters():
+        kinds.add((weights.dtype, weights.device))
+        # Sharded weights count as plain, because layers are gathered. Quantised weights have their
+        # own products.
+        if isinstance(weights, DTensor):
+            continue
+        if type(weights) is not nn.Parameter or type(weights.data) is not Tensor:
+            return False
+    dtype, device = next(iter(kinds))
+    return len(kinds) == 1 and dtype in PRECISIONS and device.type in DEVICES
 
 
 def is_unmodified(decoder: nn.Module) -> bool:
-    """Return True if a decoder has no user hooks, replaced `forward` or compiled call, which fast_llama would skip."""
-    return not any(
-        "forward" in vars(module)
-        or module._compiled_call_impl
-        or ((module._forward_pre_hooks or module._forward_hooks) and has_user_hooks(module))
-        for module in decoder.modules()
-    )
+    """Return True if fast_llama would skip no hook, `forward` or compiled call of the user's."""
+    for module in decoder.modules():
+        # An own `forward` of the instance, or a compiled one.
+        if "forward" in vars(module) or module._compiled_call_impl:
+            return False
+        if (module._forward_pre_hooks or module._forward_hooks) and has_user_hooks(module):
+            return False
+    return True
 
 
 def head_matrix(head: object, hidden: Tensor) -> Tensor | None:
@@ -182,12 +190,8 @@ def head_matrix(head: object, hidden: Tensor) -> Tensor | None:
     if type(head) is not nn.Linear or head.bias is not None or not is_unmodified(head):
         return None
     weight = head.weight
-    plain = (
-        type(weight) is nn.Parameter
-        and type(weight.data) is Tensor
-        and weight.dtype == hidden.dtype
-    )
-    return weight.data if plain else None
+    plain = type(weight) is nn.Parameter and type(weight.data) is Tensor
+    return weight.data if plain and weight.dtype == hidden.dtype else None
 
 
 def _plain(module: nn.Module, decoder: nn.Module) -> bool:
@@ -196,6 +200,6 @@ def _plain(module: nn.Module, decoder: nn.Module) -> bool:
     if isinstance(module, nn.Linear | nn.Embedding):
         return type(module) in (nn.Linear, nn.Embedding) or type(module).__module__ == file
     kind = unsharded_class(module)
-    return kind.__module__ in (file, "torch.nn.modules.container") or (
-        kind.__name__ in ("SiLU", "SiLUActivation")
-    )
+    if kind.__module__ in (file, "torch.nn.modules.container"):
+        return True
+    return kind.__name__ in ("SiLU", "SiLUActivation")

@@ -1,4 +1,4 @@
-"""Train states of all members, and products in which each row uses its own member's LoRA matrices."""
+"""Train states of all members, and products of each row with its own member's LoRA matrices."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +16,9 @@ from evogrpo.config.optimizer import Optimizer
 from evogrpo.functional.optim import clipped_adamw_steps_
 from evogrpo.members.bank import (
     INITIAL_RUNNING_STATS,
+    NO_REFERENCES,
     PolicyVersion,
+    TrainState,
     check_parents,
     check_train_state,
 )
@@ -43,22 +45,22 @@ def runs_of(sizes: Sequence[int], begin: int = 0) -> list[Run]:
         sizes: Tokens of each slot's segment.
         begin: Offset of the first token.
     """
-    found = list[Run]()
+    runs = list[Run]()
+    # Number of the first segment of a run, and its first token.
     first = 0
-    at = begin
-    while first < len(sizes):
-        last = first
-        while last < len(sizes) and sizes[last] == sizes[first]:
-            last += 1
-        end = at + sizes[first] * (last - first)
-        found.append((slice(at, end), slice(first, last), last - first))
-        first = last
-        at = end
-    return found
+    start = begin
+    # `groupby` joins adjacent equal sizes.
+    for size, group in groupby(sizes):
+        count = len(list(group))
+        end = start + size * count
+        runs.append((slice(start, end), slice(first, first + count), count))
+        first += count
+        start = end
+    return runs
 
 
 class StackedAdapters(NamedTuple):
-    """Adapters of modules with the same input for adjacent segments of equal length, stacked for batched products.
+    """Adapters of modules with the same input, stacked for adjacent segments of equal length.
 
     Attributes:
         tokens: Tokens of the segments.
@@ -91,12 +93,14 @@ class LoraAdapters:
         self.targets = {target.name: target for target in targets}
         self.weights = weights
         self.scale = scale
-        self.leaves = {
-            target.name: [
-                tuple(m.detach().requires_grad_() for m in target.matrices(row)) for row in weights
-            ]
-            for target in targets
-        }
+        self.leaves: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        for target in targets:
+            # Detached views: autograd writes gradients to them, optimizer steps to the weights.
+            pairs = []
+            for row in weights:
+                a, b = target.matrices(row)
+                pairs.append((a.detach().requires_grad_(), b.detach().requires_grad_()))
+            self.leaves[target.name] = pairs
 
     def hook(self, slots: Tensor) -> "LoraHook":
         """Return the hook for rows of these slots, which are sorted."""
@@ -109,9 +113,11 @@ class LoraAdapters:
         None stops it.
         """
         for name, target in self.targets.items():
-            parts = (None, None) if buffer is None else target.matrices(buffer)
-            for leaf, part in zip(self.leaves[name][slot], parts, strict=True):
-                leaf.grad = part
+            a, b = self.leaves[name][slot]
+            if buffer is None:
+                a.grad = b.grad = None
+            else:
+                a.grad, b.grad = target.matrices(buffer)
 
 
 class LoraHook:
@@ -138,7 +144,7 @@ class LoraHook:
         self._all_rows = sum(rows) + sum(later)
 
     def by_token(self, tokens: int, later: "LoraHook", later_tokens: int) -> "LoraHook":
-        """Return a hook for the tokens of these rows and then the tokens of later rows, as one row per token.
+        """Return a hook for the tokens of these rows, then of later rows, as one row per token.
 
         Args:
             tokens: Tokens of each of these rows.
@@ -165,37 +171,43 @@ class LoraHook:
             transposed: Lay matrices out for products with their transposes. Otherwise they may be
                 views of the weights, valid until the next optimizer step.
         """
-        targets = self.adapters.targets
-        acting = [(number, targets[name]) for number, name in enumerate(modules) if name in targets]
-        if not acting:
-            return []
-        # 1. Matrices of all slots of the pass: views of the weights if slots are adjacent.
-        weights = self.adapters.weights
+        # 1. Weights of the slots of the pass: a view if slots are adjacent.
         slots = self.slots
+        weights = self.adapters.weights
         if slots[-1] - slots[0] + 1 == len(slots):
             weights = weights[slots[0] : slots[-1] + 1]
         else:
             weights = weights[slots]
-        every_a, every_b = zip(*(target.matrices(weights) for _, target in acting), strict=True)
+        # 2. Matrices of each module with adapters: A `[s, r, in]`, B `[s, out, r]`.
+        numbers = []
+        every_a = []
+        every_b = []
+        for number, name in enumerate(modules):
+            if name in self.adapters.targets:
+                a, b = self.adapters.targets[name].matrices(weights)
+                numbers.append(number)
+                every_a.append(a)
+                every_b.append(b.to(dtype))
+        if not numbers:
+            return []
+        rank = every_a[0].shape[1]
+        # One A for all modules, `[s, modules * r, in]`.
         a = (every_a[0] if len(every_a) == 1 else torch.cat(every_a, 1)).to(dtype)
-        b = [matrix.to(dtype) for matrix in every_b]
         if transposed:
             a = a.mT.contiguous().mT
-            b = [matrices.mT.contiguous().mT for matrices in b]
-        rank = acting[0][1].rank
-        # 2. One product for each run of segments with equally many tokens. The segments are the
-        # slots' tokens. Rows of `by_token` are tokens, which may be followed by more padding tokens
-        # than there are rows.
+            every_b = [b.mT.contiguous().mT for b in every_b]
+        # 3. One product for each run of segments with equally many tokens. The segments are the
+        #    slots' tokens. Rows of `by_token` are tokens, which may be followed by more padding
+        #    tokens than there are rows.
         per_row = 1 if self._later else tokens // self._all_rows
-        first, later = (
-            [per_row * count for count in counts] for counts in (self._rows, self._later)
-        )
+        first = [per_row * count for count in self._rows]
+        later = [per_row * count for count in self._later]
         stacked = list[StackedAdapters]()
         for segment, places, _ in runs_of(first) + runs_of(later, sum(first)):
-            of_modules = [
-                (number, slice(rank * at, rank * (at + 1)), b[at][places])
-                for at, (number, _) in enumerate(acting)
-            ]
+            of_modules = []
+            for place, number in enumerate(numbers):
+                columns = slice(rank * place, rank * (place + 1))
+                of_modules.append((number, columns, every_b[place][places]))
             stacked.append(
                 StackedAdapters(segment, places, a[places], of_modules, self.adapters.scale)
             )
@@ -209,43 +221,42 @@ class LoraHook:
             inputs: Input of the module, row by row.
             output: Output of the base's module.
         """
+        # 1. Rows of tokens, and the number of them in each slot's segment.
         target = self.adapters.targets[module]
         scale = self.adapters.scale
-        x = inputs.reshape(-1, target.width_in).to(output.dtype)
-        out = output.reshape(-1, target.width_out)
+        dtype = output.dtype
+        x = inputs.reshape(-1, target.width_in).to(dtype)  # [m, in]
+        out = output.reshape(-1, target.width_out)  # [m, out]
         # Not output.shape[0]: some architectures flatten rows and positions.
-        sizes = [count * (len(out) // self._all_rows) for count in self._rows]
-        if (
-            not torch.is_grad_enabled()
-            and len(sizes) == len(self.adapters.weights) > 1
-            and len(set(sizes)) == 1
-        ):
-            # All members with equally many rows: one batched product.
-            a, b = (matrix.to(output.dtype) for matrix in target.matrices(self.adapters.weights))
-            low = torch.bmm(x.unflatten(0, (len(a), -1)), a.mT)
-            return torch.baddbmm(out.unflatten(0, (len(a), -1)), low, b.mT, alpha=scale).view(
-                output.shape
-            )
-        matrices = [
-            [leaf.to(output.dtype).mT for leaf in self.adapters.leaves[module][slot]]
-            for slot in self.slots
-        ]
-        parts = zip(x.split(sizes), out.split(sizes), matrices, strict=True)
-        return torch.cat(
-            [torch.addmm(base, part @ a, b, alpha=scale) for part, base, (a, b) in parts]
-        ).view_as(output)
+        per_row = len(out) // self._all_rows
+        sizes = [count * per_row for count in self._rows]
+        members = len(self.adapters.weights)
+        # 2. Without gradients, all members with equally many rows: one batched product.
+        equal = len(sizes) == members > 1 and len(set(sizes)) == 1
+        if equal and not torch.is_grad_enabled():
+            a, b = target.matrices(self.adapters.weights)  # [p, r, in], [p, out, r]
+            low = torch.bmm(x.unflatten(0, (members, -1)), a.to(dtype).mT)
+            wide = out.unflatten(0, (members, -1))
+            return torch.baddbmm(wide, low, b.to(dtype).mT, alpha=scale).view(output.shape)
+        # 3. Otherwise, one product per slot.
+        parts = []
+        for slot, rows, base in zip(self.slots, x.split(sizes), out.split(sizes), strict=True):
+            # The leaves, not views of the matrix: backward passes write to their gradients.
+            a, b = self.adapters.leaves[module][slot]
+            low = rows @ a.to(dtype).mT
+            parts.append(torch.addmm(base, low, b.to(dtype).mT, alpha=scale))
+        return torch.cat(parts).view_as(output)
 
 
 HookFactory = Callable[[Tensor], LoraHook | None]
-"""Sorted slots of the rows of a forward pass -> hook that applies their adapters; None = base only.
-"""
+"""Sorted slots of a pass's rows -> hook that applies their adapters; None = base only."""
 
 
 _WARNED: WeakSet[PreTrainedModel] = WeakSet()
 
 
 class AdapterStates:
-    """Train states of all members: a LoRA adapter or all weights of a model, and AdamW moments, per member.
+    """Train states of all members: a LoRA adapter or all weights, and AdamW moments, of each.
 
     Args:
         model: The base model.
@@ -264,6 +275,9 @@ class AdapterStates:
         running_stats: `[p, 6]` float64 on the CPU; see `evogrpo.members.bank.RUNNING_STATS`.
         reference: `[p, k]`, or None without own references.
         changes: Counters by slot that increase whenever the weights change.
+        size: Number of slots.
+        weights_key: Key of the weights in a train state.
+        state_keys: Keys of a train state.
     """
 
     def __init__(
@@ -282,71 +296,66 @@ class AdapterStates:
             raise ValueError(f"size must be at least 1, got {size}.")
         # 1. Warn once per model about layers left out.
         self.seed = seed
+        self.size = size
         self.lora_config = lora_config
         self.trained = trained
-        if (summary := self.trained.summary(model)) and model not in _WARNED:
+        summary = trained.summary(model)
+        if summary and model not in _WARNED:
             _WARNED.add(model)
             warn(f"Adapters train {summary}")
-        # 2. Allocate weights and moments, one row per member.
+        # 2. Check the memory: float32 weights, two moments and reference of each member; one
+        #    gradient, and the start.
         device = next(model.parameters()).device
-        if lora_config is None:
-            remedy = "or train adapters"
-        else:
-            remedy = "or a lower r"
-        check_allocation(
-            4
-            * trained.size
-            * (size * (3 + own_reference) + 2),  # weights, moments; one gradient, the start
-            device,
-            f"the weights of {size} members. Use fewer members, {remedy}.",
-        )
+        rows = size * (3 + own_reference) + 2
+        remedy = "or train adapters" if lora_config is None else "or a lower r"
+        what = f"the weights of {size} members. Use fewer members, {remedy}."
+        check_allocation(4 * trained.size * rows, device, what)
+        # 3. State of a new member. A scalar fills a whole row.
         if isinstance(trained, AllWeights):
             initial = trained.flat(model)
+        elif start is None:
+            initial = initial_weights(trained.targets, seed)
         else:
-            if start is None:
-                initial = initial_weights(trained.targets, seed)
-            else:
-                initial = start.flat(trained.targets)
+            initial = start.flat(trained.targets)
         initial = initial.to(device)
+        zero = initial.new_zeros(())
+        stats = torch.tensor(INITIAL_RUNNING_STATS, dtype=torch.float64)
+        self.weights_key = "weights" if lora_config is None else "adapter"
+        self._initial_state = {
+            self.weights_key: initial,
+            "exp_avg": zero,
+            "exp_avg_sq": zero,
+            "running_stats": stats,
+            "reference": initial,
+        }
+        # 4. Allocate the matrices, one row per member.
         self._optimizer = optimizer
         self.weights = initial.repeat(size, 1)
-        self.running_stats = torch.tensor([INITIAL_RUNNING_STATS] * size, dtype=torch.float64)
+        self.running_stats = stats.repeat(size, 1)
         self._matrices = {
             self.weights_key: self.weights,
             "exp_avg": torch.zeros_like(self.weights),
             "exp_avg_sq": torch.zeros_like(self.weights),
             "running_stats": self.running_stats,
         }
-        self.reference = self.weights.clone() if own_reference else None
-        if self.reference is not None:
-            self._matrices["reference"] = self.reference
-        # State of a new member. A scalar fills a whole row.
-        zero = initial.new_zeros(())
-        self._initial_state = {
-            self.weights_key: initial,
-            "reference": initial,
-            "exp_avg": zero,
-            "exp_avg_sq": zero,
-        }
-        self._initial_state["running_stats"] = self.running_stats[0].clone()
+        self.reference = None
+        if own_reference:
+            self.reference = self._matrices["reference"] = self.weights.clone()
+        self.state_keys = (*self._matrices, "step")
         self._steps = [0] * size
         self.changes = [0] * size
-        # 3. Views of the weights for the passes.
+        # 5. Views of the weights for the passes.
         self._views = dict[PolicyVersion, LoraAdapters | MemberModels]()
-        versions: dict[PolicyVersion, Tensor | None] = {
-            "weights": self.weights,
-            "reference": self.reference,
-        }
-        for version, matrix in versions.items():
-            if matrix is not None and lora_config is not None:
-                self._views[version] = LoraAdapters(self.targets, matrix, scaling(lora_config))
-            elif matrix is not None:
-                self._views[version] = MemberModels(model, matrix)
+        self._views["weights"] = self._view(model, self.weights)
+        # References are fixed weights, which passes read in the same way.
+        if self.reference is not None:
+            self._views["reference"] = self._view(model, self.reference)
 
-    @property
-    def size(self) -> int:
-        """Number of slots."""
-        return len(self._steps)
+    def _view(self, model: PreTrainedModel, matrix: Tensor) -> LoraAdapters | MemberModels:
+        """Return what passes compute with: a matrix `[p, k]` as adapters or as models."""
+        if self.lora_config is None:
+            return MemberModels(model, matrix)
+        return LoraAdapters(self.targets, matrix, scaling(self.lora_config))
 
     @property
     def targets(self) -> tuple[Target, ...]:
@@ -363,11 +372,6 @@ class AdapterStates:
             if isinstance(view, MemberModels)
         }
 
-    @property
-    def weights_key(self) -> str:
-        """Key of the weights in a train state."""
-        return "weights" if self.lora_config is None else "adapter"
-
     # ---- forward and backward passes
 
     def hook_factory(self, policy: PolicyVersion) -> HookFactory:
@@ -379,7 +383,9 @@ class AdapterStates:
     def split_passes(
         self, policy: PolicyVersion, rows: Sequence[int], slots: Sequence[int]
     ) -> list[list[int]]:
-        """Split rows, sorted by slot, into those that can run in one pass: of one member if each has its own model.
+        """Split rows, sorted by slot, into those that can run in one pass.
+
+        If each member has its own model, these are the rows of one member.
 
         Args:
             policy: Policy that computes the rows.
@@ -388,7 +394,7 @@ class AdapterStates:
         """
         if policy == "base" or self.lora_config is not None:
             return [list(rows)]
-        return [list(group) for _, group in groupby(rows, key=lambda row: slots[row])]
+        return [list(group) for _, group in groupby(rows, key=slots.__getitem__)]
 
     @torch.no_grad()
     def step(
@@ -409,10 +415,11 @@ class AdapterStates:
             finite.
         """
         settings = self._optimizer
+        # 1. Learning rate. With a target KL it is measured in AdamW's first step, the largest one.
         lr = hyperparameters.lr * settings.factor(self._steps[slot])
-        # lr was measured in AdamW's first step, the largest one
         if hyperparameters.target_kl is not None:
             lr *= settings.momentum_warmup(self._steps[slot])
+        # 2. Clip the gradient and take the step.
         (norm,) = clipped_adamw_steps_(
             self.weights[slot, None],
             gradient[None],
@@ -426,6 +433,7 @@ class AdapterStates:
             weight_decay=settings.weight_decay,
             fused=True,
         )
+        # 3. Count it, and check the weights.
         if not math.isnan(norm):
             self._steps[slot] += 1
             self.changes[slot] += 1
@@ -445,7 +453,7 @@ class AdapterStates:
         update.
         """
         if self.reference is None:
-            raise ValueError("Members have no references of their own. Set reference='snapshot'.")
+            raise ValueError(NO_REFERENCES)
         self.reference[slot].lerp_(self.weights[slot], mixing)
 
     def inherit(self, parents: Sequence[int | None]) -> None:
@@ -455,24 +463,25 @@ class AdapterStates:
             ValueError: If `parents` is not one existing slot (or None) per slot.
         """
         check_parents(parents, self.size)
-        copies = {
-            slot: parent
-            for slot, parent in enumerate(parents)
-            if parent is not None and parent != slot
-        }
-        new = [slot for slot, parent in enumerate(parents) if parent is None]
+        # 1. Slots with a new member, and slots with a copy of another one.
+        new = []
+        copied = []
+        sources = []
+        for slot, parent in enumerate(parents):
+            if parent is None:
+                new.append(slot)
+            elif parent != slot:
+                copied.append(slot)
+                sources.append(parent)
+        # 2. Copy rows of all matrices at once.
         for name, matrix in self._matrices.items():
             # The right-hand side is a copy, so parents may be overwritten as well.
-            matrix[list(copies)] = matrix[list(copies.values())]
+            matrix[copied] = matrix[sources]
             matrix[new] = self._initial_state[name]
+        # 3. Step counts; engines with copies of the weights load them again.
         self._steps = [0 if parent is None else self._steps[parent] for parent in parents]
-        for slot in (*copies, *new):
+        for slot in copied + new:
             self.changes[slot] += 1
-
-    @property
-    def state_keys(self) -> tuple[str, ...]:
-        """Keys of a train state."""
-        return *self._matrices, "step"
 
     def state_tensor(self, slot: int, name: str) -> Tensor:
         """Return a copy of one tensor of a member's train state."""
@@ -480,7 +489,7 @@ class AdapterStates:
             return torch.tensor(self._steps[slot])
         return self._matrices[name][slot].clone()
 
-    def state(self, slot: int) -> dict[str, Tensor]:
+    def state(self, slot: int) -> TrainState:
         """Return a copy of a member's train state."""
         return {name: self.state_tensor(slot, name) for name in self.state_keys}
 
@@ -490,10 +499,7 @@ class AdapterStates:
         Raises:
             ValueError: If keys, shapes or dtypes do not match; the slot is then unchanged.
         """
-        expected = {
-            name: (tuple(values.shape), values.dtype) for name, values in self.state(slot).items()
-        }
-        check_train_state(state, expected, "base model, lora_config")
+        check_train_state(state, self.state(slot), "base model, lora_config")
         for name, matrix in self._matrices.items():
             matrix[slot] = state[name]
         self._steps[slot] = int(state["step"])

@@ -1,4 +1,4 @@
-"""Bank of language models: one frozen base model, and one LoRA adapter or all weights per member."""
+"""Bank of language models: one frozen base, and an adapter or all weights per member."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 from peft import LoraConfig
+from safetensors.torch import save
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -22,7 +23,7 @@ from evogrpo.members.language.compatibility import check_causal_class, check_tok
 from evogrpo.members.language.fsdp import run_on_all_ranks
 from evogrpo.members.language.full_finetuning import AllWeights, choose_trained, transformers_files
 from evogrpo.members.language.loading import loadable_name
-from evogrpo.members.language.lora import StoredAdapter, peft_files, tensors_file
+from evogrpo.members.language.lora import CONFIG, TENSORS, StoredAdapter, peft_files
 from evogrpo.members.language.micro_batches import (
     MicroBatch,
     distinct_prefixes,
@@ -37,10 +38,11 @@ NO_GRAD_FACTOR = 4
 """Size of micro-batches without gradient, relative to those with: they store no activations."""
 REDUCED_LOGITS_ROWS = 256
 """Tokens whose logits exist at once with `reduce_memory_peak`."""
+NO_LIMIT = 1 << 30
 
 
 class AdapterBank(AdapterSampler):
-    """PolicyBank and Sampler of language models: LoRA adapters of all members on one frozen base model.
+    """PolicyBank and Sampler of language models: adapters of all members on one frozen base.
 
     Without `lora_config`, each member has all weights of the model instead, and its own passes.
     Weights and AdamW moments of a member are rows of matrices `[p, k]`, so cloning a member copies
@@ -77,7 +79,8 @@ class AdapterBank(AdapterSampler):
             ranks must call the same methods with equal batches.
     """
 
-    rows_are_transitions = False  # a token depends on the tokens before it
+    # A token depends on the tokens before it, so a completion cannot be split.
+    rows_are_transitions = False
 
     def __init__(
         self,
@@ -117,6 +120,7 @@ class AdapterBank(AdapterSampler):
                 trained = choose_trained(model, lora_config)
             else:
                 trained = like.trained
+            # Zero-argument `super` does not work in a nested function.
             super(AdapterBank, self).__init__(
                 model,
                 size,
@@ -140,17 +144,12 @@ class AdapterBank(AdapterSampler):
             self.base = run_on_all_ranks(model, build)
         # 3. Models of the members that train all weights, and the settings of the passes.
         self.base.autocast = autocast
-        self._own_passes = {
-            version: [self.base.with_model(each) for each in models]
-            for version, models in self.member_models.items()
-        }
+        self._own_passes = {}
+        for version, models in self.member_models.items():
+            self._own_passes[version] = [self.base.with_model(each) for each in models]
         self.end_ids = torch.tensor(sorted(set(eos_token_ids)), device=self.base.device)
         self.micro_batch_tokens = micro_batch_tokens
-        # no limit
-        if reduce_memory_peak:
-            self.logits_rows = REDUCED_LOGITS_ROWS
-        else:
-            self.logits_rows = 1 << 30
+        self.logits_rows = REDUCED_LOGITS_ROWS if reduce_memory_peak else NO_LIMIT
         self.processes = Processes()
 
     # ---- scoring and learning
@@ -176,7 +175,7 @@ class AdapterBank(AdapterSampler):
             return self._score(batch, "weights")[1]
 
     def reference_log_probs(self, batch: Batch) -> Tensor:
-        """Return `[n, t]` log-probabilities under members' own references, or under the base without adapters.
+        """Return `[n, t]` log-probabilities under members' own references, or under the base.
 
         Under the base, all members share the forward pass of a prompt.
         """
@@ -206,34 +205,29 @@ class AdapterBank(AdapterSampler):
                 vocabulary.
         """
         reports: dict[int, UpdateReport] = {}
-        log_probs, entropies = (
-            torch.zeros(batch.actions.shape, device=batch.actions.device) for _ in range(2)
-        )
+        log_probs = torch.zeros(batch.actions.shape, device=batch.actions.device)
+        entropies = torch.zeros_like(log_probs)
+        scores = (log_probs, entropies)
         with self.base.working():
+            # Members that are left after running out of memory are repeated in smaller parts. A
+            # single row never raises, so the loop ends.
             while len(reports) < len(hyperparameters):
                 waiting = [slot for slot in sorted(hyperparameters) if slot not in reports]
                 steps = self.gradients(
-                    batch,
-                    waiting,
-                    loss_fn,
-                    (log_probs, entropies),
-                    entropy_gradient=entropy_gradient,
+                    batch, waiting, loss_fn, scores, entropy_gradient=entropy_gradient
                 )
                 try:
                     for slot, gradient, loss in steps:
                         reports[slot] = self.step(slot, gradient, hyperparameters[slot], loss)
-                except (
-                    torch.OutOfMemoryError
-                ) as error:  # a single row never raises, so the loop ends
+                except torch.OutOfMemoryError as error:
                     self._halve(error)
         return Update(reports=reports, log_probs=log_probs, entropies=entropies)
 
     def cost(self, batch: Batch) -> dict[int, int]:
         """Return the tokens of one pass over the batch, by slot; shared prompts count once."""
         inputs: TokenInputs = batch.inputs
-        return self.tokens_of(
-            inputs.prompts, inputs.prompt_ids, batch.member_ids, batch.present.sum(1).tolist()
-        )
+        lengths = batch.present.sum(1).tolist()
+        return self.tokens_of(inputs.prompts, inputs.prompt_ids, batch.member_ids, lengths)
 
     def tokens_of(
         self,
@@ -244,10 +238,11 @@ class AdapterBank(AdapterSampler):
     ) -> dict[int, int]:
         """Return the tokens of rows with completions of these lengths, by slot; see `cost`."""
         tokens: dict[int, int] = {}
-        pairs, rows = distinct_prefixes(member_ids.cpu(), prompt_ids.cpu())
-        for slot, prompt in (
-            pairs if self.base.shares_prefix else [pairs[row] for row in rows.tolist()]
-        ):
+        pairs, pair_of_row = distinct_prefixes(member_ids.cpu(), prompt_ids.cpu())
+        if not self.base.shares_prefix:
+            # Every row runs its own copy of the prompt.
+            pairs = [pairs[number] for number in pair_of_row.tolist()]
+        for slot, prompt in pairs:
             tokens[slot] = tokens.get(slot, 0) + len(prompts[prompt])
         for slot, length in zip(member_ids.tolist(), lengths, strict=True):
             tokens[slot] += length
@@ -263,10 +258,13 @@ class AdapterBank(AdapterSampler):
         """
         log_probs = torch.zeros(batch.actions.shape, device=batch.actions.device)
         entropies = torch.zeros_like(log_probs)
+        # Shown while scoring takes long.
         counter = batch.stop.progress("scoring", len(batch), "completions")
         while True:
             try:
+                # 1. Plan. After running out of memory, smaller parts repeat all rows.
                 parts = self._plan(batch, NO_GRAD_FACTOR * self.micro_batch_tokens, policy)
+                # 2. Write the scores of each part to its rows.
                 for part, scores in zip(parts, self._scored(batch, parts, policy), strict=True):
                     log_probs[part.rows], entropies[part.rows] = scores
                     counter.add(len(part.rows))
@@ -280,24 +278,28 @@ class AdapterBank(AdapterSampler):
         self, batch: Batch, parts: Sequence[MicroBatch], policy: PolicyVersion
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield log-probabilities and entropies of every micro-batch, each computed on one rank."""
+        # 1. In one process, one micro-batch after the other.
         if self.processes.size == 1:
             for part in parts:
                 yield self._forward(batch, part, policy)
             return
 
-        def score_own_part() -> dict[int, list[Tensor]]:
+        # 2. On several ranks, each computes its own micro-batches, and all exchange the scores.
+        def score_own_parts() -> dict[int, tuple[Tensor, Tensor]]:
+            own = {}
             with self.base.in_lockstep():
-                return {
-                    number: [values.cpu() for values in self._forward(batch, parts[number], policy)]
-                    for number, _ in self._own_parts(len(parts))
-                }
+                for number, _ in self._own_parts(len(parts)):
+                    log_probs, entropies = self._forward(batch, parts[number], policy)
+                    own[number] = (log_probs.cpu(), entropies.cpu())
+            return own
 
-        scores = dict(
-            pair for part in self.processes.run_section(score_own_part) for pair in part.items()
-        )
+        scores: dict[int, tuple[Tensor, Tensor]] = {}
+        for share in self.processes.run_section(score_own_parts):
+            scores |= share
+        device = batch.actions.device
         for number in range(len(parts)):
             log_probs, entropies = scores[number]
-            yield log_probs.to(batch.actions.device), entropies.to(batch.actions.device)
+            yield log_probs.to(device), entropies.to(device)
 
     def _own_parts(self, parts: int) -> list[tuple[int, bool]]:
         """Return the numbers of this rank's micro-batches, dealt round robin.
@@ -305,10 +307,14 @@ class AdapterBank(AdapterSampler):
         In lockstep, a rank without a micro-batch in the last round repeats the last one, marked
         with False.
         """
-        rank = self.processes.rank
-        size = self.processes.size
-        numbers = [first + rank for first in range(0, parts, size)]
-        return [(min(n, parts - 1), n < parts) for n in numbers if n < parts or self.base.lockstep]
+        own = []
+        for first in range(0, parts, self.processes.size):
+            number = first + self.processes.rank
+            if number < parts:
+                own.append((number, True))
+            elif self.base.lockstep:
+                own.append((parts - 1, False))
+        return own
 
     def _halve(self, error: torch.OutOfMemoryError) -> None:
         """Halve the size of micro-batches after running out of memory, on all ranks or on none."""
@@ -354,30 +360,28 @@ class AdapterBank(AdapterSampler):
         # 2. Compute this rank's gradients; exchange scores and losses.
         gradients = dict[int, Tensor]()
 
-        def compute_own_part() -> tuple[dict[int, list[Tensor]], dict[int, float]]:
-            """Compute this rank's gradients into `gradients`.
-
-            Return its micro-batches' scores and its losses.
-
-            Repeated micro-batches are left out.
-            """
+        def compute_own_parts() -> tuple[dict[int, list[Tensor]], dict[int, float]]:
+            """Return the scores of this rank's micro-batches, without repeated ones, and losses."""
             losses = {}
             with self.base.in_lockstep():
                 for slot, gradient, loss in own_gradients:
-                    gradients[slot], losses[slot] = gradient, loss
-            own_numbers = [number for number, is_mine in own_parts if is_mine]
-            return {
-                number: [values[parts[number].rows].cpu() for values in scores]
-                for number in own_numbers
-            }, losses
+                    gradients[slot] = gradient
+                    losses[slot] = loss
+            own_scores = {}
+            for number, is_mine in own_parts:
+                if is_mine:
+                    rows = parts[number].rows
+                    own_scores[number] = [values[rows].cpu() for values in scores]
+            return own_scores, losses
 
-        shares = self.processes.run_section(compute_own_part)
+        shares = self.processes.run_section(compute_own_parts)
         # 3. Sum the gradients over ranks; write the scores of all ranks.
         totals = {slot: self.processes.all_reduce(gradients.pop(slot)) for slot in slots}
-        for scores_of_part, _ in shares:
-            for number, computed in scores_of_part.items():
+        for scores_of_rank, _ in shares:
+            for number, computed in scores_of_rank.items():
+                rows = parts[number].rows
                 for values, part in zip(scores, computed, strict=True):
-                    values[parts[number].rows] = part.to(values.device)
+                    values[rows] = part.to(values.device)
         for slot, gradient in totals.items():
             yield slot, gradient, sum(losses[slot] for _, losses in shares)
 
@@ -391,13 +395,16 @@ class AdapterBank(AdapterSampler):
         *,
         entropy_gradient: bool,
     ) -> Iterator[tuple[int, Tensor, float]]:
-        """Yield the gradients of this rank's micro-batches, each with its factor; see `gradients`."""
-        # 1. Note the last micro-batch of each member.
+        """Yield the gradients of this rank's micro-batches, with their factors; see `gradients`."""
+        # 1. Note the members of each micro-batch, and the last micro-batch of each member.
         member_ids = batch.member_ids
         members = [sorted(set(member_ids[part.run].tolist())) for part, _ in parts]
-        last = {slot: number for number, present in enumerate(members) for slot in present}
+        last: dict[int, int] = {}
+        for number, present in enumerate(members):
+            last |= dict.fromkeys(present, number)
         losses = dict.fromkeys(slots, 0.0)
         gradients = dict[int, Tensor]()
+        # Backward passes accumulate into buffers that this object points gradients to.
         trained = self._views["weights"]
         try:
             # 2. Members without rows have a zero gradient: AdamW's moments still move their
@@ -420,7 +427,8 @@ class AdapterBank(AdapterSampler):
                     for values, new in zip(scores, computed, strict=True):
                         values[part.rows] = new.detach()
                     row_losses = loss.tolist()
-                    del computed, new, loss  # the graph must be gone before the next forward pass
+                    # The graph must be gone before the next forward pass.
+                    del computed, new, loss
                 except torch.OutOfMemoryError:
                     if len(part.run) > 1 or self.base.lockstep:
                         raise
@@ -440,7 +448,7 @@ class AdapterBank(AdapterSampler):
     def _plan(
         self, batch: Batch, budget: int, policy: PolicyVersion, slots: Sequence[int] | None = None
     ) -> list[MicroBatch]:
-        """Plan the micro-batches: distinct rows with at least one action, sorted by member and prompt.
+        """Plan micro-batches of distinct rows with actions, sorted by member and prompt.
 
         Args:
             batch: Rows of any members.
@@ -453,9 +461,8 @@ class AdapterBank(AdapterSampler):
         if slots is None:
             numbers = torch.arange(len(batch), device=device)
         else:
-            numbers = torch.isin(
-                batch.member_ids, torch.tensor(slots, device=batch.member_ids.device)
-            ).nonzero()[:, 0]
+            selected = torch.isin(batch.member_ids, torch.tensor(slots, device=device))
+            numbers = selected.nonzero()[:, 0]
             batch = batch.select(numbers)
         # 2. Sort them by member and prompt; leave out rows without actions and repetitions.
         inputs: TokenInputs = batch.inputs
@@ -469,24 +476,24 @@ class AdapterBank(AdapterSampler):
         else:
             repeated = repetitions(batch, members)
         rows = [row for row in order if lengths[row] and repeated[row]]
-        # 3. Split the distinct rows into micro-batches, then add the rows that repeat them.
+        # 3. Split the distinct rows into micro-batches.
+        runs = []
+        for group in self.split_passes(policy, rows, members.tolist()):
+            runs += micro_batches(group, prefixes.tolist(), widths, lengths, budget)
+        # 4. Add the rows that repeat them.
         parts = []
-        runs = (
-            run
-            for group in self.split_passes(policy, rows, members.tolist())
-            for run in micro_batches(group, prefixes.tolist(), widths, lengths, budget)
-        )
         for run in runs:
-            copies = [repeated[row] for row in run]
-            rows_of_part = torch.tensor([row for group in copies for row in group], device=device)
-            run_as = (
-                torch.arange(len(run))
-                .repeat_interleave(torch.tensor([len(group) for group in copies]))
-                .to(device)
-            )
-            run_rows = torch.tensor(run, device=device)
+            all_rows: list[int] = []
+            run_as: list[int] = []
+            for place, row in enumerate(run):
+                all_rows += repeated[row]
+                run_as += [place] * len(repeated[row])
             parts.append(
-                MicroBatch(rows=numbers[rows_of_part], run=numbers[run_rows], run_as=run_as)
+                MicroBatch(
+                    rows=numbers[all_rows],
+                    run=numbers[run],
+                    run_as=torch.tensor(run_as, device=device),
+                )
             )
         return parts
 
@@ -498,7 +505,7 @@ class AdapterBank(AdapterSampler):
         *,
         entropy_gradient: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Return log-probabilities and entropies `[n, t]` of a micro-batch's rows, in one forward pass."""
+        """Return log-probabilities and entropies `[n, t]` of a micro-batch, by one forward pass."""
         if self.base.lockstep:
             self.processes.check_stop(whole.stop)
         whole.stop.check()
@@ -510,38 +517,42 @@ class AdapterBank(AdapterSampler):
         if self.base.lockstep:
             used = min(max(used, 2), batch.action_mask.shape[1])
         mask = batch.action_mask[:, :used]
-        early = torch.zeros_like(mask)  # True where an end of sequence was forbidden
+        # True where an end of sequence was forbidden.
+        early = torch.zeros_like(mask)
         if inputs.min_new_tokens:
             early = positions_in_turn(batch.chosen[:, :used]) < inputs.min_new_tokens
         # 2. Hidden states `[k, used, h]` that predict the actions, then the actions'
         #    log-probabilities and entropies.
         members = _scoring_slots(batch, policy)
-        pairs, rows = distinct_prefixes(members, inputs.prompt_ids.to(members.device))
+        pairs, pair_of_row = distinct_prefixes(members, inputs.prompt_ids.to(members.device))
         prompts = [inputs.prompts[prompt] for _, prompt in pairs]
         slots = [slot for slot, _ in pairs]
         fed = batch.actions[:, : used - 1]
         present = batch.present[:, : used - 1]
+        actions = batch.actions[:, :used]
+        temperature = inputs.temperature.to(mask.device)[:, None].expand(mask.shape)
         model = self.model_of(policy, slots[0])
+        make_hook = self.hook_factory(policy)
         with model.autocast():
-            make_hook = self.hook_factory(policy)
-            hidden = model.hidden(prompts, slots, rows, fed, present, members, make_hook)[mask]
-            train_head = model is not self.base and torch.is_grad_enabled()
-            scores = chunked_log_probs(
+            hidden = model.hidden(prompts, slots, pair_of_row, fed, present, members, make_hook)
+            hidden = hidden[mask]  # [actions, h]
+            log_probs, entropies = chunked_log_probs(
                 hidden,
                 model.head,
-                batch.actions[:, :used][mask],
-                inputs.temperature.to(mask.device)[:, None].expand(mask.shape)[mask],
+                actions[mask],
+                temperature[mask],
                 early[mask],
                 self.end_ids,
                 self.logits_rows,
                 entropy_gradient=entropy_gradient,
                 weight=model.head_matrix(hidden),
-                train_head=train_head,
+                train_head=model is not self.base and torch.is_grad_enabled(),
             )
         # 3. Scatter to `[k, t]`, then copy to identical rows.
         zeros = torch.zeros(batch.actions.shape, device=mask.device)
         places = mask.nonzero(as_tuple=True)
-        log_probs, entropies = (zeros.index_put(places, values)[part.run_as] for values in scores)
+        log_probs = zeros.index_put(places, log_probs)[part.run_as]
+        entropies = zeros.index_put(places, entropies)[part.run_as]
         return log_probs, entropies
 
     # ---- export
@@ -553,17 +564,13 @@ class AdapterBank(AdapterSampler):
         together.
         """
         if isinstance(self.trained, AllWeights):
-            return {
-                **transformers_files(self.member_models["weights"][slot], self.end_ids.tolist())
-            }
+            model = self.member_models["weights"][slot]
+            return {**transformers_files(model, self.end_ids.tolist())}
         tensors, config = self.peft_files(slot)
-        return {
-            "adapter_model.safetensors": lambda: tensors_file(tensors),
-            "adapter_config.json": config,
-        }
+        return {TENSORS: lambda: save(tensors, metadata={"format": "pt"}), CONFIG: config}
 
     def peft_files(self, slot: int) -> tuple[dict[str, Tensor], bytes]:
-        """Return a member in PEFT's format: tensors of adapter_model.safetensors, bytes of adapter_config.json."""
+        """Return a member in PEFT's format: tensors by name, and bytes of adapter_config.json."""
         assert self.lora_config is not None
         config = replace(self.lora_config, base_model_name_or_path=loadable_name(self.base.model))
         return peft_files(self.targets, config, self.weights[slot])
@@ -600,12 +607,10 @@ class MemberPolicy(nn.Module):
 
     def __init__(self, bank: AdapterBank, slot: int, *, base: bool = False) -> None:
         super().__init__()
-        self._bank = (bank,)  # in a tuple, so that the base does not become a submodule
+        # In a tuple, so that the base does not become a submodule.
+        self._bank = (bank,)
         self.slot = slot
-        if base:
-            self._policy_version: PolicyVersion = "base"
-        else:
-            self._policy_version = "weights"
+        self._policy_version: PolicyVersion = "base" if base else "weights"
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Return logits `[n, t, v]` of tokens `[n, t]`, without gradient.
@@ -614,12 +619,13 @@ class MemberPolicy(nn.Module):
             input_ids: `[n, t]` token ids.
             attention_mask: `[n, t]`, True or 1 for real tokens; all tokens by default.
         """
+        # Under the bank's settings, so that the logits are those of training.
         (bank,) = self._bank
         if attention_mask is None:
-            mask = torch.ones_like(input_ids)
-        else:
-            mask = attention_mask
-        hook = bank.hook_factory(self._policy_version)(torch.full((len(input_ids),), self.slot))
+            attention_mask = torch.ones_like(input_ids)
+        make_hook = bank.hook_factory(self._policy_version)
+        hook = make_hook(torch.full((len(input_ids),), self.slot))
         with torch.no_grad(), bank.base.working(), bank.base.autocast(), bank.base.in_lockstep():
             model = bank.model_of(self._policy_version, self.slot)
-            return model.head(model.run(input_ids, mask.bool(), None, hook))
+            hidden = model.run(input_ids, attention_mask.bool(), None, hook)
+            return model.head(hidden)

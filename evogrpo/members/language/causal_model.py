@@ -1,4 +1,4 @@
-"""CausalModel: forward passes of a frozen causal language model, with rows of several members and shared prefixes."""
+"""CausalModel: forward passes of a frozen language model, with rows of several members."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -46,12 +46,15 @@ from evogrpo.members.language.kv_cache import (
 from evogrpo.text import class_name
 from evogrpo.warnings import warn
 
-SHORTEST_ROOT = 8
+MIN_SHARED_TOKENS = 8
 """Minimum common tokens of all prompts for which they run as a pass of their own."""
+
+Tokens = tuple[int, ...]
+"""Token ids of a prompt."""
 
 
 class CausalModel:
-    """A base model of transformers whose forward passes contain rows of several members, each with its own weights.
+    """A base model of transformers whose passes contain rows of several members.
 
     Members' weights are applied by forward hooks, which are registered only inside `working`.
 
@@ -96,7 +99,8 @@ class CausalModel:
         self._changed = {name: model.get_submodule(name) for name in changed}
         self._adapter_hook: LoraHook | None = None
         self._working = False
-        self._active_fast_llama: FastLlama | None = None  # used now, inside `working`
+        # The forward pass in use, inside `working`.
+        self._active_fast_llama: FastLlama | None = None
         self._sharded_layers = sharded_layers(model)
         self.lockstep = self._sharded_layers is not None
         self.decoder = find_decoder(model)
@@ -115,10 +119,11 @@ class CausalModel:
                 pad_id,
                 explicit_positions=explicit_positions,
             )
-            # `_check_prefix` sets the shortest root to 1, so the real value comes after it.
+            # `_check_prefix` sets the number of tokens to 1, so the real value comes after it.
             self.shares_prefix = self._check_prefix()
-            self._shortest_root = SHORTEST_ROOT
-            self._usable_fast_llama = self._checked_fast_llama()  # passed its check
+            self._min_shared_tokens = MIN_SHARED_TOKENS
+            # It has passed its check.
+            self._usable_fast_llama = self._checked_fast_llama()
         if not self.shares_prefix:
             warn(
                 f"The KV cache of {class_name(model)} cannot be shared between completions."
@@ -126,20 +131,15 @@ class CausalModel:
             )
 
     def with_model(self, model: PreTrainedModel) -> "CausalModel":
-        """Return the passes of a model that differs in its weights only; checks are not repeated."""
+        """Return the passes of a model with other weights; checks are not repeated."""
         other = copy(self)
         other.model = model
         other.decoder = find_decoder(model)
         with torch.no_grad():
             other.head = find_head(model, other.decoder)
-        if self._usable_fast_llama is None:
-            layout = None
-        else:
+        if self._usable_fast_llama is not None:
             layout = find_weight_layout(model, other.decoder)
-        if layout is None:
-            other._usable_fast_llama = None
-        else:
-            other._usable_fast_llama = FastLlama(layout)
+            other._usable_fast_llama = None if layout is None else FastLlama(layout)
         return other
 
     def with_settings_of(self, base: "CausalModel") -> "CausalModel":
@@ -150,25 +150,21 @@ class CausalModel:
         """
         self.autocast = base.autocast
         self.shares_prefix = base.shares_prefix
-        use_fast_llama = base.uses_fast_llama and not torch.is_grad_enabled()
-        if use_fast_llama:
+        self._active_fast_llama = None
+        if base.uses_fast_llama and not torch.is_grad_enabled():
             self._active_fast_llama = self._usable_fast_llama
-        else:
-            self._active_fast_llama = None
         return self
 
     def _checked_fast_llama(self) -> FastLlama | None:
         """Return fast_llama if it supports the model and gives its results."""
-        supported = self.explicit_positions and not fast_paths_disabled()
-        if supported:
-            layout = find_weight_layout(self.model, self.decoder)
-        else:
-            layout = None
+        if fast_paths_disabled() or not self.explicit_positions:
+            return None
+        # Only some architectures are supported, and their results are compared.
+        layout = find_weight_layout(self.model, self.decoder)
         if layout is None:
-            fast_llama = None
-        else:
-            fast_llama = FastLlama(layout, self._sharded_layers)
-        if fast_llama is None or fast_llama.matches_model():
+            return None
+        fast_llama = FastLlama(layout, self._sharded_layers)
+        if fast_llama.matches_model():
             return fast_llama
         warn(
             f"fast_llama gives other results for {class_name(self.model)}. The slower forward pass"
@@ -179,27 +175,27 @@ class CausalModel:
     def _check_prefix(self) -> bool:
         """Return True if completions on top of shared prompts get the model's own hidden states."""
 
-        def continued(prompts: Sequence[tuple[int, ...]], rows: Tensor, ids: Tensor) -> Tensor:
-            present = torch.ones_like(ids, dtype=torch.bool)
+        def continued(prompts: Sequence[Tokens], rows: Tensor, ids: Tensor) -> Tensor:
+            slots = [0] * len(prompts)
             members = torch.zeros_like(rows)
-            return self.hidden(
-                prompts, [0] * len(prompts), rows, ids, present, members, lambda slots: None
-            )[:, 1:]
+            present = torch.ones_like(ids, dtype=torch.bool)
+            hidden = self.hidden(prompts, slots, rows, ids, present, members, lambda slots: None)
+            return hidden[:, 1:]
 
-        # so that the check uses a root
+        # The check shares the beginning of all prompts, however short it is.
         self.shares_prefix = True
-        self._shortest_root = 1
+        self._min_shared_tokens = 1
         return prefix_cache_works(continued, self.model, self.decoder)
 
     @property
     def exact(self) -> bool:
-        """True in float32 and float64 without autocast: sampling and scoring agree up to rounding."""
+        """True in float32 and float64 without autocast: sampling and scoring agree."""
         dtype = next(self.model.parameters()).dtype
         return dtype in (torch.float32, torch.float64) and self.autocast is nullcontext
 
     @property
     def uses_fast_llama(self) -> bool:
-        """True inside `working` if fast_llama computes the passes instead of the model's own `forward`."""
+        """True inside `working` if fast_llama computes the passes, not the model's `forward`."""
         return self._active_fast_llama is not None
 
     @contextmanager
@@ -209,28 +205,22 @@ class CausalModel:
             yield
             return
         handles: list[RemovableHandle] = []
+        # Both kinds of autocast: that of the bank, and one around the caller's code.
+        mixed = self.autocast is not nullcontext or torch.is_autocast_enabled(self.device.type)
         try:
             self._working = True
             with frozen_model(self.model), grouped_attention(self.device):
-                mixed = self.autocast is not nullcontext or torch.is_autocast_enabled(
-                    self.device.type
-                )
-                if mixed or not is_unmodified(self.decoder):
-                    self._active_fast_llama = None
-                else:
+                if is_unmodified(self.decoder) and not mixed:
                     self._active_fast_llama = self._usable_fast_llama
+                # fast_llama adds the adapters itself.
                 if self._active_fast_llama is None:
-                    changed = self._changed
-                else:
-                    changed = {}
-                handles.extend(
-                    module.register_forward_hook(self._hook(name))
-                    for name, module in changed.items()
-                )
+                    for name, module in self._changed.items():
+                        handles.append(module.register_forward_hook(self._hook(name)))
                 yield
         finally:
             self._working = False
             self._active_fast_llama = None
+            # Also after an error, so that the model is as it was.
             if self._sharded_layers is not None:
                 self._sharded_layers.reshard()
             for handle in handles:
@@ -262,24 +252,24 @@ class CausalModel:
         """
         if self._active_fast_llama is not None:
             return self._active_fast_llama.run(ids, mask, cache, hook)
-        positions = {}
+        # Models with relative positions, or without a KV cache, have no such arguments.
+        options: dict[str, object] = {}
         if self.explicit_positions:
-            positions["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-        # Models without a KV cache have no such arguments, so pass them only with a cache.
-        if cache is None:
-            cached = {}
-        else:
-            cached = {"past_key_values": cache, "use_cache": True}
+            positions = (mask.cumsum(1) - 1).clamp(min=0)
+            options["position_ids"] = positions[:, -ids.shape[1] :]
+        if cache is not None:
+            options["past_key_values"] = cache
+            options["use_cache"] = True
         try:
             self._adapter_hook = hook
-            output = self.decoder(input_ids=ids, attention_mask=mask.long(), **positions, **cached)
+            output = self.decoder(input_ids=ids, attention_mask=mask.long(), **options)
         finally:
             self._adapter_hook = None
         hidden: Tensor = output.last_hidden_state
         return hidden
 
     def prefix(
-        self, prompts: Sequence[tuple[int, ...]], slots: Sequence[int], make_hook: HookFactory
+        self, prompts: Sequence[Tokens], slots: Sequence[int], make_hook: HookFactory
     ) -> Prefix | Prompts:
         """Run each prompt once and return its KV cache, gradients included.
 
@@ -294,35 +284,37 @@ class CausalModel:
         if not self.shares_prefix:
             ids, mask = self._padded(prompts)
             return Prompts(ids=ids, mask=mask)
-        root, rows, rest = self._run_root(prompts, slots, make_hook)
-        return self._run_on(root, rows, rest, make_hook(torch.tensor(slots)))
+        shared, rows, rest = self._run_shared_beginning(prompts, slots, make_hook)
+        return self._run_on(shared, rows, rest, make_hook(torch.tensor(slots)))
 
-    def _run_root(
-        self, prompts: Sequence[tuple[int, ...]], slots: Sequence[int], make_hook: HookFactory
-    ) -> tuple[KVCache | None, Tensor, Sequence[tuple[int, ...]]]:
-        """Run the common beginning of all prompts (the root) once per slot, if that saves work.
+    def _run_shared_beginning(
+        self, prompts: Sequence[Tokens], slots: Sequence[int], make_hook: HookFactory
+    ) -> tuple[KVCache | None, Tensor, Sequence[Tokens]]:
+        """Run the beginning that all prompts share once per slot, if that saves work.
 
         Returns:
-            The root's cache, or None; the cache row of each prompt; and the rest of each prompt.
+            Its cache, or None; the cache row of each prompt; and the rest of each prompt.
         """
-        owners, rows = torch.unique_consecutive(torch.tensor(slots), return_inverse=True)
-        # The common beginning is at least one token shorter than each prompt. All prompts share
-        # what the first and the last in alphabetical order share.
-        shortest = min(map(len, prompts)) - 1
+        members, rows = torch.unique_consecutive(torch.tensor(slots), return_inverse=True)
+        # 1. Length of the common beginning, at least one token shorter than each prompt. All
+        #    prompts share what the first and the last in alphabetical order share.
         low = min(prompts)
         high = max(prompts)
-        common = next((place for place in range(shortest) if low[place] != high[place]), shortest)
-        # In lockstep, the number of passes must not depend on the prompts of a rank.
-        if self.lockstep or common < self._shortest_root or len(owners) == len(prompts):
+        limit = min(map(len, prompts)) - 1
+        common = 0
+        while common < limit and low[common] == high[common]:
+            common += 1
+        # 2. In lockstep, the number of passes must not depend on the prompts of a rank.
+        if self.lockstep or common < self._min_shared_tokens or len(members) == len(prompts):
             return None, torch.arange(len(prompts)), prompts
-        beginnings = [prompts[0][:common]] * len(owners)
-        prefix_of = torch.arange(len(owners))
-        root = self._run_on(None, prefix_of, beginnings, make_hook(owners))
-        return root, rows.to(self.device), [prompt[common:] for prompt in prompts]
+        # 3. Run it.
+        beginnings = [prompts[0][:common]] * len(members)
+        cache = self._run_on(None, torch.arange(len(members)), beginnings, make_hook(members))
+        return cache, rows.to(self.device), [prompt[common:] for prompt in prompts]
 
     def hidden(
         self,
-        prompts: Sequence[tuple[int, ...]],
+        prompts: Sequence[Tokens],
         slots: Sequence[int],
         rows: Tensor,
         ids: Tensor,
@@ -330,7 +322,7 @@ class CausalModel:
         members: Tensor,
         make_hook: HookFactory,
     ) -> Tensor:
-        """Return hidden states `[n, 1 + t, h]` of each prompt's last token and of the tokens that follow.
+        """Return hidden states `[n, 1 + t, h]` of each prompt's last token and those after it.
 
         Args:
             prompts: Token ids of each prompt.
@@ -342,45 +334,47 @@ class CausalModel:
             make_hook: Hooks of the policy version.
         """
         hook = make_hook(members)
-        # 1. fast_llama: one pass for prompts and rows; only the root runs before.
+        # 1. fast_llama: one pass for prompts and rows; only the shared beginning runs before.
         if self._active_fast_llama is not None and ids.shape[1]:
-            root, root_rows, rest = self._run_root(prompts, slots, make_hook)
-            prompt_ids, mask, layers = self._prepare(root, root_rows, rest)
+            shared, shared_rows, rest = self._run_shared_beginning(prompts, slots, make_hook)
+            prompt_ids, mask, layers = self._prepare(shared, shared_rows, rest)
             prompt_hook = make_hook(torch.tensor(slots))
             if prompt_hook is not None and hook is not None:
                 hook = prompt_hook.by_token(prompt_ids.shape[1], hook, ids.shape[1])
-            prepared = prompt_ids, mask, Cache(layers=list(layers))
+            prepared = (prompt_ids, mask, Cache(layers=list(layers)))
             last, hidden = self._active_fast_llama.run_with_prompts(
                 prepared, rows, ids, present, hook
             )
             return torch.cat([last[rows][:, None], hidden], dim=1)
-        # 2. Without a cache that can be shared: whole sequences.
         prefix = self.prefix(prompts, slots, make_hook)
+        mask = torch.cat([prefix.mask[rows], present], dim=1)  # [n, P + t]
+        # 2. Without a cache that can be shared: whole sequences.
         if isinstance(prefix, Prompts):
-            whole = (
-                torch.cat([prefix.ids[rows], ids], dim=1),
-                torch.cat([prefix.mask[rows], present], dim=1),
-            )
-            return self.run(*whole, None, hook)[:, prefix.ids.shape[1] - 1 :]
+            whole = torch.cat([prefix.ids[rows], ids], dim=1)
+            hidden = self.run(whole, mask, None, hook)
+            return hidden[:, prefix.ids.shape[1] - 1 :]
         # 3. With a cache: rows on top of the prompts' keys and values.
         first = prefix.last_hidden[rows][:, None]
         if not ids.shape[1]:
             return first
         cache = Cache(layers=[PrefixLayer(layer, rows) for layer in prefix.layers])
-        hidden = self.run(ids, torch.cat([prefix.mask[rows], present], dim=1), cache, hook)
+        hidden = self.run(ids, mask, cache, hook)
         return torch.cat([first, hidden], dim=1)
 
-    def _padded(self, prompts: Sequence[tuple[int, ...]]) -> tuple[Tensor, Tensor]:
+    def _padded(self, prompts: Sequence[Tokens]) -> tuple[Tensor, Tensor]:
         """Return token ids `[m, P]` padded on the left, and the mask of real tokens `[m, P]`."""
-        check_token_ids(
-            self.model, [max(map(max, prompts)), min(map(min, prompts))], "tokens of prompts"
-        )
+        # 1. Check the smallest and the largest id, which is fast.
+        smallest = min(map(min, prompts))
+        largest = max(map(max, prompts))
+        check_token_ids(self.model, [largest, smallest], "tokens of prompts")
+        # 2. Fill in the prompts from the right.
         width = max(map(len, prompts))
         ids = torch.full((len(prompts), width), self.pad_id, dtype=torch.long)
         mask = torch.zeros((len(prompts), width), dtype=torch.bool)
         for row, prompt in enumerate(prompts):
-            ids[row, width - len(prompt) :] = torch.tensor(prompt)
-            mask[row, width - len(prompt) :] = True
+            start = width - len(prompt)
+            ids[row, start:] = torch.tensor(prompt)
+            mask[row, start:] = True
         return ids.to(self.device), mask.to(self.device)
 
     def resume(
@@ -388,7 +382,7 @@ class CausalModel:
         parts: Sequence[KVCache],
         part_of: Tensor,
         row_of: Tensor,
-        tokens: Sequence[tuple[int, ...]],
+        tokens: Sequence[Tokens],
         slots: Tensor,
         make_hook: HookFactory,
     ) -> Prefix:
@@ -402,51 +396,48 @@ class CausalModel:
             slots: `[n]` slot of each row, sorted.
             make_hook: Hooks of the policy version.
         """
-        root = gather_rows(parts, part_of.to(self.device), row_of.to(self.device))
-        return self._run_on(
-            root, torch.arange(len(tokens), device=self.device), tokens, make_hook(slots)
-        )
+        # Rows of different caches have different lengths; gathering pads them on the left.
+        past = gather_rows(parts, part_of.to(self.device), row_of.to(self.device))
+        rows = torch.arange(len(tokens), device=self.device)
+        return self._run_on(past, rows, tokens, make_hook(slots))
 
     def _run_on(
         self,
-        root: KVCache | None,
+        past: KVCache | None,
         rows: Tensor,
-        prompts: Sequence[tuple[int, ...]],
+        prompts: Sequence[Tokens],
         hook: LoraHook | None,
     ) -> Prefix:
-        """Run prompts on top of row number `rows[i]` of `root`, if any."""
-        ids, mask, layers = self._prepare(root, rows, prompts)
+        """Run prompts on top of row number `rows[i]` of `past`, if any."""
+        ids, mask, layers = self._prepare(past, rows, prompts)
         hidden = self.run(ids, mask, Cache(layers=list(layers)), hook)
+        # Keys and values of past and prompts, which the layers of the cache have kept.
         states = tuple(layer.whole for layer in layers if layer.whole is not None)
         assert len(states) == len(layers), "the model did not use a layer of the cache"
         return Prefix(layers=states, mask=mask, last_hidden=hidden[:, -1])
 
     def _prepare(
-        self, root: KVCache | None, rows: Tensor, prompts: Sequence[tuple[int, ...]]
+        self, past: KVCache | None, rows: Tensor, prompts: Sequence[Tokens]
     ) -> tuple[Tensor, Tensor, list[PrefixLayer]]:
-        """Return padded ids and mask of the prompts, and cache layers that start with the root.
+        """Return padded ids and mask of the prompts, and cache layers that start with the past.
 
         Args:
-            root: Cache of what comes before the prompts, if anything.
-            rows: `[m]` row of the root for each prompt.
-            prompts: Token ids that follow the root.
+            past: Cache of what comes before the prompts, if anything.
+            rows: `[m]` row of the past for each prompt.
+            prompts: Token ids that follow the past.
         """
         ids, mask = self._padded(prompts)
-        layers = [PrefixLayer() for _ in range(self.layers)]
-        if root is not None:
-            # Root, padding, prompt -> padding, root, prompt: token distances equal position
-            # distances.
-            length = root.mask.shape[1]
-            place = torch.arange(length + mask.shape[1], device=self.device)
-            padding = (~mask).sum(1)[:, None]
-            order = torch.where(
-                place < padding,
-                length + place,
-                torch.where(place < length + padding, place - padding, place),
-            )
-            mask = torch.cat([root.mask[rows], mask], dim=1).gather(1, order)
-            layers = [PrefixLayer(layer, rows, order) for layer in root.layers]
-        return ids, mask, layers
+        if past is None:
+            return ids, mask, [PrefixLayer() for _ in range(self.layers)]
+        # Move padding to the left: past, padding, prompt -> padding, past, prompt. Distances of
+        # tokens are then distances of positions. `order` is where each place is read from.
+        length = past.mask.shape[1]
+        padding = (~mask).sum(1)[:, None]  # [m, 1]
+        place = torch.arange(length + mask.shape[1], device=self.device)
+        past_or_prompt = torch.where(place < length + padding, place - padding, place)
+        order = torch.where(place < padding, length + place, past_or_prompt)  # [m, P + t]
+        mask = torch.cat([past.mask[rows], mask], dim=1).gather(1, order)
+        return ids, mask, [PrefixLayer(layer, rows, order) for layer in past.layers]
 
     def decode(
         self,
@@ -484,13 +475,14 @@ class CausalModel:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits `[m, v]` of hidden states `[m, h]`, without gradient."""
+        # fast_llama's product is faster; it is the same for a plain linear head.
         weight = self.head_matrix(hidden)
         if weight is None:
             return self.head(hidden)
         return frozen_linear(hidden, weight)
 
     def head_matrix(self, hidden: Tensor) -> Tensor | None:
-        """Return the vocabulary matrix `[v, h]` if fast_llama is in use and the head is nothing but this product."""
+        """Return the vocabulary matrix `[v, h]` if fast_llama is used and the head is linear."""
         if self._active_fast_llama is None:
             return None
         return head_matrix(self.head, hidden)

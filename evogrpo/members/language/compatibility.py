@@ -1,4 +1,4 @@
-"""Compatibility checks of causal language models: causality, vocabulary head, padding, context, prefix cache."""
+"""Compatibility checks of causal language models: causality, head, padding, context, caches."""
 
 import copy
 import os
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from evogrpo.distributed import ProcessError
@@ -40,7 +41,7 @@ def frozen_model(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def grouped_attention(device: torch.device) -> Iterator[None]:
-    """On a CPU, make transformers use grouped-query attention without copying keys and values for each head.
+    """On a CPU, make transformers use grouped-query attention without copies for each head.
 
     By default, transformers does so only without a mask, because kernels of other devices need
     that.
@@ -65,6 +66,7 @@ def check_causal_class(model: PreTrainedModel) -> None:
         ValueError: If it is an encoder-decoder, has no vocabulary head, or has adapters already.
     """
     reason = ""
+    # 1. A decoder with a vocabulary head.
     if getattr(model.config, "is_encoder_decoder", False):
         reason = "it is an encoder-decoder"
     elif not model.can_generate() or model.get_output_embeddings() is None:
@@ -74,6 +76,7 @@ def check_causal_class(model: PreTrainedModel) -> None:
             f"{class_name(model)} is not a causal language model: {reason}. Load one with"
             " evogrpo.load_base or AutoModelForCausalLM.from_pretrained."
         )
+    # 2. Without adapters: members bring their own.
     if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
         raise ValueError(
             f"{class_name(model)} already has PEFT adapters. Pass the plain base model with"
@@ -97,11 +100,10 @@ def context_of(model: PreTrainedModel) -> int | None:
     name = "original_max_position_embeddings"
     limits = [getattr(text, "max_position_embeddings", None)]
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
-    # of all layers, or by type
-    for settings in (
-        rope,
-        *(part for part in rope.values() if isinstance(part, dict)),
-    ):
+    # Settings of all layers, or by type of layer.
+    for settings in (rope, *rope.values()):
+        if not isinstance(settings, dict):
+            continue
         if settings.get("rope_type", settings.get("type")) == "longrope":
             limits += [settings.get(name), getattr(text, name, None)]
     # Some configs have -1 for no limit.
@@ -126,6 +128,7 @@ def end_ids_of(model: PreTrainedModel) -> set[int]:
     config = model.config
     size = vocabulary_of(model)
     ends: set[int] = set()
+    # Configs name no token, one token or a list.
     for part in (model.generation_config, config, config.get_text_config()):
         named = getattr(part, "eos_token_id", None)
         if isinstance(named, list | tuple):
@@ -141,6 +144,7 @@ def check_token_ids(model: PreTrainedModel, ids: Sequence[int], name: str) -> No
     size = vocabulary_of(model)
     for token in ids:
         whole_number(name, token)
+    # Types first: a float would pass the comparison.
     beyond = [token for token in ids if not 0 <= token < size]
     if beyond:
         raise ValueError(
@@ -160,6 +164,7 @@ def logits_of(model: PreTrainedModel, ids: Tensor) -> Tensor:
         raise ValueError(
             f"{class_name(model)} has no weights (meta device). Load it with from_pretrained."
         )
+    # Models that need images or other inputs raise errors of any kind.
     try:
         logits: Tensor = model(input_ids=ids).logits
     except ProcessError:  # from another rank of a sharded base
@@ -192,10 +197,10 @@ def find_decoder(model: PreTrainedModel) -> nn.Module:
 
 
 def check_causal(model: PreTrainedModel) -> None:
-    """Raise a ValueError if logits depend on later tokens: if another last token changes earlier logits."""
+    """Raise a ValueError if another last token changes earlier logits."""
     device = next(model.parameters()).device
-    ids = torch.tensor([[3, 1, 2, 1, 3], [3, 1, 2, 1, 5]], device=device) % vocabulary_of(model)
-    one, other = logits_of(model, ids).float()
+    ids = torch.tensor([[3, 1, 2, 1, 3], [3, 1, 2, 1, 5]], device=device)
+    one, other = logits_of(model, ids % vocabulary_of(model)).float()
     # Changes of earlier logits below 2 % of the last change are rounding.
     change = (one - other).abs().amax(1)
     if float(change[:-1].max()) > 0.02 * float(change[-1]):
@@ -224,11 +229,10 @@ def check_differentiable(model: PreTrainedModel, decoder: nn.Module, names: Iter
         return output.detach().requires_grad_().clone()
 
     handles = [model.get_submodule(name).register_forward_hook(begin) for name in names]
+    ids = torch.zeros((1, 2), dtype=torch.long, device=model.device)
     try:
         with torch.enable_grad():
-            hidden = decoder(
-                input_ids=torch.zeros((1, 2), dtype=torch.long, device=model.device)
-            ).last_hidden_state
+            hidden = decoder(input_ids=ids).last_hidden_state
     finally:
         for handle in handles:
             handle.remove()
@@ -241,7 +245,8 @@ def check_differentiable(model: PreTrainedModel, decoder: nn.Module, names: Iter
 
 Head = Callable[[Tensor], Tensor]
 SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier", "logits_mup_width_multiplier")
-CAPS = ("final_logit_softcapping", "logits_soft_cap")  # Gemma 2, RecurrentGemma
+# Names in Gemma 2 and RecurrentGemma.
+CAPS = ("final_logit_softcapping", "logits_soft_cap")
 # magnitudes of the compared logits: a soft cap only shows in large ones
 PROBED = (
     1.0,
@@ -265,19 +270,19 @@ def find_head(model: PreTrainedModel, decoder: nn.Module) -> Head:
     Raises:
         ValueError: If no candidate matches.
     """
-    # 1. Run the model with enlarged inputs of the head; keep the head's natural and enlarged
-    #    inputs.
-    ids = torch.arange(len(PROBED), device=next(model.parameters()).device)[None] % vocabulary_of(
-        model
-    )
+    # 1. Run the model with enlarged inputs of the head; keep its natural and enlarged inputs.
+    device = next(model.parameters()).device
+    ids = torch.arange(len(PROBED), device=device)[None] % vocabulary_of(model)
     bare: nn.Module = model.get_output_embeddings()
-    entered: list[Tensor] = []
+    inputs: list[Tensor] = []
 
     def enlarge(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        sizes = module.forward(args[0]).float().abs().amax(-1, keepdim=True).clamp(min=1e-2)
+        (hidden,) = args
+        sizes = module.forward(hidden).float().abs().amax(-1, keepdim=True).clamp(min=1e-2)
         factors = torch.tensor(PROBED, device=sizes.device)[:, None] / sizes
-        entered.extend((args[0], args[0] * factors.to(args[0].dtype)))
-        return (entered[1],)
+        enlarged = hidden * factors.to(hidden.dtype)
+        inputs.extend((hidden, enlarged))
+        return (enlarged,)
 
     handle = bare.register_forward_pre_hook(enlarge)
     try:
@@ -286,19 +291,21 @@ def find_head(model: PreTrainedModel, decoder: nn.Module) -> Head:
         handle.remove()
     # 2. Compare candidates on the enlarged hidden states.
     hidden = decoder(input_ids=ids).last_hidden_state
-    if entered and hidden.shape == entered[0].shape:
-        natural, enlarged = (x.float() for x in entered)
+    if inputs and hidden.shape == inputs[0].shape:
+        dtype = inputs[0].dtype
+        natural = inputs[0].float()
+        enlarged = inputs[1].float()
         # Some models scale hidden states instead of logits, with the same effect.
         ratio = (hidden.float() * natural).sum() / natural.square().sum().clamp(min=1e-30)
-        if close((ratio * natural).to(entered[0].dtype), hidden):
+        if close((ratio * natural).to(dtype), hidden):
             probe = (ratio * enlarged).to(hidden.dtype)[0]
-            # in Mamba not that of the hidden states
+            # In Mamba, the head has not the dtype of the hidden states.
             head_dtype: torch.dtype = next(bare.parameters()).dtype
-            cast: Head = (
-                bare if head_dtype == hidden.dtype else lambda hidden: bare(hidden.to(head_dtype))
-            )
+            cast: Head = bare
+            if head_dtype != hidden.dtype:
+                cast = lambda hidden: bare(hidden.to(head_dtype))  # noqa: E731  # a short cast
             for head in _heads(cast, model.config.get_text_config()):
-                if all(close(*rows) for rows in zip(head(probe), expected, strict=True)):
+                if _all_close(head(probe), expected):
                     return head
     raise ValueError(
         f"The vocabulary head of {class_name(model)} is not supported: its logits are computed in"
@@ -312,12 +319,17 @@ def _heads(bare: Head, config: Any) -> Iterator[Head]:
     Scales are tried as divisors and factors: `logits_scaling` divides in Granite and multiplies in
     HyperCLOVA X.
     """
-    named = {name: float(value) for name in SCALES if (value := getattr(config, name, None))}
-    scales = [1.0 / value for value in named.values()] + list(named.values()) + [1.0]
-    caps = [float(value) for name in CAPS if (value := getattr(config, name, None))]
-    for cap in caps:
-        yield from (_head(bare, scale, cap) for scale in scales)
-    yield from (bare if scale == 1.0 else _head(bare, scale, None) for scale in scales)
+    named = [float(getattr(config, name, None) or 0.0) for name in SCALES]
+    # A config has None or no value where there is no scale.
+    multipliers = [scale for scale in named if scale]
+    scales = [*(1.0 / scale for scale in multipliers), *multipliers, 1.0]
+    for name in CAPS:
+        cap = getattr(config, name, None)
+        if cap:
+            for scale in scales:
+                yield _head(bare, scale, float(cap))
+    for scale in scales:
+        yield bare if scale == 1.0 else _head(bare, scale, None)
 
 
 def _head(bare: Head, scale: float, cap: float | None) -> Head:
@@ -330,17 +342,21 @@ def _head(bare: Head, scale: float, cap: float | None) -> Head:
     return head
 
 
+def _all_close(got: Tensor, expected: Tensor) -> bool:
+    """Return True if every row agrees; see `close`."""
+    return all(close(*rows) for rows in zip(got, expected, strict=True))
+
+
 def close(got: Tensor, expected: Tensor) -> bool:
     """Return True if two results agree up to rounding in the lower precision of the two."""
     if {got.dtype, expected.dtype} <= {torch.float32, torch.float64}:
         tolerance = 1e-3
     else:
         tolerance = 5e-2
+    if got.shape != expected.shape:
+        return False
     scale = float(expected.float().abs().max()) or 1.0
-    return (
-        got.shape == expected.shape
-        and float((got - expected).float().abs().max()) <= tolerance * scale
-    )
+    return float((got - expected).float().abs().max()) <= tolerance * scale
 
 
 PROMPTS = ((3, 1, 2, 3), (3, 1, 1))
@@ -351,8 +367,10 @@ prompt.
 """
 BLOCKS = re.compile(r"compress|block_size|stride|attention_chunk_size|attn_chunk_length")
 WINDOWS = re.compile(r"window_size")
-NOT_IN_TOKENS = re.compile(r"theta")  # such as DeepSeek-V4's compress_rope_theta
-LONGEST_PROBE = 1024  # tokens
+# DeepSeek-V4's compress_rope_theta is no number of tokens.
+NOT_IN_TOKENS = re.compile(r"theta")
+# In tokens.
+LONGEST_PROBE = 1024
 
 
 def check_padding(
@@ -381,6 +399,7 @@ def check_padding(
             no attention mask.
     """
     # 1. Choose the lengths, padding included, and the tokens.
+    # The second block must begin, with and without padding.
     context = context_of(model)
     blocks = token_counts(model, BLOCKS)
     if context is not None:
@@ -389,30 +408,28 @@ def check_padding(
     windows = [size for size in token_counts(model, WINDOWS).values() if size < LONGEST_PROBE]
     largest = max([0, *blocks.values(), *windows])
     width = min(6 + 3 * largest, LONGEST_PROBE, context or LONGEST_PROBE)
-    padding = max(1, width // 3 - 1 | 1)  # odd, so that it shifts tokens within blocks of any size
+    # Odd, so that it shifts tokens within blocks of any size.
+    padding = max(1, width // 3 - 1 | 1)
     length = width - padding
     for name, size in blocks.items():
-        if size >= length:  # the second block would not begin
+        # The second block would not begin.
+        if size >= length:
             raise ValueError(
                 f"{type(model).__name__} has blocks of {size} tokens ({name}), which are too long"
                 " to check that padding on the left does not change its results. Use another"
                 f" architecture, or set config.max_position_embeddings to at most {size // 2}."
             )
-    pattern = torch.tensor([3, 1, 2, 1, 0], device=next(model.parameters()).device).repeat(
-        length // 5 + 1
-    )
-    ids = pattern[None, :length] % vocabulary_of(model)
-    padded = torch.cat([torch.full_like(ids[:, :1], pad_id).expand(1, padding), ids], dim=1)
-    mask = torch.ones_like(padded, dtype=torch.bool)
-    mask[:, :padding] = False
+    pattern = torch.tensor([3, 1, 2, 1, 0], device=next(model.parameters()).device)
+    ids = pattern.repeat(length // 5 + 1)[None, :length] % vocabulary_of(model)
+    padded = pad(ids, (padding, 0), value=pad_id)
+    mask = pad(torch.ones_like(ids, dtype=torch.bool), (padding, 0))
     # 2. Run the sequence with and without padding.
     try:
         shifted = run(padded, mask)[:, padding:]
     except TypeError as error:
+        remedy = ""
         if explicit_positions:
             remedy = " and position_ids; pass calc_position_embeddings=False"
-        else:
-            remedy = ""
         raise ValueError(
             f"{class_name(model)} does not run with attention_mask{remedy}: {error}"
         ) from error
@@ -423,26 +440,28 @@ def check_padding(
             f"The hidden states of {class_name(model)} are NaN or infinite in {model.dtype}. Check"
             " its weights, or load it in another dtype."
         )
-    if not all(close(*rows) for rows in zip(shifted[0], whole[0], strict=True)):
+    if not _all_close(shifted[0], whole[0]):
         # Attention may turn NaN into numbers.
         for name, parameter in model.named_parameters():
             if not parameter.isfinite().all():
                 raise ValueError(
                     f"{name} of {class_name(model)} has NaN or infinite weights. Load another copy."
                 )
+        if explicit_positions:
+            remedy = "Use another architecture."
+        else:
+            remedy = "Set calc_position_embeddings=True."
         raise ValueError(
-            f"Padding on the left changes the hidden states of {class_name(model)}. "
-            f"{'Use another architecture.' if explicit_positions else 'Set calc_position_embeddings=True.'}"
+            f"Padding on the left changes the hidden states of {class_name(model)}. {remedy}"
         )
 
 
 def token_counts(model: PreTrainedModel, names: re.Pattern[str]) -> dict[str, int]:
-    """Return the numbers of tokens in a config whose names match, by name.
-
-    The largest of each name.
+    """Return the numbers of tokens in a config whose names match, by name; the largest of each.
 
     A name also covers the numbers in a list or mapping below it.
     """
+    # Configs differ in depth: some have settings by layer or by type of layer.
     found: dict[str, int] = {}
 
     def add(name: str, value: Any) -> None:
@@ -464,7 +483,7 @@ def prefix_cache_works(
     model: PreTrainedModel,
     decoder: nn.Module,
 ) -> bool:
-    """Return True if completions on top of shared prompts get the same hidden states as whole sequences.
+    """Return True if completions on shared prompts get the hidden states of whole sequences.
 
     Args:
         continued: (prompts, prompt of each row `[n]`, token ids `[n, t]`) -> hidden states
@@ -472,6 +491,7 @@ def prefix_cache_works(
         model: The model.
         decoder: Inner model with the hidden states.
     """
+    # 1. Run rows on top of shared prompts.
     vocabulary = vocabulary_of(model)
     device = next(model.parameters()).device
     prompts = [tuple(token % vocabulary for token in prompt) for prompt in PROMPTS]
@@ -480,14 +500,13 @@ def prefix_cache_works(
         shared = continued(prompts, torch.tensor(CONTINUED, device=device), ids)
     except Exception:  # noqa: BLE001  # a cache can fail in any way; the path without it always works
         return False
-    wholes = (
-        torch.tensor([*prompts[number], *row.tolist()], device=device)[None]
-        for number, row in zip(CONTINUED, ids, strict=True)
-    )
-    return all(
-        close(row, decoder(input_ids=whole).last_hidden_state[0, -len(row) :])
-        for row, whole in zip(shared, wholes, strict=True)
-    )
+    # 2. Compare each row with its whole sequence.
+    for number, row, hidden in zip(CONTINUED, ids, shared, strict=True):
+        whole = torch.tensor([*prompts[number], *row.tolist()], device=device)
+        expected = decoder(input_ids=whole[None]).last_hidden_state[0, -len(row) :]
+        if not close(hidden, expected):
+            return False
+    return True
 
 
 def is_quantised(model: PreTrainedModel) -> bool:

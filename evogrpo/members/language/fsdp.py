@@ -1,4 +1,4 @@
-"""FSDP: each rank stores a shard of every layer of the base, and layers are gathered when a rank needs them.
+"""FSDP: each rank stores a shard of every layer of the base and gathers layers in use.
 
 Sharding and gathering are torch's FSDP2. fast_llama does not call the layers' own `forward`, so
 this module decides when a layer is gathered. Embeddings and vocabulary head are replicated.
@@ -47,16 +47,25 @@ class ShardedLayers:
 
     def __init__(self, layers: nn.ModuleList, size: int) -> None:
         self.size = size
-        self._whole: Any = None  # the gathered layer
-        self._prefetched: tuple[Any, Any] | None = None  # a layer, and the handle of its gather
-        self._successors: dict[tuple[Any, Any], Any] = {}  # by the layer before and the current one
-        for layer in layers:
-            layer.register_forward_pre_hook(lambda module, args: self.gather(module), prepend=True)
-            layer.register_forward_hook(
-                lambda module, args, out: self.gather_in_backward(module, out), prepend=True
-            )
-            _OWN_HOOKS[layer] = frozenset((*layer._forward_pre_hooks, *layer._forward_hooks))
+        # The gathered layer.
+        self._whole: Any = None
+        # A layer, and the handle of its gather.
+        self._prefetched: tuple[Any, Any] | None = None
+        # By the layer before and the current one.
+        self._successors: dict[tuple[Any, Any], Any] = {}
+        # The last two layers.
         self._before: tuple[Any, Any] = (None, None)
+
+        def before(module: nn.Module, args: object) -> None:
+            self.gather(module)
+
+        def after(module: nn.Module, args: object, output: object) -> None:
+            self.gather_in_backward(module, output)
+
+        for layer in layers:
+            layer.register_forward_pre_hook(before, prepend=True)
+            layer.register_forward_hook(after, prepend=True)
+            _OWN_HOOKS[layer] = frozenset((*layer._forward_pre_hooks, *layer._forward_hooks))
 
     @contextmanager
     def in_lockstep(self) -> Iterator[None]:
@@ -69,6 +78,7 @@ class ShardedLayers:
         ranks.interruptible = False
         try:
             yield
+        # The other ranks wait for this one in a collective: the error is for them too.
         except torch.OutOfMemoryError as error:
             ranks.lockstep_error = RuntimeError(
                 "Out of memory in a pass of a sharded base, which cannot be repeated in smaller"
@@ -99,20 +109,25 @@ class ShardedLayers:
         # 1. Gather this layer, unless it is prefetched. Free the previous one, and one prefetched
         #    by mistake.
         handle = None
-        if self._prefetched is not None and self._prefetched[0] is layer:
-            handle = self._prefetched[1]
-            self._prefetched = None
+        if self._prefetched is not None:
+            prefetched, running = self._prefetched
+            if prefetched is layer:
+                handle = running
+                self._prefetched = None
         if layer is not self._whole:
             self.reshard()
         ranks.wait(layer.unshard if handle is None else handle.wait)
+        self._whole = layer
         # 2. Prefetch the layer that followed the last two last time. The pair tells forward from
         #    backward passes.
+        _, previous = self._before
         self._successors[self._before] = layer
-        self._before = (self._before[1], layer)
-        self._whole, successor = layer, self._successors.get(self._before)
+        self._before = (previous, layer)
+        successor = self._successors.get(self._before)
         if self._prefetched is None and successor is not None and successor is not layer:
-            successor.reshard()  # a gathered layer cannot be gathered again
-            self._prefetched = successor, successor.unshard(async_op=True)
+            # A gathered layer cannot be gathered again.
+            successor.reshard()
+            self._prefetched = (successor, successor.unshard(async_op=True))
 
     def reshard(self) -> None:
         """Free all gathered layers."""
@@ -144,9 +159,8 @@ def sharded_layers(model: PreTrainedModel) -> ShardedLayers | None:
 
 def has_user_hooks(module: nn.Module) -> bool:
     """Return True if a module has forward hooks besides those that gather a layer."""
-    return bool(
-        {*module._forward_pre_hooks, *module._forward_hooks} - _OWN_HOOKS.get(module, frozenset())
-    )
+    hooks = {*module._forward_pre_hooks, *module._forward_hooks}
+    return bool(hooks - _OWN_HOOKS.get(module, frozenset()))
 
 
 def unsharded_class(module: nn.Module) -> type:
@@ -167,6 +181,7 @@ def run_on_all_ranks(model: PreTrainedModel, work: Callable[[], T]) -> T:
     layers = sharded_layers(model)
     if layers is None:
         return work()
+    # Results of other ranks need not be sent, so the own result is kept here.
     found: list[T] = []
 
     def run() -> None:
@@ -190,6 +205,7 @@ def layers_of(model: PreTrainedModel) -> nn.ModuleList:
     Raises:
         ValueError: If there is none.
     """
+    # The list with as many modules as the config has layers.
     count = int(getattr(model.config.get_text_config(), "num_hidden_layers", 0))
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
@@ -230,14 +246,14 @@ def shard(model: PreTrainedModel, parts: int, device: str) -> None:
     kind = torch.device(device).type
     if kind == "cuda":
         torch.cuda.set_device(device if ":" in device else f"{device}:0")
-    ranks = processes()
-    names = ("copies", "parts")
-    mesh = init_device_mesh(
+    copies = processes().size // parts
+    grid = init_device_mesh(
         kind,
-        (ranks.size // parts, parts),
-        mesh_dim_names=names,
+        (copies, parts),
+        mesh_dim_names=("copies", "parts"),
         backend_override={"parts": BACKENDS[kind]},
-    )["parts"]
+    )
+    mesh = grid["parts"]
     # 2. Shard the layers.
     model.requires_grad_(False)
     layers = layers_of(model)
@@ -245,6 +261,7 @@ def shard(model: PreTrainedModel, parts: int, device: str) -> None:
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
     _SHARDED[model] = ShardedLayers(layers, parts)
     # 3. Move everything outside the layers to the device, and all buffers.
+    # FSDP has moved the shards of the layers already.
     in_layers = {parameter for layer in layers for parameter in layer.parameters()}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):

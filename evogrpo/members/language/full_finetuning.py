@@ -1,4 +1,4 @@
-"""Full fine-tuning: members that own all weights of a model, each computed by a model of its own."""
+"""Full fine-tuning: members that own all weights, each computed by a model of its own."""
 
 import copy
 import json
@@ -58,6 +58,7 @@ def choose_trained(
     """
     if lora_config is not None:
         return choose_targets(model, lora_config, outline=outline)
+    # Gradients of all weights need plain float32 tensors in this process.
     if is_quantised(model) or sharded_over(model) > 1:
         raise ValueError(
             "full_finetuning requires a base that is neither quantised nor sharded. Train adapters."
@@ -96,9 +97,11 @@ class MemberModels:
 
         None stops it.
         """
-        parameters = list(self.models[slot].parameters())
-        parts = [None] * len(parameters) if buffer is None else _views(buffer, self.models[slot])
-        for parameter, part in zip(parameters, parts, strict=True):
+        model = self.models[slot]
+        if buffer is None:
+            model.zero_grad(set_to_none=True)
+            return
+        for parameter, part in zip(model.parameters(), _views(buffer, model), strict=True):
             parameter.grad = part
 
 
@@ -111,6 +114,8 @@ def _views(flat: Tensor, model: nn.Module) -> list[Tensor]:
 
 def _with_weights(model: PreTrainedModel, flat: Tensor) -> PreTrainedModel:
     """Copy a model's modules, with a flat vector as its weights; buffers are shared."""
+    # `deepcopy` takes the copy of an object from its memo, by the object's id. So it copies the
+    # modules, but uses these parameters and buffers.
     memo: dict[int, object] = {id(buffer): buffer for buffer in model.buffers()}
     for parameter, part in zip(model.parameters(), _views(flat, model), strict=True):
         memo[id(parameter)] = nn.Parameter(part)
@@ -138,14 +143,14 @@ def transformers_files(model: PreTrainedModel, end_ids: Sequence[int]) -> dict[s
     saved.generation_config = GenerationConfig()
     if settings is not None and end_ids_of(model) != set(end_ids):
         settings.eos_token_id = list(end_ids)
-    with TemporaryDirectory() as folder:
+    with TemporaryDirectory() as name:
+        folder = Path(name)
         with quietly():
             saved.save_pretrained(folder, state_dict=tensors, max_shard_size="1TB")
         if model.can_generate():
-            settings.to_json_file(
-                Path(folder) / "generation_config.json", keys_to_pop=["compile_config"]
-            )
-        return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+            path = folder / "generation_config.json"
+            settings.to_json_file(path, keys_to_pop=["compile_config"])
+        return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +183,7 @@ def find_export(folder: Path) -> Export:
 
 
 def check_member(folder: Path, outline: PreTrainedModel) -> str:
-    """Check that PEFT or transformers loads an exported member, by names and shapes, and return what was checked.
+    """Check that PEFT or transformers loads an exported member; return what was checked.
 
     Args:
         folder: Folder with an adapter or a model.
@@ -194,12 +199,9 @@ def check_member(folder: Path, outline: PreTrainedModel) -> str:
         result: Any = AutoModelForCausalLM.from_pretrained(
             folder, config=outline.config, output_loading_info=True, trust_remote_code=False
         )
+    # transformers only warns about tensors that do not fit.
     loaded, info = result
-    lost = [
-        name
-        for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")
-        for name in info[kind]
-    ]
+    lost = [*info["missing_keys"], *info["unexpected_keys"], *info["mismatched_keys"]]
     if lost:
         raise ValueError(
             f"{len(lost)} tensors in {folder} do not fit {class_name(outline)} (for example"

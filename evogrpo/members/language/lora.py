@@ -1,4 +1,4 @@
-"""LoRA: supported configurations, the modules that members adapt, and adapter files in PEFT's format."""
+"""LoRA: supported configurations, the adapted modules, and adapter files in PEFT's format."""
 
 import copy
 import dataclasses
@@ -8,7 +8,6 @@ import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils.save_and_load import set_peft_model_state_dict
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
-from safetensors.torch import save as tensor_bytes
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -77,11 +75,9 @@ class Target:
     def matrices(self, flat: Tensor) -> tuple[Tensor, Tensor]:
         """Return A `[..., r, in]` and B `[..., out, r]` as views of flat vectors `[..., k]`."""
         middle = self.start + self.rank * self.width_in
-        a = flat[..., self.start : middle]
-        b = flat[..., middle : self.end]
-        return a.unflatten(-1, (self.rank, self.width_in)), b.unflatten(
-            -1, (self.width_out, self.rank)
-        )
+        a = flat[..., self.start : middle].unflatten(-1, (self.rank, self.width_in))
+        b = flat[..., middle : self.end].unflatten(-1, (self.width_out, self.rank))
+        return a, b
 
 
 def default_lora() -> LoraConfig:
@@ -93,18 +89,18 @@ def lora_to_json(config: LoraConfig | None) -> dict[str, Any] | None:
     """Return the supported fields as plain JSON values; None if members train all weights."""
     if config is None:
         return None
-    values = {name: getattr(config, name) for name in sorted(SUPPORTED)}
+    return _without_sets({name: getattr(config, name) for name in sorted(SUPPORTED)})
+
+
+def _without_sets(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace sets by sorted lists, as JSON has no sets."""
     return {
         name: sorted(value) if isinstance(value, set) else value for name, value in values.items()
     }
 
 
 def lora_from_json(values: Mapping[str, Any] | None) -> LoraConfig | None:
-    """Return the configuration that `lora_to_json` wrote.
-
-    Raises:
-        ValueError: If a field is unknown or unsupported.
-    """
+    """Return the configuration that `lora_to_json` wrote; ValueError if a field is unknown."""
     if values is None:
         return None
     refuse_unknown("field of lora_config", values, sorted(SUPPORTED))
@@ -112,25 +108,20 @@ def lora_from_json(values: Mapping[str, Any] | None) -> LoraConfig | None:
 
 
 def check_supported(config: LoraConfig) -> None:
-    """Check a LoraConfig.
-
-    Raises:
-        ValueError: If an unsupported field differs from its default, or a supported field has an
-            invalid value.
-    """
+    """Raise ValueError if an unsupported field is set, or a supported one has an invalid value."""
+    # 1. Fields that members do not support.
     plain = LoraConfig()
-    refused = [
-        field.name
-        for field in dataclasses.fields(config)
-        if field.name not in SUPPORTED | INERT
-        and getattr(config, field.name) != getattr(plain, field.name, None)
-    ]
+    refused = []
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.name not in SUPPORTED | INERT and value != getattr(plain, field.name, None):
+            refused.append(f"{field.name}={value!r}")
     if refused:
-        values = ", ".join(f"{name}={getattr(config, name)!r}" for name in refused)
         raise ValueError(
-            f"lora_config supports {', '.join(sorted(SUPPORTED))}; got {values}. Leave these at"
-            " their defaults."
+            f"lora_config supports {', '.join(sorted(SUPPORTED))}; got {', '.join(refused)}. Leave"
+            " these at their defaults."
         )
+    # 2. Numbers.
     if type(config.r) is not int or config.r < 1:
         raise ValueError(
             f"lora_config.r must be a whole number of at least 1, got {shown(config.r)}."
@@ -141,28 +132,23 @@ def check_supported(config: LoraConfig) -> None:
             f" {shown(config.lora_alpha)}."
         )
     flag("lora_config.use_rslora", config.use_rslora)
+    # 3. Names of modules.
     for name in ("target_modules", "exclude_modules"):
         value = getattr(config, name)
-        names = [value] if isinstance(value, str) else value
-        listed = isinstance(names, list | tuple | set) and all(
-            isinstance(each, str) for each in names
-        )
-        if value is not None and not listed:
+        if value is None and name == "exclude_modules":
+            continue
+        if isinstance(value, str):
+            try:
+                re.compile(value)
+            except re.error as error:
+                raise ValueError(
+                    f"lora_config.{name}={value!r} is not a regular expression: {error}."
+                ) from None
+        elif not isinstance(value, list | tuple | set) or {*map(type, value)} - {str}:
             raise ValueError(
                 f"lora_config.{name} must be a list of module names or a regular expression, got"
                 f" {shown(value)}."
             )
-        try:
-            re.compile(value if isinstance(value, str) else "")
-        except re.error as error:
-            raise ValueError(
-                f"lora_config.{name}={value!r} is not a regular expression: {error}."
-            ) from None
-    if config.target_modules is None:
-        raise ValueError(
-            "lora_config.target_modules must be 'all-linear', a list of module names or a regular"
-            " expression, got None."
-        )
 
 
 def adapts_all(config: LoraConfig) -> bool:
@@ -171,32 +157,40 @@ def adapts_all(config: LoraConfig) -> bool:
 
 
 def scaling(config: LoraConfig) -> float:
-    """Return the factor on B A x: alpha / r, or alpha / sqrt(r) for rank-stabilised adapters (arXiv:2312.03732)."""
-    return float(config.lora_alpha) / (math.sqrt(config.r) if config.use_rslora else config.r)
+    """Return the factor on B A x: alpha / r, or alpha / sqrt(r) for rank-stabilised adapters.
+
+    Source: rsLoRA (arXiv:2312.03732).
+    """
+    if config.use_rslora:
+        return config.lora_alpha / math.sqrt(config.r)
+    return config.lora_alpha / config.r
 
 
 def initial_weights(targets: tuple[Target, ...], seed: int) -> Tensor:
-    """Return the initial flat vector `[k]` float32: random A, zero B, so that the policy equals the base.
+    """Return the first flat vector `[k]` float32 of all members.
 
-    All members start from the same vector.
+    A is random and B is zero, so that the policy equals the base.
 
     Source: LoRA (arXiv:2106.09685), section 4.1; the ranges are PEFT's.
     """
     rng = generator(seed, "adapter")
     flat = torch.zeros(targets[-1].end)
     for target in targets:
-        bound = 1.0 / math.sqrt(target.width_in)  # kaiming_uniform_ with a = sqrt(5)
+        # The range of torch's kaiming_uniform_ with a = sqrt(5).
+        bound = 1.0 / math.sqrt(target.width_in)
         values = rng.uniform(-bound, bound, (target.rank, target.width_in)).astype(np.float32)
-        target.matrices(flat)[0].copy_(torch.from_numpy(values))
+        a, _ = target.matrices(flat)
+        a.copy_(torch.from_numpy(values))
     return flat
 
 
 # ---- the modules that a config adapts
 
+# Reasons for which a module gets no adapter.
 FUSED = "stacked weights such as fused experts"
 NOT_LINEAR = "not a plain linear layer that sees every token"
 UNUSED = "not called for text"
-MISREAD = "PEFT cannot load its adapter"
+NOT_LOADED = "PEFT cannot load its adapter"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,10 +230,8 @@ class LoraTargets:
         """Return the number of adapted layers and the modules left out; empty if none are."""
         if not self.left_out:
             return ""
-        return (
-            f"{len(self.targets)} linear layers of {class_name(model)}, without"
-            f" {_in_words(self.left_out)}"
-        )
+        without = _in_words(self.left_out)
+        return f"{len(self.targets)} linear layers of {class_name(model)}, without {without}"
 
 
 def choose_targets(
@@ -255,19 +247,19 @@ def choose_targets(
     Raises:
         ValueError: If nothing can be adapted, or `config` names a module that cannot be.
     """
-    # 1. Find modules that cannot be adapted, or whose adapter PEFT would not load.
+    # 1. Find modules that cannot be adapted.
     targets = find_targets(model, config)
     unfit = {} if outline else _not_linear(model, targets)
-    # a stored adapter may name layers for images, which text does not call
+    # A stored adapter may name layers for images, which text does not call.
     if not adapts_all(config):
         unfit = {name: reason for name, reason in unfit.items() if reason != UNUSED}
-    fitting = _loadable_by_peft(
-        model, [target for target in targets if target.name not in unfit], config
-    )
-    for target in targets:
-        if all(target.name != each.name for each in fitting):
-            unfit.setdefault(target.name, MISREAD)
-    # 2. Raise if none is left, or if the configuration names one of them. "all-linear" leaves them
+    # 2. Find modules whose adapter PEFT would not load.
+    linear = [target for target in targets if target.name not in unfit]
+    fitting = _loadable_by_peft(model, linear, config)
+    for target in linear:
+        if target not in fitting:
+            unfit[target.name] = NOT_LOADED
+    # 3. Raise if none is left, or if the configuration names one of them. "all-linear" leaves them
     #    out.
     if not fitting or (unfit and not adapts_all(config)):
         if adapts_all(config):
@@ -278,13 +270,14 @@ def choose_targets(
             f"lora_config.target_modules={config.target_modules!r} names modules of"
             f" {class_name(model)} that cannot be adapted: {_in_words(unfit)}. {remedy}"
         )
-    # 3. Place the others in the flat vector, each at the end of the one before.
+    # 4. Place the others in the flat vector, each at the end of the one before.
     packed: list[Target] = []
+    end = 0
     for target in fitting:
-        packed.append(replace(target, start=packed[-1].end if packed else 0))
-    return LoraTargets(
-        targets=tuple(packed), left_out=dict.fromkeys(_stacked_weights(model), FUSED) | unfit
-    )
+        packed.append(replace(target, start=end))
+        end = packed[-1].end
+    left_out = dict.fromkeys(_stacked_weights(model), FUSED) | unfit
+    return LoraTargets(targets=tuple(packed), left_out=left_out)
 
 
 def find_targets(model: nn.Module, config: LoraConfig) -> tuple[Target, ...]:
@@ -294,36 +287,36 @@ def find_targets(model: nn.Module, config: LoraConfig) -> tuple[Target, ...]:
         ValueError: If nothing matches, or a match is not a linear layer (nn.Linear or GPT-2's
             Conv1D), or it is the vocabulary head.
     """
+    # 1. PEFT's rule matches names; "all-linear" matches all, and the loop leaves out others.
     check_supported(config)
+    pattern = config
     if adapts_all(config):
         pattern = replace(config, target_modules=".*")
-    else:
-        pattern = config
     head = model.get_output_embeddings()  # type: ignore[operator]
     targets: list[Target] = []
+    end = 0
+    # 2. Collect the linear layers.
     for name, module in model.named_modules():
-        linear = isinstance(module, (nn.Linear, Conv1D))
-        if not check_target_module_exists(pattern, name) or (
-            adapts_all(config) and (not linear or module is head)
-        ):
+        if not check_target_module_exists(pattern, name):
             continue
-        if not linear or module is head:
+        if module is head or not isinstance(module, (nn.Linear, Conv1D)):
+            if adapts_all(config):
+                continue
+            what = "the vocabulary head" if module is head else class_name(module)
             raise ValueError(
-                f"lora_config.target_modules matches {name!r}, a"
-                f" {class_name(module)}{' (the vocabulary head)' if module is head else ''}. Target"
-                " linear layers inside the model, or use target_modules='all-linear'."
+                f"lora_config.target_modules matches {name!r}, {what}. Target linear layers inside"
+                " the model, or use target_modules='all-linear'."
             )
         # Conv1D stores its weight as [in, out]; that of nn.Linear may be packed.
-        shape = (
-            module.weight.shape
-            if isinstance(module, Conv1D)
-            else (module.in_features, module.out_features)
-        )
-        width_in, width_out = shape
-        start = targets[-1].end if targets else 0
+        if isinstance(module, Conv1D):
+            width_in, width_out = module.weight.shape
+        else:
+            width_in = module.in_features
+            width_out = module.out_features
         targets.append(
-            Target(name=name, width_in=width_in, width_out=width_out, start=start, rank=config.r)
+            Target(name=name, width_in=width_in, width_out=width_out, start=end, rank=config.r)
         )
+        end = targets[-1].end
     if not targets:
         raise ValueError(
             f"lora_config.target_modules={config.target_modules!r} matches no module of"
@@ -334,41 +327,42 @@ def find_targets(model: nn.Module, config: LoraConfig) -> tuple[Target, ...]:
 
 
 def _not_linear(model: PreTrainedModel, targets: Sequence[Target]) -> dict[str, str]:
-    """Run the model.
-
-    Return reasons by name of layers that do not map rows `[n, ..., in]` to `[n, ..., out]`.
+    """Return reasons by name of layers that do not map rows `[n, ..., in]` to `[n, ..., out]`.
 
     These are routers that return tuples, block-diagonal layers, experts that see some tokens, image
-    encoders, and layers whose weights the model reads without a call.
+    encoders, and layers whose weights the model reads without a call. The model runs once.
     """
     rows = 2
     tokens = 5
-    reasons = {target.name: UNUSED for target in targets}  # until a layer is called
+    # Every layer counts as unused until it is called.
+    reasons = {target.name: UNUSED for target in targets}
 
-    def watching(target: Target) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
-        def watch(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+    def observer(target: Target) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
+        def observe(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
             *shape, width = args[0].shape
             # Some architectures flatten rows and tokens.
-            if len(shape) > 1:
-                in_rows = shape[0] == rows
-            else:
-                in_rows = shape == [rows * tokens]
-            linear = width == target.width_in and isinstance(output, Tensor)
-            if not (in_rows and linear and [*output.shape] == [*shape, target.width_out]):
+            sees_all_rows = shape[0] == rows if len(shape) > 1 else shape == [rows * tokens]
+            is_linear = (
+                sees_all_rows
+                and width == target.width_in
+                and isinstance(output, Tensor)
+                and [*output.shape] == [*shape, target.width_out]
+            )
+            if not is_linear:
                 reasons[target.name] = NOT_LINEAR
             elif reasons.get(target.name) == UNUSED:
                 del reasons[target.name]
 
-        return watch
+        return observe
 
-    device = next(model.parameters()).device
-    handles = [
-        model.get_submodule(target.name).register_forward_hook(watching(target))
-        for target in targets
-    ]
+    handles = []
+    for target in targets:
+        module = model.get_submodule(target.name)
+        handles.append(module.register_forward_hook(observer(target)))
     try:
         with frozen_model(model), torch.no_grad():
-            logits_of(model, torch.ones((rows, tokens), dtype=torch.long, device=device))
+            ids = torch.ones((rows, tokens), dtype=torch.long)
+            logits_of(model, ids.to(next(model.parameters()).device))
     finally:
         for handle in handles:
             handle.remove()
@@ -376,17 +370,18 @@ def _not_linear(model: PreTrainedModel, targets: Sequence[Target]) -> dict[str, 
 
 
 def _stacked_weights(model: nn.Module) -> list[str]:
-    """Return the names of weights that stack several matrices, such as fused experts, which get no adapters.
+    """Return the names of weights that stack several matrices, which get no adapters.
 
     They have more than two axes and belong to modules outside torch, so convolutions do not count.
     """
-    return [
-        f"{name}.{parameter}"
-        for name, module in model.named_modules()
-        if not type(module).__module__.startswith("torch.")
-        for parameter, values in module.named_parameters(recurse=False)
-        if sum(size > 1 for size in values.shape) > 2
-    ]
+    names = []
+    for name, module in model.named_modules():
+        if type(module).__module__.startswith("torch."):
+            continue
+        for parameter, weights in module.named_parameters(recurse=False):
+            if sum(size > 1 for size in weights.shape) > 2:
+                names.append(f"{name}.{parameter}")
+    return names
 
 
 def _in_words(reasons: Mapping[str, str]) -> str:
@@ -394,8 +389,9 @@ def _in_words(reasons: Mapping[str, str]) -> str:
     names: dict[str, list[str]] = {}
     for name, reason in reasons.items():
         starred = re.sub(r"\.\d+(?=\.)", ".*", name)
-        if starred not in names.setdefault(reason, []):
-            names[reason].append(starred)
+        group = names.setdefault(reason, [])
+        if starred not in group:
+            group.append(starred)
     return "; ".join(f"{', '.join(group)} ({reason})" for reason, group in names.items())
 
 
@@ -404,15 +400,19 @@ def _in_words(reasons: Mapping[str, str]) -> str:
 
 def _peft_record(targets: Sequence[Target], config: LoraConfig) -> dict[str, Any]:
     """Return the values of adapter_config.json."""
-    record: dict[str, Any] = config.to_dict()
-    record.update(
-        peft_type="LORA", task_type="CAUSAL_LM", inference_mode=True, lora_dropout=0.0, bias="none"
+    return _without_sets(
+        config.to_dict()
+        | {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "inference_mode": True,
+            "lora_dropout": 0.0,
+            "bias": "none",
+            # Full names, as "all-linear" may mean other modules in later versions of PEFT.
+            "target_modules": sorted(target.name for target in targets),
+            "exclude_modules": None,
+        }
     )
-    # Full names, because "all-linear" may mean other modules in later versions of PEFT.
-    record.update(target_modules=sorted(target.name for target in targets), exclude_modules=None)
-    return {
-        key: sorted(value) if isinstance(value, set) else value for key, value in record.items()
-    }
 
 
 # results of `_loadable_by_peft`, by model structure and configuration
@@ -428,42 +428,38 @@ def _loadable_by_peft(
     `mlp.experts`, and refuses others, such as Mamba's `out_proj`.
     """
     # 1. Reuse an earlier result for the same structure and configuration.
-    structure = (
-        model.config.model_type,
-        *((name, type(module)) for name, module in model.named_modules()),
-    )
-    key = (
-        structure,
-        tuple(targets),
-        json.dumps(_peft_record(targets, config), sort_keys=True, default=str),
-    )
+    modules = tuple((name, type(module)) for name, module in model.named_modules())
+    record = json.dumps(_peft_record(targets, config), sort_keys=True, default=str)
+    key = (model.config.model_type, modules, tuple(targets), record)
     if key in _LOADABLE:
         return _LOADABLE[key]
-    # 2. Drop targets until PEFT loads all that are left.
     outline = _outline(model)
-    fitting = list(targets)
 
-    def misread(chosen: Sequence[Target]) -> set[str]:
-        """Return the targets that do not load.
-
-        If all load but PEFT adapts other modules as well, all targets.
-        """
-        shapes = dict[str, tuple[int, ...]]()
+    def not_loaded(chosen: Sequence[Target]) -> set[str]:
+        """Return the modules whose adapter does not load; all if PEFT adapts other modules too."""
+        # Names and shapes of the file that these targets would be exported to.
+        shapes: dict[str, tuple[int, ...]] = {}
         for target in chosen:
             a, b = target.peft_names
-            shapes |= {a: (target.rank, target.width_in), b: (target.width_out, target.rank)}
-        lost, strays = _not_loaded_by_peft(outline, shapes, _peft_record(chosen, config))
-        misplaced = {target.name for target in chosen if not lost.isdisjoint(target.peft_names)}
-        return misplaced or {target.name for target in chosen if strays}
+            shapes[a] = (target.rank, target.width_in)
+            shapes[b] = (target.width_out, target.rank)
+        missing, adapts_others = _not_loaded_by_peft(outline, shapes, _peft_record(chosen, config))
+        lost = {target.name for target in chosen if not missing.isdisjoint(target.peft_names)}
+        if adapts_others and not lost:
+            return {target.name for target in chosen}
+        return lost
 
-    while wrong := misread(fitting):
-        # A single refused module makes PEFT raise, so that all are wrong. Find it by one target of
+    # 2. Drop targets until PEFT loads all that are left.
+    fitting = list(targets)
+    while lost := not_loaded(fitting):
+        # A single refused module makes PEFT raise, so that all are lost. Find it by one target of
         # each kind of layer.
-        if len(wrong) == len(fitting):
-            kinds = {target.name.rpartition(".")[2]: target for target in fitting}
-            refused = {kind for kind, example in kinds.items() if misread([example])}
-            wrong = {name for name in wrong if not refused or name.rpartition(".")[2] in refused}
-        fitting = [target for target in fitting if target.name not in wrong]
+        if len(lost) == len(fitting):
+            example_of = {target.name.rpartition(".")[2]: target for target in fitting}
+            refused = {kind for kind, example in example_of.items() if not_loaded([example])}
+            if refused:
+                lost = {name for name in lost if name.rpartition(".")[2] in refused}
+        fitting = [target for target in fitting if target.name not in lost]
     _LOADABLE[key] = fitting
     return fitting
 
@@ -483,52 +479,49 @@ def _not_loaded_by_peft(
         adapts other modules.
     """
     # 1. Load tensors filled with their numbers. Expanded from one value, they take no memory.
-    marks = {
-        name: torch.tensor(float(number)).expand(shape)
-        for number, (name, shape) in enumerate(shapes.items())
-    }
+    marks = {}
+    for number, (name, shape) in enumerate(shapes.items()):
+        marks[name] = torch.tensor(float(number)).expand(shape)
     values = {key: value for key, value in record.items() if key not in NOT_ARGUMENTS}
     try:
+        config = LoraConfig(**values)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            loaded = PeftModelForCausalLM(
-                _outline(model), LoraConfig(**values), low_cpu_mem_usage=True
-            )
+            loaded = PeftModelForCausalLM(_outline(model), config, low_cpu_mem_usage=True)
             set_peft_model_state_dict(loaded, dict(marks), low_cpu_mem_usage=True)
     except Exception:  # noqa: BLE001  # any error means that PEFT does not load the adapter
         return set(shapes), False
     # 2. Find each number in the module that its tensor's name belongs to.
-    factor = scaling(LoraConfig(**values))
-    loaded_names = set[str]()
-    strays = False
-    layers = [
-        (name, layer) for name, layer in loaded.named_modules() if isinstance(layer, LoraLayer)
-    ]
-    for (module, layer), part in product(layers, "AB"):
-        name = f"{module}.lora_{part}.weight"
-        weight = getattr(layer, f"lora_{part}")["default"].weight
-        mark = marks.get(name)
-        if mark is None:
-            strays = True
+    missing = set(shapes)
+    adapts_others = False
+    for module, layer in loaded.named_modules():
+        if not isinstance(layer, LoraLayer):
             continue
-        same = (
-            weight.shape == mark.shape and not weight.is_meta and bool(weight[0, 0] == mark[0, 0])
-        )
-        if same and math.isclose(layer.scaling["default"], factor):
-            loaded_names.add(name)
-    return set(shapes) - loaded_names, strays
+        for part in ("lora_A", "lora_B"):
+            name = f"{module}.{part}.weight"
+            if name not in marks:
+                adapts_others = True
+                continue
+            mark = marks[name]
+            weight = getattr(layer, part)["default"].weight
+            arrived = not weight.is_meta and weight.shape == mark.shape
+            scaled = math.isclose(layer.scaling["default"], scaling(config))
+            if arrived and scaled and bool(weight[0, 0] == mark[0, 0]):
+                missing.discard(name)
+    return missing, adapts_others
 
 
 def _outline(model: nn.Module) -> nn.Module:
     """Copy a model without weights: each is one zero, expanded to the shape."""
+    # A sharded or quantised model cannot be copied; exports are for the plain one.
     if isinstance(model, PreTrainedModel) and (sharded_over(model) > 1 or is_quantised(model)):
-        # a sharded or quantised model cannot be copied; exports are for the plain one
         model = plain_outline(model)
+    # `deepcopy` takes the copy of an object from its memo, by the object's id. With a stand-in for
+    # every tensor there, it copies the modules around them and no weights.
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
-        memo[id(parameter)] = nn.Parameter(
-            torch.zeros(()).expand(parameter.shape), requires_grad=False
-        )
+        zeros = torch.zeros(()).expand(parameter.shape)
+        memo[id(parameter)] = nn.Parameter(zeros, requires_grad=False)
     for buffer in model.buffers():
         memo[id(buffer)] = torch.zeros((), dtype=buffer.dtype).expand(buffer.shape)
     return copy.deepcopy(model, memo)
@@ -540,50 +533,40 @@ def _outline(model: nn.Module) -> nn.Module:
 def peft_files(
     targets: Sequence[Target], config: LoraConfig, flat: Tensor
 ) -> tuple[dict[str, Tensor], bytes]:
-    """Return one member in PEFT's format: tensors of adapter_model.safetensors and bytes of adapter_config.json.
-
-    Args:
-        targets: The adapted modules.
-        config: LoRA configuration of the targets.
-        flat: `[k]` adapters of the member.
-    """
+    """Return a member `[k]` in PEFT's format: tensors by name, and bytes of adapter_config.json."""
     tensors: dict[str, Tensor] = {}
     for target in targets:
         for name, matrix in zip(target.peft_names, target.matrices(flat), strict=True):
             tensors[name] = matrix.detach().cpu().clone()
     record = _peft_record(targets, config)
-    return tensors, (json.dumps(record, indent=2, sort_keys=True, default=str) + "\n").encode()
-
-
-def tensors_file(tensors: Mapping[str, Tensor]) -> bytes:
-    """Return the bytes of a safetensors file, as PEFT and transformers write them."""
-    plain = {name: value.cpu().contiguous() for name, value in tensors.items()}
-    return tensor_bytes(plain, metadata={"format": "pt"})
+    text = json.dumps(record, indent=2, sort_keys=True, default=str)
+    return tensors, f"{text}\n".encode()
 
 
 def check_export(folder: Path, model: nn.Module) -> int:
-    """Check that PEFT loads an exported adapter, by names and shapes.
+    """Check that PEFT loads an exported adapter, and return its number of tensors.
 
     Args:
         folder: Folder with adapter_model.safetensors and adapter_config.json.
         model: The base model, with or without weights.
 
-    Returns:
-        Number of tensors.
-
     Raises:
-        ValueError: If PEFT does not load one of them.
+        ValueError: If PEFT does not load one of them, by name and shape.
     """
-    record = json.loads((folder / "adapter_config.json").read_text())
-    with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
+    # Names and shapes suffice: no tensor is read.
+    record = json.loads((folder / CONFIG).read_text())
+    with safe_open(folder / TENSORS, framework="pt") as file:
         shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118  # no mapping
-    missing, strays = _not_loaded_by_peft(model, shapes, record)
-    if missing or strays:
+    missing, adapts_others = _not_loaded_by_peft(model, shapes, record)
+    if missing or adapts_others:
+        if missing:
+            problem = f"for example {min(missing)}"
+        else:
+            problem = "it adapts other modules"
         raise ValueError(
             f"PEFT does not load {len(missing)} of the {len(shapes)} tensors in {folder} onto"
-            f" {class_name(model)}{f' (for example {min(missing)})' if missing else ' but adapts other modules'}."
-            " The adapter belongs to another base model, or was written by another version of"
-            " PEFT."
+            f" {class_name(model)} ({problem}). The adapter belongs to another base model, or was"
+            " written by another version of PEFT."
         )
     return len(shapes)
 
@@ -625,17 +608,19 @@ class StoredAdapter:
             ValueError: If modules or shapes differ, or values are not finite.
         """
         flat = torch.zeros(targets[-1].end)
-        matrices = dict[str, Tensor]()
+        # 1. Views of the flat vector by name in the file.
+        matrices: dict[str, Tensor] = {}
         for target in targets:
             matrices |= zip(target.peft_names, target.matrices(flat), strict=True)
-        needed, given = (
-            {name: tuple(x.shape) for name, x in each.items()} for each in (matrices, self.tensors)
-        )
-        if wrong := sorted(name for name in needed | given if needed.get(name) != given.get(name)):
-            raise ValueError(
-                f"The adapter has {wrong[0]} of shape {given.get(wrong[0])}, but this model has "
-                f"{needed.get(wrong[0])}. The adapter belongs to another base model."
-            )
+        needed = {name: tuple(matrix.shape) for name, matrix in matrices.items()}
+        given = {name: tuple(matrix.shape) for name, matrix in self.tensors.items()}
+        for name in sorted(needed | given):
+            if needed.get(name) != given.get(name):
+                raise ValueError(
+                    f"The adapter has {name} of shape {given.get(name)}, but this model has"
+                    f" {needed.get(name)}. The adapter belongs to another base model."
+                )
+        # 2. Copy the tensors of the file into the views.
         for name, matrix in matrices.items():
             matrix.copy_(self.tensors[name])
         if not bool(torch.isfinite(flat).all()):
@@ -649,6 +634,7 @@ def read_adapter(folder: str | Path) -> StoredAdapter:
     Raises:
         ValueError: If a file is missing or damaged, or the adapter is not a supported LoRA.
     """
+    # 1. Find the files.
     place = expand_user(folder)
     missing = [name for name in (CONFIG, TENSORS) if not (place / name).is_file()]
     if missing:
@@ -657,6 +643,7 @@ def read_adapter(folder: str | Path) -> StoredAdapter:
             f" {missing[0]}. Use a folder written by PEFT or `evogrpo export`. Download one from"
             " the hub with huggingface_hub.snapshot_download first."
         )
+    # 2. Read them. They come from elsewhere, so many errors are possible.
     try:
         record = json.loads((place / CONFIG).read_text())
         tensors = load_file(place / TENSORS)
@@ -669,7 +656,7 @@ def read_adapter(folder: str | Path) -> StoredAdapter:
         AttributeError,
         RecursionError,
     ) as error:
-        cause = (str(error).splitlines() or [""])[0]
+        cause = str(error).partition("\n")[0]
         raise ValueError(
             f"The adapter in {folder} cannot be read ({class_name(error)}: {cause})."
         ) from error
@@ -688,23 +675,25 @@ def _config(record: dict[str, Any]) -> LoraConfig:
     """
     if record.get("peft_type") != "LORA":
         raise ValueError(f"peft_type must be 'LORA', got {shown(record.get('peft_type'))}.")
+    # 1. Initialisations such as PiSSA store the rest of a weight in the base.
     init = record.get("init_lora_weights", True)
     if init not in SEPARATE_INITS:
         raise ValueError(
             f"init_lora_weights={init!r} changed the weights of the base, which an adapter does not"
             " contain. Merge it into its base, or convert it to a plain LoRA adapter with PEFT"
         )
-    values = {
-        name: value
-        for name, value in (record | TRAINING_FIELDS).items()
-        if name not in NOT_ARGUMENTS
-    }
-    known = {
-        name: value for name, value in values.items() if name in LoraConfig.__dataclass_fields__
-    }
-    if unknown := {name: value for name, value in values.items() if name not in known and value}:
+    # 2. Keep what this version of PEFT knows. Unknown settings matter unless they are off.
+    known = {}
+    unknown = {}
+    for name, value in (record | TRAINING_FIELDS).items():
+        if name in NOT_ARGUMENTS:
+            continue
+        if name in LoraConfig.__dataclass_fields__:
+            known[name] = value
+        elif value:
+            unknown[name] = value
+    if unknown:
         raise ValueError(
-            f"The installed peft does not support these settings of the adapter: {unknown}. Update"
-            " peft."
+            f"The installed peft does not support these settings: {unknown}. Update it."
         )
     return LoraConfig(**known)

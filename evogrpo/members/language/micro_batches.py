@@ -37,21 +37,21 @@ def repetitions(batch: Batch, members: Tensor) -> list[list[int]]:
         For each row, all rows identical to it, itself first; empty if an earlier row is identical.
     """
     inputs: TokenInputs = batch.inputs
+    # 1. One integer matrix with a row of everything that counts. The bits of a float are read as an
+    #    integer, so that only equal floats match.
     columns = (
         members[:, None],
         inputs.prompt_ids[:, None],
-        # Bits of the float, read as an integer: all columns fit into one integer matrix, and only
-        # equal floats match.
         inputs.temperature.double()[:, None].view(torch.long),
         torch.where(batch.present, batch.actions, -1),
         batch.action_mask,
         batch.chosen,
     )
+    matrix = torch.cat([column.cpu().long() for column in columns], dim=1).numpy()
+    # 2. Group equal rows. The list of a group's first row fills up as others are found.
     found: dict[bytes, list[int]] = {}
     groups: list[list[int]] = []
-    for number, row in enumerate(
-        torch.cat([column.cpu().long() for column in columns], dim=1).numpy()
-    ):
+    for number, row in enumerate(matrix):
         group = found.setdefault(row.tobytes(), [])
         groups.append([] if group else group)
         group.append(number)
@@ -79,22 +79,27 @@ def micro_batches(
         Row numbers of each part; concatenated they equal `order`.
     """
     parts: list[list[int]] = []
-    seen: set[int] = set()
-    widest = longest = 0
+    # Of the current part: its prefixes, the longest of them, and its longest row.
+    prefixes: set[int] = set()
+    widest = 0
+    longest = 0
     for row in order:
-        prefixes = seen | {prefix_ids[row]}
-        wide = max(widest, prefix_lengths[row])
-        long = max(longest, lengths[row])
-        if parts and (len(parts[-1]) + 1) * long + len(prefixes) * wide <= budget:
-            parts[-1].append(row)
-            seen = prefixes
-            widest = wide
-            longest = long
-        else:
-            parts.append([row])
-            seen = {prefix_ids[row]}
-            widest = prefix_lengths[row]
-            longest = lengths[row]
+        new_prefixes = prefixes | {prefix_ids[row]}
+        new_widest = max(widest, prefix_lengths[row])
+        new_longest = max(longest, lengths[row])
+        # Add the row to the current part if that stays within the budget, padding included.
+        if parts:
+            rows = len(parts[-1]) + 1
+            if rows * new_longest + len(new_prefixes) * new_widest <= budget:
+                parts[-1].append(row)
+                prefixes = new_prefixes
+                widest = new_widest
+                longest = new_longest
+                continue
+        parts.append([row])
+        prefixes = {prefix_ids[row]}
+        widest = prefix_lengths[row]
+        longest = lengths[row]
     return parts
 
 
@@ -110,10 +115,10 @@ def distinct_prefixes(
     Returns:
         The pairs, sorted by member and then prompt; and `[n]` the index of each row's pair.
     """
-    pairs, inverse = torch.unique(
-        torch.stack([member_ids, prompt_ids], 1), dim=0, return_inverse=True
-    )
-    return list(map(tuple, pairs.tolist())), inverse
+    # `unique` sorts the pairs, and says which one each row has.
+    pairs = torch.stack([member_ids, prompt_ids], 1)
+    distinct, pair_of_row = torch.unique(pairs, dim=0, return_inverse=True)
+    return list(map(tuple, distinct.tolist())), pair_of_row
 
 
 def lexsort(minor: Tensor, major: Tensor) -> NDArray[np.intp]:

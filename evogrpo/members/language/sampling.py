@@ -1,4 +1,4 @@
-"""Sampling of rows in any order and number, token by token, in waves that fit into memory."""
+"""Sampling of rows in any order and number, token by token, in batches that fit into memory."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -21,21 +21,23 @@ from evogrpo.members.language.adapters import AdapterStates
 from evogrpo.members.language.causal_model import CausalModel
 from evogrpo.members.language.compatibility import check_context
 from evogrpo.members.language.fsdp import NEEDS_SAMPLER
-from evogrpo.members.language.kv_cache import Decoding
+from evogrpo.members.language.kv_cache import Decoding, Prefix, Prompts
 from evogrpo.members.language.micro_batches import distinct_prefixes, lexsort
 from evogrpo.records import UNTRUNCATED, Rollout, SamplingBatch
 
 CACHED_TOKENS = 32_768
-"""Maximum tokens in the KV cache of a wave, and again in the caches saved for the next turn."""
-CPU_ROWS, CPU_TOKENS = 128, 16_384
-"""On a CPU, waves stop growing at this many rows or tokens: twice as many are only 6 to 10 %
+"""Maximum tokens in the KV cache of a batch, and again in the caches saved for the next turn."""
+CPU_ROWS = 128
+CPU_TOKENS = 16_384
+"""On a CPU, batches stop growing at this many rows or tokens: twice as many are only 6 to 10 %
 faster.
 """
 ROWS_OF_LOGITS = 128
 """Maximum rows whose logits exist at once."""
 COMPACT_BELOW = 0.75
 """Remove finished rows when at most this fraction is unfinished; removal copies the KV cache."""
-CHECK_EVERY, CHECK_EVERY_ON_CPU = 8, 1
+CHECK_EVERY = 8
+CHECK_EVERY_ON_CPU = 1
 """Tokens between checks for finished rows. Except on a CPU, a check waits for the device."""
 
 WeightsVersion = tuple[int, int] | None
@@ -61,7 +63,7 @@ class CachedRows:
     versions: tuple[WeightsVersion, ...]
 
     def extends(self, row: int, tokens: tuple[int, ...], version: WeightsVersion) -> bool:
-        """Return True if `tokens` extend the cached tokens of a row and the weights are unchanged."""
+        """Return True if `tokens` extend a row's cached tokens and the weights are unchanged."""
         cached = self.tokens[row]
         return (
             int(self.part_of[row]) >= 0
@@ -84,7 +86,7 @@ class AdapterSampler(AdapterStates):
     _own_passes: Mapping[PolicyVersion, Sequence[CausalModel]]
 
     def model_of(self, policy: PolicyVersion, slot: int) -> CausalModel:
-        """Return the model that computes a member's rows: the base with hooks, or the member's own."""
+        """Return the model of a member's rows: the base with hooks, or the member's own."""
         passes = self._own_passes.get(policy)
         if passes is None:
             return self.base
@@ -122,56 +124,48 @@ class AdapterSampler(AdapterStates):
         assert not self.base.lockstep, NEEDS_SAMPLER
         if not len(rows):
             raise ValueError("rows must contain at least one row, got none.")
-        if any(not prompt for prompt in rows.prompts):
+        if not all(rows.prompts):
             raise ValueError("prompts must contain at least one token each, got an empty prompt.")
-        if rows.history is not None:
-            numbers: dict[tuple[int, ...], int] = {}
-            ids = [
-                numbers.setdefault((*rows.prompts[prompt], *later), len(numbers))
-                for prompt, later in zip(rows.prompt_ids.tolist(), rows.history, strict=True)
-            ]
-            rows = replace(rows, prompts=tuple(numbers), prompt_ids=torch.tensor(ids), history=None)
-        model = self.base
-        width = max(len(prompt) for prompt in rows.prompts) + rows.max_new_tokens
-        check_context(model.context, width)
+        rows = _with_history_in_prompts(rows)
+        width = max(map(len, rows.prompts)) + rows.max_new_tokens
+        check_context(self.base.context, width)
         # 2. Find rows that continue from a saved cache.
+        slots = rows.member_ids.tolist()
+        prompt_ids = rows.prompt_ids.tolist()
         versions: list[WeightsVersion] = [
-            None if base else (slot, self.changes[slot]) for slot in rows.member_ids.tolist()
+            None if base else (slot, self.changes[slot]) for slot in slots
         ]
-        if isinstance(rows.kept, CachedRows):
-            kept = rows.kept
-        else:
-            kept = None
-        order = torch.from_numpy(lexsort(rows.prompt_ids, rows.member_ids))
-        resumed = torch.zeros(len(rows), dtype=torch.bool)
-        if kept is not None:
-            saved = range(len(rows)) if rows.kept_rows is None else rows.kept_rows.tolist()
-            prompts = [rows.prompts[prompt] for prompt in rows.prompt_ids.tolist()]
-            resumed = torch.tensor(
-                [kept.extends(*each) for each in zip(saved, prompts, versions, strict=True)]
-            )
-        # 3. Plan waves, sorted by member and prompt.
-        waves: list[tuple[Tensor, CachedRows | None]] = []
+        kept = rows.kept if isinstance(rows.kept, CachedRows) else None
+        saved = range(len(rows)) if rows.kept_rows is None else rows.kept_rows.tolist()
+        resumed = []
+        started = []
+        for row in lexsort(rows.prompt_ids, rows.member_ids).tolist():
+            prompt = rows.prompts[prompt_ids[row]]
+            if kept is not None and kept.extends(saved[row], prompt, versions[row]):
+                resumed.append(row)
+            else:
+                started.append(row)
+        # 3. Split them into batches of equal size, sorted by member and prompt.
+        batches: list[tuple[Tensor, CachedRows | None]] = []
         policy: PolicyVersion = "base" if base else "weights"
-        for caches, pending in ((kept, order[resumed[order]]), (None, order[~resumed[order]])):
-            for group in self.split_passes(policy, pending.tolist(), rows.member_ids.tolist()):
-                count = math.ceil(len(group) / rows_at_once(width, model.device.type))
-                # `chunk` makes waves of equal sizes, at least one.
-                waves += [
-                    (wave, caches) for wave in (torch.tensor(group).chunk(count) if group else ())
-                ]
-        # 4. Sample them.
-        with torch.no_grad(), model.working(), model.autocast():
+        for caches, pending in ((kept, resumed), (None, started)):
+            if not pending:
+                continue
+            for group in self.split_passes(policy, pending, slots):
+                count = math.ceil(len(group) / rows_at_once(width, self.base.device.type))
+                batches += [(batch, caches) for batch in torch.tensor(group).chunk(count)]
+        # 4. Sample them, and save caches as long as they fit into memory.
+        with torch.no_grad(), self.base.working(), self.base.autocast():
             sampler = _Sampler(self, policy, rows, on_finished)
             budget = CACHED_TOKENS
-            for wave, caches in waves:
-                budget -= len(wave) * width
-                sampler.sample(wave, caches, keep=rows.keep and budget >= 0)
+            for batch, caches in batches:
+                budget -= len(batch) * width
+                sampler.sample(batch, caches, keep=rows.keep and budget >= 0)
             return sampler.rollout(versions)
 
 
 def rows_at_once(width: int, device: str) -> int:
-    """Return how many rows are sampled at once (a wave).
+    """Return how many rows are sampled at once (a batch).
 
     Args:
         width: Maximum tokens of a row, prompt included.
@@ -183,8 +177,20 @@ def rows_at_once(width: int, device: str) -> int:
     return fitting
 
 
+def _with_history_in_prompts(rows: SamplingBatch) -> SamplingBatch:
+    """Return the rows with prompts that contain the history; equal ones are one prompt."""
+    if rows.history is None:
+        return rows
+    numbers: dict[tuple[int, ...], int] = {}
+    prompt_ids = []
+    for prompt, history in zip(rows.prompt_ids.tolist(), rows.history, strict=True):
+        whole = (*rows.prompts[prompt], *history)
+        prompt_ids.append(numbers.setdefault(whole, len(numbers)))
+    return replace(rows, prompts=tuple(numbers), prompt_ids=torch.tensor(prompt_ids), history=None)
+
+
 class _Sampler:
-    """Samples waves of rows into buffers for all rows.
+    """Samples batches of rows into buffers for all rows.
 
     Args:
         bank: The members.
@@ -217,11 +223,11 @@ class _Sampler:
         temperature = rows.temperature.to(device)
         self._greedy = temperature == 0
         self._temperature = torch.where(self._greedy, 1.0, temperature)
-        self._all_greedy, self._any_greedy = bool(self._greedy.all()), bool(self._greedy.any())
+        self._all_greedy = bool(self._greedy.all())
+        self._any_greedy = bool(self._greedy.any())
         self._scaled = bool((self._temperature != 1.0).any())
-        if rows.options.repetition_penalty == 1.0:
-            self._prompts = None
-        else:
+        self._prompts = None
+        if rows.options.repetition_penalty != 1.0:
             self._prompts = _padded_prompts(rows).to(device)
         # Output: token ids, True for sampled tokens, log-probabilities in nats; True for rows
         # reported as finished.
@@ -229,38 +235,38 @@ class _Sampler:
         self._present = torch.zeros(shape, dtype=torch.bool, device=device)
         self._log_probs = torch.zeros(shape, device=device)
         self._reported = torch.zeros(len(rows), dtype=torch.bool, device=device)
-        self._caches: list[tuple[Tensor, Any]] = []  # row numbers and their saved caches
+        # Row numbers and their saved caches.
+        self._caches: list[tuple[Tensor, Any]] = []
 
-    def sample(self, wave: Tensor, kept: CachedRows | None, *, keep: bool) -> None:
+    def sample(self, batch: Tensor, kept: CachedRows | None, *, keep: bool) -> None:
         """Sample the rows with these numbers together.
 
         If out of memory, sample the unfinished ones in halves.
 
         Args:
-            wave: Row numbers, sorted by member and prompt.
+            batch: Row numbers, sorted by member and prompt.
             kept: Saved caches that these rows continue, if any.
             keep: Save the caches of the prompt and all tokens but the last.
         """
         saved = len(self._caches)
-        self._model = self._bank.model_of(self._policy, int(self._rows.member_ids[wave[0]]))
+        self._model = self._bank.model_of(self._policy, int(self._rows.member_ids[batch[0]]))
         try:
             if kept is None:
-                decoding = self._prefill(wave)
+                decoding = self._prefill(batch)
             else:
-                decoding = self._resume(wave, kept)
-            self._decode(decoding, wave.to(self._model.device), keep)
+                decoding = self._resume(batch, kept)
+            self._decode(decoding, batch.to(self._model.device), keep)
             return
         except torch.OutOfMemoryError:
-            if len(wave) == 1:
+            if len(batch) == 1:
                 raise
-        # Rows already reported stay as they are; all others start again.
+        # Rows already reported stay as they are; all others start again. This is outside of the
+        # `except` block, whose error keeps the tensors of the failed pass.
         del self._caches[saved:]
-        rest = wave[~self._reported.cpu()[wave]]
-        self._actions[rest], self._present[rest], self._log_probs[rest] = (
-            self._model.pad_id,
-            False,
-            0.0,
-        )
+        rest = batch[~self._reported.cpu()[batch]]
+        self._actions[rest] = self._model.pad_id
+        self._present[rest] = False
+        self._log_probs[rest] = 0.0
         for half in rest.chunk(2) if len(rest) else ():
             self.sample(half, kept, keep=keep)
 
@@ -277,63 +283,77 @@ class _Sampler:
         )
         if not self._caches:
             return rollout
-        part_of, row_of = (torch.full((len(self._rows),), fill) for fill in (-1, 0))
+        # 1. Place of each row: its part, and the row within that part.
+        rows = self._rows
+        part_of = torch.full((len(rows),), -1)
+        row_of = torch.zeros(len(rows), dtype=torch.long)
         for part, (numbers, _) in enumerate(self._caches):
-            part_of[numbers.cpu()], row_of[numbers.cpu()] = part, torch.arange(len(numbers))
-        tokens = tuple(
-            (*self._rows.prompts[prompt], *completion[:-1])
-            for prompt, completion in zip(
-                self._rows.prompt_ids.tolist(), self._tokens(slice(None)), strict=True
-            )
-        )
-        parts = tuple(cache for _, cache in self._caches)
+            part_of[numbers.cpu()] = part
+            row_of[numbers.cpu()] = torch.arange(len(numbers))
+        # 2. Cached tokens: prompt and completion, but the last token, which was not fed.
+        completions = self._tokens(slice(None))
+        tokens = []
+        for prompt, completion in zip(rows.prompt_ids.tolist(), completions, strict=True):
+            tokens.append((*rows.prompts[prompt], *completion[:-1]))
         kept = CachedRows(
-            parts=parts, part_of=part_of, row_of=row_of, tokens=tokens, versions=tuple(versions)
+            parts=tuple(cache for _, cache in self._caches),
+            part_of=part_of,
+            row_of=row_of,
+            tokens=tuple(tokens),
+            versions=tuple(versions),
         )
         return replace(rollout, kept=kept)
 
     def _tokens(self, numbers: Tensor | slice) -> list[list[int]]:
         """Return the token ids of some rows, without padding."""
+        rows = self._actions[numbers].tolist()
         lengths = self._present[numbers].sum(1).tolist()
-        return [
-            row[:length]
-            for row, length in zip(self._actions[numbers].tolist(), lengths, strict=True)
-        ]
+        return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
-    def _prefill(self, wave: Tensor) -> Decoding:
+    def _prefill(self, batch: Tensor) -> Decoding:
         """Run each prompt once per member."""
         rows = self._rows
-        device = self._model.device
-        members = rows.member_ids.cpu()[wave]
-        pairs, prefix_of = distinct_prefixes(members, rows.prompt_ids.cpu()[wave])
+        members = rows.member_ids.cpu()[batch]
+        # The rows of a pair of member and prompt continue from the same prefix.
+        pairs, pair_of_row = distinct_prefixes(members, rows.prompt_ids.cpu()[batch])
         prompts = [rows.prompts[prompt] for _, prompt in pairs]
-        slots = [member for member, _ in pairs]
+        slots = [slot for slot, _ in pairs]
         prefix = self._model.prefix(prompts, slots, self._make_hook)
-        room = rows.max_new_tokens - 1
-        return self._model.decode(
-            prefix, prefix_of.to(device), members.to(device), room, self._make_hook
-        )
+        return self._start_decoding(prefix, pair_of_row, members)
 
-    def _resume(self, wave: Tensor, kept: CachedRows) -> Decoding:
+    def _resume(self, batch: Tensor, kept: CachedRows) -> Decoding:
         """Run the tokens of each row that its saved cache does not contain."""
         rows = self._rows
-        device = self._model.device
+        # 1. Saved row of each row: the rows of the last turn, unless they were reordered.
         if rows.kept_rows is None:
-            saved = wave
+            saved = batch
         else:
-            saved = rows.kept_rows.cpu()[wave]
-        prompts = [rows.prompts[prompt] for prompt in rows.prompt_ids.cpu()[wave].tolist()]
-        new = [
-            prompt[len(kept.tokens[row]) :]
-            for row, prompt in zip(saved.tolist(), prompts, strict=True)
-        ]
-        members = rows.member_ids.cpu()[wave].to(device)
+            saved = rows.kept_rows.cpu()[batch]
+        # 2. Tokens after the cached ones: the end of the last completion, and the reply.
+        new = []
+        for row, prompt in zip(saved.tolist(), rows.prompt_ids.cpu()[batch].tolist(), strict=True):
+            cached = len(kept.tokens[row])
+            new.append(rows.prompts[prompt][cached:])
+        # 3. Run them on top of the caches. Each row has a prefix of its own.
+        members = rows.member_ids.cpu()[batch]
         prefix = self._model.resume(
-            kept.parts, kept.part_of[saved], kept.row_of[saved], new, members, self._make_hook
+            kept.parts,
+            kept.part_of[saved],
+            kept.row_of[saved],
+            new,
+            members.to(self._model.device),
+            self._make_hook,
         )
-        prefix_of = torch.arange(len(wave), device=device)
+        return self._start_decoding(prefix, torch.arange(len(batch)), members)
+
+    def _start_decoding(
+        self, prefix: Prefix | Prompts, prefix_of: Tensor, members: Tensor
+    ) -> Decoding:
+        device = self._model.device
+        # The last token is not fed.
+        room = self._rows.max_new_tokens - 1
         return self._model.decode(
-            prefix, prefix_of, members, rows.max_new_tokens - 1, self._make_hook
+            prefix, prefix_of.to(device), members.to(device), room, self._make_hook
         )
 
     def _decode(self, decoding: Decoding, numbers: Tensor, keep: bool) -> None:
@@ -350,16 +370,19 @@ class _Sampler:
         check_every = CHECK_EVERY_ON_CPU if on_cpu else CHECK_EVERY
 
         def save(local: Tensor, fed: int) -> None:
+            """Save the caches of some rows of `numbers`, which have been fed this many tokens."""
+            if not keep:
+                return
             # The last token of a row may not have been fed. Dropping it makes all rows equal.
-            if keep:
-                cache = decoding.copy_cache(local, self._present[numbers[local], 1 : fed + 1])
-            else:
-                cache = None
+            real = self._present[numbers[local], 1 : fed + 1]
+            cache = decoding.copy_cache(local, real)
             if cache is not None:
                 self._caches.append((numbers[local], cache))
 
+        # True for unfinished rows.
         live = torch.ones_like(numbers, dtype=torch.bool)
         tokens = torch.zeros_like(numbers)
+        hidden = decoding.start()
         # Number of unfinished rows at the latest check, and of tokens per row until then.
         alive = len(numbers)
         checked = 0
@@ -367,9 +390,9 @@ class _Sampler:
             if on_cpu or step % CHECK_EVERY == 0:
                 self._rows.stop.check()
             # 1. One token of every row.
-            drawn, log_probs = self._sample_tokens(
-                decoding.advance(tokens) if step else decoding.start(), numbers, step
-            )
+            if step:
+                hidden = decoding.advance(tokens)
+            drawn, log_probs = self._sample_tokens(hidden, numbers, step)
             tokens = torch.where(live, drawn, model.pad_id)
             self._actions[numbers, step] = tokens
             self._log_probs[numbers, step] = torch.where(live, log_probs, 0.0)
@@ -380,11 +403,10 @@ class _Sampler:
                 continue
             # 2. Check for finished rows. An unfinished row counts its fraction of the maximum
             #    length.
-            before = alive
-            alive = int(live.sum())
-            self._counter.add(
-                (alive * (step + 1 - checked) + (before - alive) * (width - checked)) / width
-            )
+            ended_now = alive - int(live.sum())
+            alive -= ended_now
+            done = alive * (step + 1 - checked) + ended_now * (width - checked)
+            self._counter.add(done / width)
             checked = step + 1
             if self.on_finished is not None:
                 finished = numbers if last else numbers[~live]
@@ -396,9 +418,10 @@ class _Sampler:
                 return
             # 3. Remove finished rows. Some stay if matrix products of fewer rows would not be
             #    faster.
-            if padded_rows(alive) <= COMPACT_BELOW * len(numbers):
+            size = padded_rows(alive)
+            if size <= COMPACT_BELOW * len(numbers):
                 ended = (~live).nonzero()[:, 0]
-                staying = live.index_fill(0, ended[: padded_rows(alive) - alive], value=True)
+                staying = live.index_fill(0, ended[: size - alive], value=True)
                 save((~staying).nonzero()[:, 0], step)
                 rows = staying.nonzero()[:, 0]
                 decoding.keep(rows)
@@ -421,30 +444,30 @@ class _Sampler:
             context = torch.cat([prompts, torch.where(past, completions, prompts[:, :1])], dim=1)
         for start in range(0, len(hidden), ROWS_OF_LOGITS):
             all_logits = self._model.logits(hidden[start : start + ROWS_OF_LOGITS])
+            # Tiles fit into the CPU cache.
             for tile in row_tiles(all_logits):
                 rows = slice(start + tile.start, start + tile.stop)
-                logits = all_logits[tile]
+                logits = all_logits[tile]  # [k, v]
                 greedy = self._greedy[numbers[rows]]
                 # 1. Penalties, temperature, forbidden end tokens. The logits are overwritten.
                 if context is not None:
                     logits = apply_repetition_penalty(
                         logits, context[rows], options.repetition_penalty
                     )
+                temperature = None
                 if self._scaled:
                     temperature = self._temperature[numbers[rows]]
-                else:
-                    temperature = None
+                forbidden = None
                 if step < self._rows.min_new_tokens:
                     forbidden = torch.ones_like(greedy)
-                else:
-                    forbidden = None
                 scaled = scale_logits(logits, temperature, forbidden, self._bank.end_ids)
                 if self._all_greedy:
                     tokens[rows] = scaled.argmax(1)
                     continue
                 # 2. Truncate. amax is three times faster than argmax, so argmax runs only if a row
                 #    is greedy.
-                best = scaled.argmax(1) if self._any_greedy else None
+                if self._any_greedy:
+                    best = scaled.argmax(1)
                 largest = scaled.amax(1)
                 if options != UNTRUNCATED:
                     scaled = truncate_logits(
@@ -454,15 +477,21 @@ class _Sampler:
                 #    normalisation.
                 weights = scaled.sub_(largest[:, None]).exp_()
                 drawn = sample_inverse_cdf(weights, uniforms[rows])
-                drawn = drawn.clamp(max=weights.shape[1] - 1)  # a row of NaN points past the end
+                # A row of NaN points past the end.
+                drawn = drawn.clamp(max=weights.shape[1] - 1)
                 probability = weights.gather(1, drawn[:, None])[:, 0] / weights.sum(1)
-                tokens[rows] = drawn if best is None else torch.where(greedy, best, drawn)
+                if self._any_greedy:
+                    drawn = torch.where(greedy, best, drawn)
+                tokens[rows] = drawn
                 log_probs[rows] = torch.where(greedy, 0.0, probability.log())
         return tokens, log_probs
 
 
 def _padded_prompts(rows: SamplingBatch) -> Tensor:
-    """Return each row's prompt `[n, w]`, padded with its first token, which does not change the penalty."""
+    """Return each row's prompt `[n, w]`, padded with its first token.
+
+    A repeated token does not change the repetition penalty.
+    """
     width = max(map(len, rows.prompts))
     padded = [(*prompt, *prompt[:1] * (width - len(prompt))) for prompt in rows.prompts]
     return torch.tensor(padded)[rows.prompt_ids.cpu()]

@@ -13,7 +13,8 @@ from evogrpo.members.language.bank import AdapterBank
 from evogrpo.members.language.compatibility import is_quantised
 from evogrpo.members.language.fsdp import layers_of, sharded_over
 
-MIN_TOKENS, MAX_TOKENS = 256, 1 << 15
+MIN_TOKENS = 256
+MAX_TOKENS = 1 << 15
 """Range of `size_for_memory`, in tokens."""
 
 MEMORY_SHARE = 0.5
@@ -42,10 +43,10 @@ def learning_bytes(model: PreTrainedModel, tokens: int, logits_rows: int, precis
         precision: Bytes per number in the base's compute precision.
     """
     widths = widths_of(model)
-    activations = (
-        tokens * widths.layers * (12 * widths.hidden + 5 * widths.intermediate) * precision
-    )
-    return activations + logits_rows * widths.vocabulary * FLOAT * 3
+    numbers_per_layer = 12 * widths.hidden + 5 * widths.intermediate
+    activations = tokens * widths.layers * numbers_per_layer * precision
+    logits = 3 * logits_rows * widths.vocabulary * FLOAT
+    return activations + logits
 
 
 def sampling_bytes(model: PreTrainedModel, tokens: int, precision: int) -> int:
@@ -57,9 +58,11 @@ def sampling_bytes(model: PreTrainedModel, tokens: int, precision: int) -> int:
         precision: Bytes per number in the base's compute precision.
     """
     widths = widths_of(model)
-    if not widths.keys:  # no cache: a recurrent layer has one float32 state per token
+    # Without a cache, a recurrent layer has one float32 state per token.
+    if not widths.keys:
         return tokens * widths.intermediate * widths.states * FLOAT
-    return tokens * widths.layers * 2 * widths.keys * precision
+    keys_and_values = 2 * widths.keys * precision
+    return tokens * widths.layers * keys_and_values
 
 
 class Widths(NamedTuple):
@@ -96,6 +99,7 @@ def widths_of(model: PreTrainedModel) -> Widths:
             value = max(value, default=0)
         return int(value or default)
 
+    # Configs leave out what has a usual value.
     hidden = width("hidden_size", 0)
     heads = width("num_attention_heads", 0)
     head = width("head_dim", hidden // heads) if heads else 0
@@ -118,28 +122,34 @@ def parameters_per_rank(model: PreTrainedModel, parts: int) -> int:
     whole = sum(parameter.numel() for parameter in model.parameters())
     if parts == 1:
         return whole
-    layers = [
-        sum(parameter.numel() for parameter in layer.parameters()) for layer in layers_of(model)
-    ]
-    return whole - sum(layers) + math.ceil(sum(layers) / parts) + 3 * max(layers)
+    # Layers are sharded; embeddings and head are not.
+    in_layers = 0
+    largest = 0
+    for layer in layers_of(model):
+        size = sum(parameter.numel() for parameter in layer.parameters())
+        in_layers += size
+        largest = max(largest, size)
+    return whole - in_layers + math.ceil(in_layers / parts) + 3 * largest
 
 
 def base_bytes(model: PreTrainedModel) -> int:
     """Return the maximum bytes of a loaded model's weights on this rank."""
     if is_quantised(model):
         return sum(stored_bytes(weights.data) for weights in model.parameters())
-    return parameters_per_rank(model, sharded_over(model)) * next(model.parameters()).element_size()
+    count = parameters_per_rank(model, sharded_over(model))
+    return count * next(model.parameters()).element_size()
 
 
 def stored_bytes(values: torch.Tensor) -> int:
     """Return the bytes of a tensor; of a tensor subclass, those of its inner tensors."""
     if hasattr(values, "__tensor_flatten__"):
-        return sum(stored_bytes(getattr(values, name)) for name in values.__tensor_flatten__()[0])
+        names, _ = values.__tensor_flatten__()
+        return sum(stored_bytes(getattr(values, name)) for name in names)
     return values.numel() * values.element_size()
 
 
 def quantised_bytes(outline: PreTrainedModel, kind: str, compute: int) -> int:
-    """Return the bytes of a model's weights with quantised linear layers, the vocabulary head excepted.
+    """Return the bytes of a model's weights with quantised linear layers, except for the head.
 
     Args:
         outline: The model without weights.
@@ -147,13 +157,12 @@ def quantised_bytes(outline: PreTrainedModel, kind: str, compute: int) -> int:
         compute: Bytes per number in the compute dtype.
     """
     head = outline.get_output_embeddings()
-    narrow = sum(
-        module.weight.numel()
-        for module in outline.modules()
-        if isinstance(module, nn.Linear) and module is not head
-    )
-    rest = sum(values.numel() for values in outline.parameters()) - narrow
-    return round(narrow * BITS[kind] / 8) + rest * compute
+    quantised = 0
+    for module in outline.modules():
+        if isinstance(module, nn.Linear) and module is not head:
+            quantised += module.weight.numel()
+    rest = sum(values.numel() for values in outline.parameters()) - quantised
+    return round(quantised * BITS[kind] / 8) + rest * compute
 
 
 def size_for_memory(bank: AdapterBank, model: PreTrainedModel) -> int:
@@ -165,14 +174,18 @@ def size_for_memory(bank: AdapterBank, model: PreTrainedModel) -> int:
         bank: Members on the base.
         model: The base model.
     """
-    size, (available, _) = MAX_TOKENS, device_memory(str(bank.base.device))
+    # Without a known limit of memory, the largest micro-batch.
+    size = MAX_TOKENS
+    available, _ = device_memory(str(bank.base.device))
     if available is not None:
-        state = sum(bank.state_tensor(0, name).nbytes for name in bank.state_keys)
-        # all members and one gradient
+        # 1. Memory left by the base, all members and one gradient.
+        state = sum(values.nbytes for values in bank.state(0).values())
         left = available - base_bytes(model) - (bank.size + 1) * state
+        # 2. Halve the micro-batch until it fits.
         precision = next(model.parameters()).element_size()
-        while size > MIN_TOKENS and MEMORY_SHARE * left < learning_bytes(
-            model, size, min(size, bank.logits_rows), precision
-        ):
+        while size > MIN_TOKENS:
+            needed = learning_bytes(model, size, min(size, bank.logits_rows), precision)
+            if needed <= MEMORY_SHARE * left:
+                break
             size //= 2
     return min(processes().all_gather(size))

@@ -1,70 +1,56 @@
-"""Sampler for vLLM: completions over HTTP from servers that hold the base model and the members' adapters."""
+"""Sampler for vLLM: completions over HTTP from servers with the base model and the adapters."""
 
 import http.client
-import io
-import json
 import math
-import os
-import re
 import shlex
 import shutil
-import socket
 import threading
-import time
 import urllib.parse
 import uuid
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import torch
-from pydantic import BaseModel, Field, Strict, StrictInt, ValidationError
+from pydantic import BaseModel, Field
 from safetensors.torch import save_file
 
 from evogrpo.interruption import NEVER, Stop
-from evogrpo.members.bank import FinishedCallback, SamplerError
+from evogrpo.members.bank import FinishedCallback
 from evogrpo.members.language.bank import AdapterBank
 from evogrpo.members.language.compatibility import is_quantised, vocabulary_of
 from evogrpo.members.language.loading import loadable_name
+from evogrpo.members.language.lora import CONFIG, TENSORS
+from evogrpo.members.language.vllm_server import MAX_ANSWER, Choice, Server, VLLMError
 from evogrpo.records import Batch, Rollout, SamplingBatch, TokenInputs
-from evogrpo.text import expand_user, printable, shorten, shown
+from evogrpo.text import expand_user, printable, shorten
 from evogrpo.validation import finite_number
 
 ROWS_PER_REQUEST = 512
 """Maximum prompts of a request. vLLM refuses more than 1,024 by default."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM accepts for --max-lora-rank."""
-PROBE, PROBE_ROWS, PROBE_TOKENS, PROBE_TEMPERATURE = tuple(range(32, 40)), 8, 16, 2.0
-"""Prompt, completions, their length and the temperature of the check at the start. A server that
-reports raw log-probabilities, those of temperature 1, is thereby detected.
-"""
-EXACT_DIFFERENCE, HALF_PRECISION_DIFFERENCE = 0.05, 0.5
-"""Largest mean difference between log-probabilities of server and trainer, in nats, by the
-precision of the base.
-"""
+# Prompt, completions, their length and the temperature of the check at the start. It detects a
+# server that reports raw log-probabilities, those of temperature 1.
+PROBE = tuple(range(32, 40))
+PROBE_ROWS = 8
+PROBE_TOKENS = 16
+PROBE_TEMPERATURE = 2.0
+# Largest mean difference between log-probabilities of server and trainer, in nats, by the precision
+# of the base.
+EXACT_DIFFERENCE = 0.05
+HALF_PRECISION_DIFFERENCE = 0.5
 
-MAX_ANSWER = 4 * 2**20
-"""Maximum bytes of an answer, without the completions that were requested."""
-BYTES_PER_TOKEN, BYTES_PER_PROMPT_TOKEN = 512, 16
-"""Maximum average bytes of a token in an answer. A completion's token has an id, its text three
-times, and its log-probability twice; a prompt's token has an id. Runs of 128 spaces are the longest
-common tokens.
-"""
-MAX_ERROR = 2000
-"""Bytes that are read of an answer with an error."""
-
-_URL = re.compile(r"https?://([\w.-]+|\[[\w.:]+\])(:(?P<port>\d{1,5}))?(/[!-~]*)?", re.ASCII)
-
-T = TypeVar("T", bound=BaseModel)
-
-
-class VLLMError(SamplerError):
-    """A vLLM server does not answer, answers wrongly, or was started with other settings than the run needs."""
-
+# Maximum average bytes of a token in an answer. A completion's token has an id, its text three
+# times, and its log-probability twice; a prompt's token has an id. Runs of 128 spaces are the
+# longest common tokens.
+BYTES_PER_TOKEN = 512
+BYTES_PER_PROMPT_TOKEN = 16
+_Request = tuple[Server, int | None, list[int]]
+"""Server, slot (None: the base) and row numbers of a request; the rows have one temperature."""
 
 NO_FULL_WEIGHTS = "vLLM samples LoRA adapters only. Leave out full_finetuning, or the sampler."
 
@@ -95,6 +81,7 @@ def vllm_command(
         raise ValueError(
             f"vLLM supports LoRA ranks up to {LORA_RANKS[-1]}, got {rank}. Use a smaller rank."
         )
+    # vLLM accepts some ranks only: the smallest one that is large enough.
     place = urllib.parse.urlsplit(url)
     largest = next(each for each in LORA_RANKS if each >= rank)
     return (
@@ -133,11 +120,8 @@ class VLLMSampler:
         seconds = float(finite_number("timeout", timeout))
         if seconds <= 0:
             raise ValueError(f"timeout must be a positive number of seconds, got {seconds}.")
-        if isinstance(url, list | tuple):
-            urls: list[Any] = list(url)
-        else:
-            urls = [url]
-        self._servers = [_Server(each, seconds) for each in urls]
+        urls: Sequence[Any] = url if isinstance(url, list | tuple) else [url]
+        self._servers = [Server(each, seconds) for each in urls]
         if not urls or len({server.url for server in self._servers}) < len(urls):
             raise ValueError(f"url must be one address or several different ones, got {len(urls)}.")
         # A folder and names of its own: several runs may share servers and adapters_dir.
@@ -153,7 +137,7 @@ class VLLMSampler:
         return self._adapters_dir / f"evogrpo-{self._id}"
 
     def connect(self, bank: AdapterBank) -> None:
-        """Load the adapters of a bank's members on the servers, after checking that they serve its base model.
+        """Check that the servers have a bank's base model, and load its adapters on them.
 
         Raises:
             VLLMError: If a server does not answer in time or was started with wrong settings.
@@ -162,32 +146,28 @@ class VLLMSampler:
         if bank.lora_config is None:
             raise ValueError(NO_FULL_WEIGHTS)
         ranks = bank.processes
-        self._id = ranks.broadcast(self._id)  # adapters have the names that rank 0 gives them
+        # Adapters have the names that rank 0 gives them.
+        self._id = ranks.broadcast(self._id)
         self._bank = bank
         self._versions = dict(enumerate(bank.changes))
+        # 2. Find the base model of each server, and compare it with the trainer's.
         with ranks.section():
             for server in self._servers:
-                bases = [
-                    name
-                    for name, parent in server.models(threading.Event()).items()
-                    if parent is None
-                ]
+                models = server.models(threading.Event())
+                bases = [name for name, parent in models.items() if parent is None]
                 if not bases:
                     raise self._refused(server, "lists no base model")
                 server.base = bases[0]
         for server in self._servers:
             self._check_log_probs(server)
+        # 3. Write and load the adapters.
         with ranks.section():
             if ranks.is_rank_zero:
-                for slot in range(bank.size):
+                tasks = []
+                for slot, version in self._versions.items():
                     self._write(slot)
-                _run(
-                    [
-                        partial(self._load, slot, version)
-                        for slot, version in self._versions.items()
-                    ],
-                    NEVER,
-                )
+                    tasks.append(partial(self._load, slot, version))
+                _run(tasks, NEVER)
 
     def sync(self, slots: Sequence[int]) -> None:
         """Load the adapters of these slots again, if their weights have changed.
@@ -197,12 +177,17 @@ class VLLMSampler:
         """
         bank = self._connected()
         changed = [slot for slot in slots if self._versions[slot] != bank.changes[slot]]
-        with bank.processes.section():  # other ranks wait until rank 0 has loaded the adapters
+        # Other ranks wait until rank 0 has loaded the adapters.
+        with bank.processes.section():
             if bank.processes.is_rank_zero:
-                for slot in changed:  # here, because a bank is not made for several threads
+                tasks = []
+                for slot in changed:
+                    # Written in this thread, because a bank is not made for several threads.
                     self._write(slot)
-                _run([partial(self._replace, slot, bank.changes[slot]) for slot in changed], NEVER)
-        self._versions.update({slot: bank.changes[slot] for slot in changed})
+                    tasks.append(partial(self._replace, slot, bank.changes[slot]))
+                _run(tasks, NEVER)
+        for slot in changed:
+            self._versions[slot] = bank.changes[slot]
 
     def sample(
         self,
@@ -218,20 +203,17 @@ class VLLMSampler:
         Raises:
             VLLMError: If a server does not answer in time or its answer is invalid.
         """
+        # 1. Rows of each member and temperature.
+        slots = [None] * len(rows) if base else rows.member_ids.tolist()
         groups: dict[tuple[int | None, float], list[int]] = {}
-        if base:
-            slots = [None] * len(rows)
-        else:
-            slots = rows.member_ids.tolist()
         for row, kind in enumerate(zip(slots, rows.temperature.tolist(), strict=True)):
             groups.setdefault(kind, []).append(row)
+        # 2. Split them into requests. All servers have the base, so they share its rows.
         requests: list[_Request] = []
         for (slot, _), numbers in groups.items():
-            # All servers have the base, so they share its rows.
-            size = min(
-                ROWS_PER_REQUEST,
-                math.ceil(len(numbers) / len(self._servers)) if base else len(numbers),
-            )
+            size = min(ROWS_PER_REQUEST, len(numbers))
+            if base:
+                size = min(size, math.ceil(len(numbers) / len(self._servers)))
             for start in range(0, len(numbers), size):
                 server = self._server_of(start // size if slot is None else slot)
                 requests.append((server, slot, numbers[start : start + size]))
@@ -244,7 +226,7 @@ class VLLMSampler:
 
     # ---- adapters and servers
 
-    def _server_of(self, slot: int) -> "_Server":
+    def _server_of(self, slot: int) -> Server:
         return self._servers[slot % len(self._servers)]
 
     def _name(self, slot: int, version: int) -> str:
@@ -253,15 +235,13 @@ class VLLMSampler:
 
     def _write(self, slot: int) -> None:
         """Write a member in PEFT's format to the folder of its current version."""
+        # The folder has a new name for every version, as names of adapters do.
         bank = self._connected()
         tensors, config = bank.peft_files(slot)
         folder = self._folder / self._name(slot, bank.changes[slot])
         folder.mkdir(parents=True, exist_ok=True)
-        save_file(
-            {name: value.contiguous() for name, value in tensors.items()},
-            folder / "adapter_model.safetensors",
-        )
-        (folder / "adapter_config.json").write_bytes(config)
+        save_file(tensors, folder / TENSORS)
+        (folder / CONFIG).write_bytes(config)
 
     def _replace(self, slot: int, version: int, ended: threading.Event) -> None:
         """Unload a member's old adapter and load the new one."""
@@ -287,22 +267,23 @@ class VLLMSampler:
                 server, f"did not load {body['lora_path']}: {server.shown(content)}"
             )
 
-    def _check_log_probs(self, server: "_Server") -> None:
+    def _check_log_probs(self, server: Server) -> None:
         """Sample a text from the base on the server, and score it with the trainer."""
         # 1. Sample.
         bank = self._connected()
+        vocabulary = vocabulary_of(bank.base.model)
+        prompt = tuple(token % vocabulary for token in PROBE)
         zeros = torch.zeros(PROBE_ROWS, dtype=torch.long)
         rows = SamplingBatch(
-            prompts=(tuple(token % vocabulary_of(bank.base.model) for token in PROBE),),
+            prompts=(prompt,),
             prompt_ids=zeros,
             member_ids=zeros,
             temperature=torch.full((PROBE_ROWS,), PROBE_TEMPERATURE),
             max_new_tokens=PROBE_TOKENS,
         )
         # All ranks score the tokens that rank 0 gets.
-        rollout, *_ = bank.processes.run_section(
-            lambda: self._sample(rows, [(server, None, list(range(PROBE_ROWS)))], None)
-        )
+        request = (server, None, list(range(PROBE_ROWS)))
+        rollout, *_ = bank.processes.run_section(lambda: self._sample(rows, [request], None))
         # 2. Score the same tokens.
         device = bank.base.device
         present = rollout.present.to(device)
@@ -325,25 +306,26 @@ class VLLMSampler:
         # 3. Compare.
         difference = float((rollout.log_probs - scored)[rollout.present].abs().mean())
         exact = bank.base.exact and not is_quantised(bank.base.model)
-        if difference > (EXACT_DIFFERENCE if exact else HALF_PRECISION_DIFFERENCE):
+        largest = EXACT_DIFFERENCE if exact else HALF_PRECISION_DIFFERENCE
+        if difference > largest:
+            precision = " in float32" if exact else ""
             raise self._refused(
                 server,
                 f"serves {printable(shorten(server.base, 200))} with log-probabilities that differ"
                 f" from those of the trainer's base model by {difference:.3g} nats on average."
-                f" Serve the same model{' in float32' if exact else ''}, with --logprobs-mode"
-                " processed_logprobs",
+                f" Serve the same model{precision}, with --logprobs-mode processed_logprobs",
             )
 
-    def _refused(self, server: "_Server", problem: str) -> VLLMError:
+    def _refused(self, server: Server, problem: str) -> VLLMError:
         """Return an error with the command that starts the server as this population needs it."""
         bank = self._connected()
-        if is_quantised(bank.base.model):
-            dtype = torch.bfloat16
-        else:
-            dtype = next(bank.base.model.parameters()).dtype
+        # Quantised bases compute in bfloat16, and vLLM serves the plain model.
+        model = bank.base.model
+        dtype = torch.bfloat16 if is_quantised(model) else next(model.parameters()).dtype
+        members = sum(self._server_of(slot) is server for slot in range(bank.size))
         command = vllm_command(
-            loadable_name(bank.base.model) or "MODEL",
-            members=max(1, sum(self._server_of(slot) is server for slot in range(bank.size))),
+            loadable_name(model) or "MODEL",
+            members=max(1, members),
             rank=bank.trained.rank,
             dtype=str(dtype).removeprefix("torch."),
             url=server.url,
@@ -355,10 +337,11 @@ class VLLMSampler:
     def _sample(
         self,
         rows: SamplingBatch,
-        requests: "Sequence[_Request]",
+        requests: Sequence[_Request],
         on_finished: FinishedCallback | None,
     ) -> Rollout:
         """Send the requests and collect the completions."""
+        # 1. Buffers for all rows.
         bank = self._connected()
         width = rows.max_new_tokens
         actions = torch.full((len(rows), width), bank.base.pad_id)
@@ -366,20 +349,23 @@ class VLLMSampler:
         lengths = torch.zeros(len(rows), dtype=torch.long)
         counter = rows.stop.progress("writing", len(rows), "completions")
 
-        def collect(number: int, choices: "Sequence[_Choice]") -> None:
+        def collect(number: int, choices: Sequence[Choice]) -> None:
             _, _, numbers = requests[number]
             for row, choice in zip(numbers, choices, strict=True):
-                length = lengths[row] = len(choice.token_ids)
+                length = len(choice.token_ids)
+                lengths[row] = length
                 actions[row, :length] = torch.tensor(choice.token_ids)
-                if rows.temperature[row]:  # a greedy token is certain
-                    log_probs[row, :length] = torch.tensor(choice.logprobs.token_logprobs).clamp(
-                        max=0.0
-                    )
+                # A greedy token is certain.
+                if rows.temperature[row]:
+                    values = torch.tensor(choice.logprobs.token_logprobs)
+                    log_probs[row, :length] = values.clamp(max=0.0)
             counter.add(len(numbers))
             if on_finished is not None:
                 on_finished(numbers, [choice.token_ids for choice in choices])
 
+        # 2. Send all requests at once; answers are collected in this thread.
         _run([partial(self._complete, rows, *request) for request in requests], rows.stop, collect)
+        # 3. Rows that ended with an end token.
         present = torch.arange(width) < lengths[:, None]
         ended = (torch.isin(actions, bank.end_ids.cpu()) & present).any(1)
         return Rollout(
@@ -389,30 +375,27 @@ class VLLMSampler:
     def _complete(
         self,
         rows: SamplingBatch,
-        server: "_Server",
+        server: Server,
         slot: int | None,
         numbers: Sequence[int],
         ended: threading.Event,
-    ) -> "list[_Choice]":
-        """Return the completions of some rows, all of one member (None: the base) and temperature."""
-        # 1. Send the request; load the adapter again if the server was restarted.
+    ) -> list[Choice]:
+        """Return completions of rows of one member (None: the base) and temperature."""
+        # 1. Prompts, and what counts as a completion.
         bank = self._connected()
-        options = rows.options
-        ids = rows.prompt_ids.tolist()
-        histories = rows.history
+        prompts = []
+        for row in numbers:
+            history = () if rows.history is None else rows.history[row]
+            prompts.append([*rows.prompts[rows.prompt_ids[row]], *history])
         ends = bank.end_ids.tolist()
-        if slot is None:
-            name = server.base
-        else:
-            name = self._name(slot, self._versions[slot])
-        shortest = min(rows.min_new_tokens, rows.max_new_tokens)
         longest = rows.max_new_tokens
+        shortest = min(rows.min_new_tokens, longest)
+        # 2. Send the request; load the adapter again if the server was restarted.
+        name = server.base if slot is None else self._name(slot, self._versions[slot])
+        options = rows.options
         body: dict[str, Any] = {
             "model": name,
-            "prompt": [
-                [*rows.prompts[ids[row]], *(() if histories is None else histories[row])]
-                for row in numbers
-            ],
+            "prompt": prompts,
             "max_tokens": longest,
             "min_tokens": shortest,
             "temperature": float(rows.temperature[numbers[0]]),
@@ -430,12 +413,8 @@ class VLLMSampler:
             # names of bases have.
             "cache_salt": self._id if slot is None else name,
         }
-        prompt_tokens = sum(map(len, body["prompt"]))
-        limit = (
-            MAX_ANSWER
-            + prompt_tokens * BYTES_PER_PROMPT_TOKEN
-            + len(numbers) * longest * BYTES_PER_TOKEN
-        )
+        limit = MAX_ANSWER + sum(map(len, prompts)) * BYTES_PER_PROMPT_TOKEN
+        limit += len(numbers) * longest * BYTES_PER_TOKEN
         status, content = server.call("/v1/completions", body, ended=ended, limit=limit)
         if status == http.HTTPStatus.NOT_FOUND and slot is not None:
             self._load(slot, self._versions[slot], ended)
@@ -443,19 +422,18 @@ class VLLMSampler:
         if status != http.HTTPStatus.OK:
             raise VLLMError(f"{server.url} refused to sample: {server.shown(content)}")
 
-        # 2. Check the answer.
+        # 3. Check the answer.
         class Completions(BaseModel):
-            choices: Annotated[list[_Choice], Field(max_length=len(numbers), fail_fast=True)]
+            choices: Annotated[list[Choice], Field(max_length=len(numbers), fail_fast=True)]
 
-        choices = sorted(
-            server.parsed(Completions, content).choices, key=lambda choice: choice.index
-        )
+        answer = server.parsed(Completions, content)
+        choices = sorted(answer.choices, key=lambda choice: choice.index)
         if [choice.index for choice in choices] != list(range(len(numbers))):
             raise VLLMError(
                 f"{server.url} returned {len(choices)} completions for {len(numbers)} prompts."
             )
         vocabulary = vocabulary_of(bank.base.model)
-        for choice, prompt in zip(choices, body["prompt"], strict=True):
+        for choice, prompt in zip(choices, prompts, strict=True):
             if choice.prompt_token_ids not in (None, prompt):
                 raise VLLMError(
                     f"{server.url} returned the completions in another order than the prompts."
@@ -477,242 +455,6 @@ class VLLMSampler:
         return choices
 
 
-_Request = tuple["_Server", int | None, list[int]]
-"""Server, slot (None: the base) and row numbers of a request; the rows have one temperature."""
-
-
-# ---- HTTP
-
-
-_MAX_FLOAT32 = torch.finfo(torch.float32).max
-_LogProb = Annotated[float, Strict(), Field(ge=-_MAX_FLOAT32, lt=1e-3, allow_inf_nan=False)]
-_TokenIds = Annotated[list[Annotated[StrictInt, Field(ge=0)]], Field(fail_fast=True)]
-
-
-class _Scores(BaseModel):
-    token_logprobs: Annotated[list[_LogProb], Field(fail_fast=True)]
-
-
-class _Choice(BaseModel):
-    """A completion in an answer: token ids and their log-probabilities, in the order of the prompts by `index`."""
-
-    index: StrictInt
-    token_ids: Annotated[_TokenIds, Field(min_length=1)]
-    prompt_token_ids: _TokenIds | None = None
-    logprobs: _Scores
-
-
-class _Model(BaseModel):
-    id: str
-    parent: str | None = None
-
-
-class _Models(BaseModel):
-    data: Annotated[list[_Model], Field(fail_fast=True)]
-
-
-class _Server:
-    """HTTP client of one server.
-
-    Attributes:
-        url: Address of the server.
-        base: Name of the base model, once known.
-    """
-
-    def __init__(self, url: str, timeout: float) -> None:
-        # 1. Check the address. One with a password or a query is not shown.
-        if isinstance(url, str) and set(url) & set("@?#"):
-            raise ValueError(
-                "url must have no user name, password, query or fragment. Set VLLM_API_KEY to the"
-                " key of the server."
-            )
-        if isinstance(url, str):
-            match = _URL.fullmatch(url)
-        else:
-            match = None
-        if match is None or not 1 <= int(match["port"] or 1) <= 65_535:
-            raise ValueError(f'url must look like "http://127.0.0.1:8000", got {shown(url)}.')
-        self.url = url.rstrip("/")
-        self.base = ""
-        self._timeout = timeout
-        self._place = urllib.parse.urlsplit(self.url)
-        # 2. Read the key. http.client would show an invalid one in its error.
-        self._key = os.environ.get("VLLM_API_KEY", "")
-        if not re.fullmatch("[!-~]*", self._key):
-            raise ValueError(
-                "VLLM_API_KEY must consist of visible ASCII characters, without spaces or line"
-                " breaks."
-            )
-
-    def call(
-        self,
-        path: str,
-        body: Mapping[str, Any] | None = None,
-        *,
-        ended: threading.Event,
-        final: bool = False,
-        limit: int = MAX_ANSWER,
-    ) -> tuple[int, bytes]:
-        """Return status and content of the answer to a request, repeated while the server does not answer.
-
-        Args:
-            path: Path of the endpoint.
-            body: Sent as JSON with POST; None = GET.
-            ended: Set if the answer is no longer needed.
-            final: Return status 500 and above too, instead of repeating the request.
-            limit: Maximum bytes of the answer.
-
-        Raises:
-            VLLMError: If there is no whole answer in time, it is too large, or the server redirects
-                to another address.
-        """
-        sent = None if body is None else json.dumps(body).encode()
-        deadline = time.monotonic() + self._timeout
-        pause = 0.05
-        # Send the request until there is an answer, with longer and longer pauses.
-        while True:
-            seconds = max(0.1, min(deadline - time.monotonic(), self._timeout / 2))
-            try:
-                status, content = self._exchange(path, sent, seconds, limit)
-                if status < http.HTTPStatus.INTERNAL_SERVER_ERROR or final:
-                    return status, content
-                problem = f"status {status}: {self.shown(content)}"
-            except VLLMError:
-                raise
-            except (OSError, http.client.HTTPException, ValueError) as error:
-                problem = str(error) or type(error).__name__
-            if deadline - time.monotonic() < pause or ended.wait(pause):
-                raise VLLMError(
-                    f"The vLLM server at {self.url} gave no answer within {self._timeout:g} seconds"
-                    f" ({self.shown(problem.encode(errors='replace'))}). Start it again, or raise"
-                    " timeout."
-                )
-            pause = min(2 * pause, 2.0)
-
-    def _exchange(
-        self, path: str, body: bytes | None, seconds: float, limit: int
-    ) -> tuple[int, bytes]:
-        """Send a request once and return status and content of the answer.
-
-        Neither redirects nor proxies of the environment are followed: they would hand the key to
-        another host.
-
-        Args:
-            path: Path of the endpoint.
-            body: Content of a POST; None = GET.
-            seconds: Time for the whole exchange.
-            limit: Maximum bytes of the answer. Of an answer with an error, the beginning is
-                returned.
-
-        Raises:
-            VLLMError: If the answer is a redirect or too large.
-            OSError: If the server does not answer in time.
-            HTTPException: If the answer is not HTTP, or incomplete.
-            ValueError: The same.
-        """
-        # 1. Connect and send.
-        deadline = time.monotonic() + seconds
-        is_https = self._place.scheme == "https"
-        connect = http.client.HTTPSConnection if is_https else http.client.HTTPConnection
-        headers = {"Content-Type": "application/json", "Connection": "close"}
-        if self._key:
-            headers["Authorization"] = f"Bearer {self._key}"
-        with closing(
-            connect(self._place.hostname or "", self._place.port, timeout=seconds)
-        ) as connection:
-            connection.connect()
-            connection.response_class = partial(_Response, deadline=deadline)  # type: ignore[assignment]
-            connection.sock.settimeout(max(0.1, deadline - time.monotonic()))
-            method = "GET" if body is None else "POST"
-            connection.request(method, self._place.path + path, body, headers)
-            # 2. Read the answer piece by piece: its length in the header may be wrong.
-            with closing(connection.getresponse()) as response:
-                status = response.status
-                if http.HTTPStatus.MULTIPLE_CHOICES <= status < http.HTTPStatus.BAD_REQUEST:
-                    raise VLLMError(
-                        f"{self.url} answered with a redirect (status {status}), which is not"
-                        " followed. Use the final address of the server."
-                    )
-                if status != http.HTTPStatus.OK:
-                    limit = MAX_ERROR
-                content = bytearray()
-                while len(content) <= limit and (piece := response.read1(2**16)):
-                    content += piece
-                if len(content) <= limit and response.length:
-                    raise http.client.IncompleteRead(b"", response.length)
-        # 3. Check its size.
-        if len(content) > limit and status == http.HTTPStatus.OK:
-            raise VLLMError(
-                f"{self.url} returned more than {limit:,} bytes, the most that the request allows."
-            )
-        return status, bytes(content[:limit])
-
-    def models(self, ended: threading.Event) -> dict[str, str | None]:
-        """Return the names of all models of the server, each with its parent; a base has None."""
-        status, content = self.call("/v1/models", ended=ended)
-        if status != http.HTTPStatus.OK:
-            raise VLLMError(
-                f"{self.url} refused to list its models (status {status}): {self.shown(content)}"
-            )
-        return {model.id: model.parent for model in self.parsed(_Models, content).data}
-
-    def parsed(self, kind: type[T], content: bytes) -> T:
-        """Return an answer as a record; VLLMError if it has another form."""
-        try:
-            return kind.model_validate_json(content)
-        except ValidationError as error:
-            first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-            raise VLLMError(
-                f"{self.url} returned an invalid answer: {'.'.join(map(str, first['loc']))}"
-                f" {first['msg']}, in {self.shown(content)}. vLLM 0.10.2 or newer is needed."
-            ) from None
-
-    def shown(self, content: bytes) -> str:
-        """Return an answer, which is untrusted text, shortened and printable.
-
-        A key that it repeats is left out.
-        """
-        text = content[:MAX_ERROR].decode(errors="replace")
-        if self._key:
-            text = text.replace(self._key, "…")
-        return printable(shorten(text, 500))
-
-
-class _Response(http.client.HTTPResponse):
-    """HTTP response that must be complete before a deadline.
-
-    A timeout of the socket limits each packet only.
-    """
-
-    def __init__(self, sock: socket.socket, *args: Any, deadline: float, **options: Any) -> None:
-        super().__init__(sock, *args, **options)
-        self.fp.close()
-        self.fp = io.BufferedReader(_TimedReader(sock, deadline))
-
-
-class _TimedReader(io.RawIOBase):
-    """Bytes of a socket until a deadline, a time of `time.monotonic`."""
-
-    def __init__(self, sock: socket.socket, deadline: float) -> None:
-        self._socket = sock
-        self._bytes = sock.makefile("rb", buffering=0)
-        self._deadline = deadline
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int | None:
-        seconds = self._deadline - time.monotonic()
-        if seconds <= 0:
-            raise TimeoutError("the answer was not complete in time")
-        self._socket.settimeout(seconds)
-        return self._bytes.readinto(buffer)
-
-    def close(self) -> None:
-        self._bytes.close()
-        super().close()
-
-
 def _run(
     tasks: Sequence[Callable[[threading.Event], Any]],
     stop: Stop,
@@ -727,6 +469,7 @@ def _run(
         stop: Checked while waiting.
         on_result: Called in this thread with number and result of each finished task.
     """
+    # 1. One thread per task. They are daemons: a request that hangs does not keep the process.
     ended = threading.Event()
     results = SimpleQueue[tuple[int, Any, Exception | None]]()
 
@@ -740,6 +483,7 @@ def _run(
         threading.Thread(
             target=work, args=(number, task), daemon=True, name=f"vllm {number}"
         ).start()
+    # 2. Collect results; look for a stop in between.
     try:
         waiting = len(tasks)
         while waiting:

@@ -18,8 +18,10 @@ StateParameters = dict[str, Parameters]
 "reference".
 """
 
-MOMENTS = {"exp_avg": 1, "exp_avg_sq": 2}  # each is an average of this power of the gradient
-TANH_SCALE = 0.25  # tanh(x / 4) * 4 is x to 2 % at |x| = 1
+# Each moment of AdamW is an average of this power of the gradient.
+MOMENTS = {"exp_avg": 1, "exp_avg_sq": 2}
+# tanh(x / 4) * 4 is x to 2 % at |x| = 1.
+TANH_SCALE = 0.25
 
 
 def morph(
@@ -80,37 +82,43 @@ def add_units(
     state: StateParameters, layer: str, after: str, count: int, rng: np.random.Generator
 ) -> StateParameters:
     """Add units with random incoming and zero outgoing weights, which preserves the function."""
-    fan_in = state["weights"][f"{layer}.weight"].shape[0]
+    weight_name = f"{layer}.weight"
+    bias_name = f"{layer}.bias"
+    out_name = f"{after}.weight"
+    fan_in = len(state["weights"][weight_name])
     drawn = torch.from_numpy(rng.standard_normal((fan_in, count), dtype=np.float32)) / fan_in**0.5
     changed = {}
     for name, parameters in state.items():
-        weight, bias, out = (
-            parameters[key] for key in (f"{layer}.weight", f"{layer}.bias", f"{after}.weight")
-        )
+        weight = parameters[weight_name]  # [in, units]
+        bias = parameters[bias_name]  # [units]
+        out = parameters[out_name]  # [units, out]
+        # All tensors of the train state change their shape; moments of new weights are 0.
         new = torch.zeros_like(drawn) if name in MOMENTS else drawn
         changed[name] = parameters | {
-            f"{layer}.weight": torch.cat([weight, new.to(weight)], 1),
-            f"{layer}.bias": torch.cat([bias, bias.new_zeros(count)]),
-            f"{after}.weight": torch.cat([out, out.new_zeros(count, out.shape[1])]),
+            weight_name: torch.cat([weight, new.to(weight)], 1),
+            bias_name: torch.cat([bias, bias.new_zeros(count)]),
+            out_name: torch.cat([out, out.new_zeros(count, out.shape[1])]),
         }
     return changed
 
 
 def keep_units(state: StateParameters, layer: str, after: str, count: int) -> StateParameters:
     """Keep the units with the largest 2-norm of their outgoing weights, in their order."""
-    strength = torch.linalg.vector_norm(state["weights"][f"{after}.weight"], dim=1)
-    kept = torch.argsort(strength, descending=True, stable=True)[:count].sort().values
-    return {
-        name: (
-            parameters
-            | {
-                f"{layer}.weight": parameters[f"{layer}.weight"][:, kept],
-                f"{layer}.bias": parameters[f"{layer}.bias"][kept],
-                f"{after}.weight": parameters[f"{after}.weight"][kept],
-            }
-        )
-        for name, parameters in state.items()
-    }
+    weight_name = f"{layer}.weight"
+    bias_name = f"{layer}.bias"
+    out_name = f"{after}.weight"
+    # Units with small outgoing weights change the outputs least.
+    strength = torch.linalg.vector_norm(state["weights"][out_name], dim=1)
+    strongest = torch.argsort(strength, descending=True, stable=True)[:count]
+    kept = strongest.sort().values
+    changed = {}
+    for name, parameters in state.items():
+        changed[name] = parameters | {
+            weight_name: parameters[weight_name][:, kept],
+            bias_name: parameters[bias_name][kept],
+            out_name: parameters[out_name][kept],
+        }
+    return changed
 
 
 def add_layer(state: StateParameters, depth: int, activation: Activation) -> StateParameters:
@@ -120,21 +128,27 @@ def add_layer(state: StateParameters, depth: int, activation: Activation) -> Sta
     1) = h + 1; the output bias subtracts the sum of the weights, which cancels the 1. After tanh,
     tanh(h / 4) * 4 is approximately h.
     """
-    scale, shift = (TANH_SCALE, 0.0) if activation == "tanh" else (1.0, float(activation == "elu"))
+    scale = TANH_SCALE if activation == "tanh" else 1.0
+    shift = 1.0 if activation == "elu" else 0.0
     changed = {}
     for name, parameters in state.items():
-        out = parameters["output.weight"]
-        bias = parameters["output.bias"]
-        new = torch.zeros(out.shape[0], out.shape[0]).to(out)
-        power = MOMENTS.get(name, -1)  # a weight divided by s has a gradient multiplied by s
-        if name not in MOMENTS:
-            new.fill_diagonal_(scale)
-            bias = bias - shift * out.sum(0)
+        out = parameters["output.weight"]  # [units, out]
+        output_bias = parameters["output.bias"]
+        weight = torch.zeros(len(out), len(out)).to(out)
+        bias = torch.zeros_like(out[:, 0])
+        if name in MOMENTS:
+            # The output weights are divided by `scale`, so their gradient is multiplied by it.
+            power = MOMENTS[name]
+        else:
+            power = -1
+            weight.fill_diagonal_(scale)
+            bias.fill_(shift)
+            output_bias = output_bias - shift * out.sum(0)
         changed[name] = parameters | {
-            f"hidden{depth}.weight": new,
-            f"hidden{depth}.bias": torch.full_like(out[:, 0], 0.0 if name in MOMENTS else shift),
+            f"hidden{depth}.weight": weight,
+            f"hidden{depth}.bias": bias,
             "output.weight": out * scale**power,
-            "output.bias": bias,
+            "output.bias": output_bias,
         }
     return changed
 
@@ -144,16 +158,18 @@ def remove_layer(state: StateParameters, depth: int) -> StateParameters:
 
     This is the inverse of `add_layer`. The activation is ignored, and moments of the product are 0.
     """
-    last = f"hidden{depth - 1}"
     changed = {}
     for name, parameters in state.items():
-        kept = {key: value for key, value in parameters.items() if not key.startswith(f"{last}.")}
-        product = parameters[f"{last}.weight"] @ parameters["output.weight"]
+        kept = dict(parameters)
+        weight = kept.pop(f"hidden{depth - 1}.weight")
+        bias = kept.pop(f"hidden{depth - 1}.bias")
+        out = kept["output.weight"]
+        # (h W + b) U + c = h (W U) + (b U + c), without the activation.
+        product = weight @ out  # [units of the layer before, out]
         if name in MOMENTS:
-            changed[name] = kept | {"output.weight": torch.zeros_like(product)}
+            kept["output.weight"] = torch.zeros_like(product)
         else:
-            bias = (
-                parameters[f"{last}.bias"] @ parameters["output.weight"] + parameters["output.bias"]
-            )
-            changed[name] = kept | {"output.weight": product, "output.bias": bias}
+            kept["output.weight"] = product
+            kept["output.bias"] = bias @ out + kept["output.bias"]
+        changed[name] = kept
     return changed

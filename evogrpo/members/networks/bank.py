@@ -27,7 +27,9 @@ from evogrpo.members.networks.train_states import (
 from evogrpo.records import Batch, SampledActions, map_tensors
 
 Layouts = list[tuple[Stack, Layout]]
-MIN_MEMORY = 1024  # bytes; below it, running out of memory is an error
+
+Tape = list[tuple[Tensor, Callable[[Tensor], None]]]
+"""Outputs of each layout, and a function of their gradient that adds the weights' gradients."""
 
 Read = Callable[[Batch, Tensor | None, Tensor], Sequence[Tensor]]
 """(rows, positions in `[n * t]` or None for all in order, network outputs `[c, o]` there) -> values
@@ -44,12 +46,11 @@ class StackedBank(StackedTrainStates):
     Args:
         observation_space: Observation space of the members.
         action_space: Action space of the members.
-        memory: Approximate maximum of bytes that one forward pass with gradients keeps. Halved when
-            out of memory.
+        memory: Approximate maximum of bytes that one forward pass with gradients keeps.
         options: Further arguments of `StackedTrainStates`.
 
     Attributes:
-        memory: As given, or halved.
+        memory: As given.
     """
 
     rows_are_transitions = True
@@ -68,12 +69,13 @@ class StackedBank(StackedTrainStates):
 
     def description(self, slot: int) -> str:
         """Return a description of a member's network."""
-        network = self.locate(slot)[0].network
+        stack, _ = self.locate(slot)
+        network = stack.network
         if isinstance(network, ModuleNetwork):
             return f"{network.name}, a module of your own"
-        return (
-            f"{'convolutions, then ' if network.encoder.images else ''}{network.config.description}"
-        )
+        if network.encoder.images:
+            return f"convolutions, then {network.config.description}"
+        return network.config.description
 
     # ---- acting
 
@@ -93,6 +95,7 @@ class StackedBank(StackedTrainStates):
             ValueError: If an observation does not fit its space.
         """
         layouts = self._layouts("act", member_ids, base=base)
+        rows = len(member_ids)
         parts = []
         # Weights that are not finite give no warning here: their member fails when it learns.
         with np.errstate(all="ignore"):
@@ -100,27 +103,25 @@ class StackedBank(StackedTrainStates):
             #    faster.
             for stack, layout in layouts:
                 if stack.reads_features and self.device.type == "cpu":
-                    features = np.asarray(observations, dtype=np.float32).reshape(
-                        len(member_ids), -1
-                    )
-                    # needs no gathering
-                    all_in_order = layout.in_order and layout.index.size == len(member_ids)
-                    if all_in_order:
+                    features = np.asarray(observations, dtype=np.float32).reshape(rows, -1)
+                    # All in order: a view, without gathering.
+                    if layout.in_order and layout.index.size == rows:
                         features = features.reshape(*layout.index.shape, -1)
                     else:
-                        features = features[layout.index]
+                        features = features[layout.index]  # [q, w, f]
                     outputs = stack.outputs_in_numpy(layout.rows, features)
                 else:
-                    laid_out = map_tensors(
-                        to_tensors(observations), itemgetter(torch.from_numpy(layout.index))
-                    )
+                    take = itemgetter(torch.from_numpy(layout.index))
+                    laid_out = map_tensors(to_tensors(observations), take)
                     outputs = stack.outputs("weights", layout.rows, laid_out).cpu().numpy()
                 outputs = outputs.reshape(-1, outputs.shape[2])
-                parts.append(outputs if layout.real is None else outputs[layout.real])
+                if layout.real is not None:
+                    outputs = outputs[layout.real]
+                parts.append(outputs)
             # 2. Distribution parameters `[m, o]` in the order of the observations.
             outputs = parts[0]
             if len(parts) > 1 or not layouts[0][1].in_order:
-                outputs = np.empty((len(member_ids), parts[0].shape[1]), dtype=np.float32)
+                outputs = np.empty((rows, parts[0].shape[1]), dtype=np.float32)
                 for (_, layout), part in zip(layouts, parts, strict=True):
                     outputs[layout.items] = part
             # 3. Actions.
@@ -135,22 +136,24 @@ class StackedBank(StackedTrainStates):
         Environments and optimizer steps often repeat the same slots, so the latest layouts of each
         purpose are cached.
         """
+        # 1. Return the cached layouts if they are of the same slots and stacks.
         key = (self.version, base)
-        cached = self._layout_cache.get(purpose)
-        if cached is None or cached[0] != key or not np.array_equal(cached[1], slots):
-            if base:
-                layouts = [(self.base, layout) for layout in lay_out(np.zeros_like(slots))]
-            else:
-                layouts = []
-                for number, stack in enumerate(self.stacks):
-                    items = np.flatnonzero(self._stack_of[slots] == number)
-                    rows = self._row_of[slots[items]]
-                    layouts += [
-                        (stack, replace(layout, index=items[layout.index]))
-                        for layout in lay_out(rows)
-                    ]
-            cached = self._layout_cache[purpose] = (key, slots.copy(), layouts)
-        return cached[2]
+        if purpose in self._layout_cache:
+            cached_key, cached_slots, layouts = self._layout_cache[purpose]
+            if cached_key == key and np.array_equal(cached_slots, slots):
+                return layouts
+        # 2. Lay out the items of each stack.
+        if base:
+            layouts = [(self.base, layout) for layout in lay_out(np.zeros_like(slots))]
+        else:
+            layouts = []
+            for number, stack in enumerate(self.stacks):
+                items = np.flatnonzero(self._stack_of[slots] == number)
+                rows = self._row_of[slots[items]]
+                for layout in lay_out(rows):
+                    layouts.append((stack, replace(layout, index=items[layout.index])))
+        self._layout_cache[purpose] = (key, slots.copy(), layouts)
+        return layouts
 
     def outputs(self, slot: int, observations: Any, *, base: bool = False) -> Tensor:
         """Return one member's distribution parameters `[m, o]`, without gradient.
@@ -161,8 +164,13 @@ class StackedBank(StackedTrainStates):
                 spaces.
             base: Use the initial weights instead.
         """
-        stack, row = (self.base, 0) if base else self.locate(slot)
-        batched = map_tensors(to_tensors(observations), lambda leaf: leaf[None])
+        if base:
+            stack = self.base
+            row = 0
+        else:
+            stack, row = self.locate(slot)
+        # One member: [1, m, ...].
+        batched = map_tensors(to_tensors(observations), itemgetter(None))
         return stack.outputs("weights", np.array([row]), batched)[0]
 
     # ---- log-probabilities
@@ -190,7 +198,11 @@ class StackedBank(StackedTrainStates):
 
         0 where masked.
         """
-        return self._scores(batch, "reference" if self.own_reference else "base")[0]
+        return self._scores(batch, self._reference)[0]
+
+    @property
+    def _reference(self) -> PolicyVersion:
+        return "reference" if self.own_reference else "base"
 
     def distributions(self, batch: Batch, *, reference: bool) -> Tensor:
         """Return `[n, t, o]` parameters of the action distributions, without gradient.
@@ -201,55 +213,44 @@ class StackedBank(StackedTrainStates):
             batch: Rows of any members, in any order.
             reference: Use the reference policy instead of the members' policies.
         """
-        width = self.distribution.outputs + sum(
-            map(math.prod, self.distribution.free_parameters.values())
+        # The outputs of the network and the free parameters, as they are.
+        free = self.distribution.free_parameters.values()
+        width = self.distribution.outputs + sum(map(math.prod, free))
+
+        def read(rows: Batch, places: Tensor | None, outputs: Tensor) -> Sequence[Tensor]:
+            return [outputs]
+
+        (values,) = self._evaluate(
+            batch, self._reference if reference else "weights", read, [(width,)]
         )
-        if self.own_reference:
-            reference_version: PolicyVersion = "reference"
-        else:
-            reference_version = "base"
-        if reference:
-            version: PolicyVersion = reference_version
-        else:
-            version = "weights"
-        return self._evaluate(batch, version, lambda rows, places, outputs: [outputs], [(width,)])[
-            0
-        ]
+        return values
 
     def _scores(self, batch: Batch, version: PolicyVersion) -> list[Tensor]:
         """Return log-probabilities and entropies `[n, t]` without gradient; 0 where masked."""
-        return self._evaluate(
-            batch, version, partial(self._read_scores, entropy_gradient=False), [(), ()]
-        )
+        read = partial(self._read_scores, entropy_gradient=False)
+        return self._evaluate(batch, version, read, [(), ()])
 
     @torch.no_grad()
     def _evaluate(
         self, batch: Batch, version: PolicyVersion, read: Read, shapes: Sequence[tuple[int, ...]]
     ) -> list[Tensor]:
-        """Return values computed from the outputs, `[n, t, *shape]` each, in passes that fit into memory."""
+        """Return values `[n, t, *shape]` computed from the outputs, part by part."""
         mask = batch.action_mask
         found = [torch.zeros(*mask.shape, *shape, device=mask.device) for shape in shapes]
-        while True:
-            try:
-                for part in self._parts(batch):
-                    batch.stop.check()
-                    for values, new in zip(
-                        found, self._forward(batch.select(part), version, None, read), strict=True
-                    ):
-                        values[part] = new
-                return found
-            except torch.OutOfMemoryError:
-                if self.memory < MIN_MEMORY:
-                    raise
-                self.memory //= 2
+        for part in self._parts(batch):
+            batch.stop.check()
+            computed = self._forward(batch.select(part), version, None, read)
+            for values, new in zip(found, computed, strict=True):
+                values[part] = new
+        return found
 
     def cost(self, batch: Batch) -> dict[int, int]:
-        """Return the number of environment steps that one pass over the batch processes, by slot."""
-        member_ids = batch.member_ids.cpu()
-        steps = torch.zeros(self.size, dtype=torch.int64)
-        steps.index_add_(0, member_ids, batch.action_mask.sum(1).cpu())
-        rows = member_ids.bincount(minlength=self.size).tolist()
-        return {slot: count for slot, count in enumerate(steps.tolist()) if rows[slot]}
+        """Return the environment steps that one pass over the batch processes, by slot."""
+        steps: dict[int, int] = {}
+        counts = batch.action_mask.sum(1).tolist()
+        for slot, count in zip(batch.member_ids.tolist(), counts, strict=True):
+            steps[slot] = steps.get(slot, 0) + count
+        return dict(sorted(steps.items()))
 
     # ---- learning
 
@@ -270,57 +271,19 @@ class StackedBank(StackedTrainStates):
         With `reference_distributions` `[n, t, o]`, as `distributions` returns them, `loss_fn` also
         gets the divergences KL(policy || reference), or KL(reference || policy) with `reverse_kl`.
         """
-        while True:
-            try:
-                losses, scores = self._add_gradients(
-                    batch,
-                    loss_fn,
-                    hyperparameters,
-                    entropy_gradient,
-                    reference_distributions,
-                    reverse_kl,
-                )
-                break
-            except torch.OutOfMemoryError:
-                if self.memory < MIN_MEMORY:
-                    raise
-                self.memory //= 2  # repeat with smaller parts; no weights have changed yet
-        batch.stop.check()  # before weights change
-        log_probs, entropies, *divergences = scores
-        return Update(
-            reports=self.step(hyperparameters, losses),
-            log_probs=log_probs,
-            entropies=entropies,
-            divergences=divergences[0] if divergences else None,
-        )
-
-    def _add_gradients(
-        self,
-        batch: Batch,
-        loss_fn: LossFunction,
-        hyperparameters: Mapping[int, Hyperparameters],
-        entropy_gradient: bool,
-        reference_distributions: Tensor | None,
-        reverse_kl: bool,
-    ) -> tuple[list[float], list[Tensor]]:
-        """Compute the gradients of all stacks.
-
-        Return the losses by slot, and the scores `[n, t]` of each kind.
-        """
+        # 1. Buffers: losses by slot, gradients, and scores `[n, t]` of each kind.
         losses = torch.zeros(self.size)
-        scores = list[Tensor]()
         for stack in self.stacks:
             stack.gradient.zero_()
+        mask = batch.action_mask
+        kinds = 2 if reference_distributions is None else 3
+        scores = [torch.zeros(mask.shape, device=mask.device) for _ in range(kinds)]
         for part in self._parts(batch, hyperparameters):
             batch.stop.check()
-            # 1. Forward pass of some rows.
-            if len(part) == len(batch):
-                rows = batch
-            else:
-                rows = batch.select(part)
-            if reference_distributions is None:
-                reference = None
-            else:
+            # 2. Forward pass of some rows.
+            rows = batch if len(part) == len(batch) else batch.select(part)
+            reference = None
+            if reference_distributions is not None:
                 reference = reference_distributions[part]
             read = partial(
                 self._read_scores,
@@ -328,55 +291,54 @@ class StackedBank(StackedTrainStates):
                 reference=reference,
                 reverse_kl=reverse_kl,
             )
-            tape: list[tuple[Tensor, Callable[[Tensor], None]]] = []
+            tape: Tape = []
             found = self._forward(rows, "weights", tape, read)
             loss = loss_fn(part, *found)
-            # 2. Gradients with respect to the outputs by autograd, with respect to the weights by
+            # 3. Gradients with respect to the outputs by autograd, with respect to the weights by
             #    each stack.
             grads = torch.autograd.grad(loss.sum(), [outputs for outputs, _ in tape])
             for (_, backward), grad in zip(tape, grads, strict=True):
                 backward(grad)
             losses.index_add_(0, rows.member_ids.cpu(), loss.detach().float().cpu())
-            # 3. Keep the scores of these rows.
-            if len(part) == len(batch):
-                scores = [values.detach() for values in found]
-                continue
-            scores = scores or [values.new_zeros(len(batch), values.shape[1]) for values in found]
+            # 4. Keep the scores of these rows.
             for values, new in zip(scores, found, strict=True):
                 values[part] = new.detach()
-        kinds = 2 if reference_distributions is None else 3
-        return (
-            losses.tolist(),
-            scores or [torch.zeros(batch.action_mask.shape, device=self.device)] * kinds,
+        # 5. Optimizer steps.
+        # Before weights change.
+        batch.stop.check()
+        reports = self.step(hyperparameters, losses.tolist())
+        log_probs, entropies, *divergences = scores
+        return Update(
+            reports=reports,
+            log_probs=log_probs,
+            entropies=entropies,
+            divergences=divergences[0] if divergences else None,
         )
 
     def _parts(self, batch: Batch, slots: Mapping[int, Any] | None = None) -> list[Tensor]:
-        """Split the rows with actions (of some members) into parts, each with a share of every member's rows."""
+        """Split the rows with actions into parts, each with a share of every member's rows."""
+        # 1. Rows to compute.
         counts = batch.action_mask.sum(1).cpu().numpy()
         member_ids = batch.member_ids.cpu().numpy()
         included = counts > 0
         if slots is not None and len(slots) < self.size:
             included &= np.isin(member_ids, list(slots))
         rows = np.flatnonzero(included)
-        # Bytes of all float32 values; dividing by the memory and rounding up gives the number of
-        # parts.
-        needed = (
-            4
-            * max(stack.network.values_per_observation for stack in self.stacks)
-            * int(counts[rows].sum())
-        )
-        count = min(len(rows), -(-needed // self.memory))
-        if count > 1:
+        # 2. Number of parts: bytes of all float32 values, divided by the memory and rounded up.
+        values = max(stack.network.values_per_observation for stack in self.stacks)
+        needed = 4 * values * int(counts[rows].sum())
+        parts = min(len(rows), -(-needed // self.memory))
+        # 3. Every part takes one of `parts` rows, sorted by member.
+        if parts > 1:
             rows = rows[np.argsort(member_ids[rows], kind="stable")]
-        return [
-            torch.from_numpy(rows[start::count]).to(batch.actions.device) for start in range(count)
-        ]
+        chosen = [torch.from_numpy(rows[start::parts]) for start in range(parts)]
+        return [part.to(batch.actions.device) for part in chosen]
 
     def _forward(
         self,
         batch: Batch,
         version: PolicyVersion,
-        tape: list[tuple[Tensor, Callable[[Tensor], None]]] | None,
+        tape: Tape | None,
         read: Read,
     ) -> list[Tensor]:
         """Return values computed from the outputs of one pass, `[n, t, ...]` each.
@@ -390,24 +352,20 @@ class StackedBank(StackedTrainStates):
         slots = batch.member_ids.cpu().numpy()[counted // mask.shape[1]]
         layouts = self._layouts("learn", slots, base=version == "base")
         # Transitions are usually sorted by member, and then need no gathering.
-        in_order = (
-            len(counted) == mask.numel() and len(layouts) == 1 and layouts[0][1].items_in_order
-        )
+        all_counted = len(counted) == mask.numel()
+        in_order = all_counted and len(layouts) == 1 and layouts[0][1].items_in_order
+        # The base policy is a stack of its own, with the initial weights as "weights".
+        name = "weights" if version == "base" else version
         # 2. Run each stack.
         parts = []
         for stack, layout in layouts:
-            if in_order and layout.real is None:
-                places = None
-            else:
-                places = torch.from_numpy(counted[layout.index])
-            observations = map_tensors(
-                batch.inputs.observations, partial(_take, places=places, shape=layout.index.shape)
-            )
+            places = None
+            if not in_order or layout.real is not None:
+                places = torch.from_numpy(counted[layout.index])  # [q, w]
+            take = partial(_take, places=places, shape=layout.index.shape)
+            observations = map_tensors(batch.inputs.observations, take)
             if tape is None:
-                # The base policy is a stack of its own, with the initial weights as "weights".
-                outputs = stack.outputs(
-                    "weights" if version == "base" else version, layout.rows, observations
-                )
+                outputs = stack.outputs(name, layout.rows, observations)  # [q, w, o]
             else:
                 outputs, backward = stack.vjp(layout.rows, observations)
                 tape.append((outputs.requires_grad_(), backward))
@@ -415,21 +373,21 @@ class StackedBank(StackedTrainStates):
             if layout.real is not None:
                 outputs = outputs.index_select(0, torch.from_numpy(layout.real).to(outputs.device))
             parts.append(outputs)
-        outputs = parts[0] if len(parts) == 1 else torch.cat(parts)
+        outputs = parts[0] if len(parts) == 1 else torch.cat(parts)  # [c, o]
         # 3. Compute the values and put them back in the order of the batch.
-        if in_order:
-            found = [values.to(mask.device) for values in read(batch, None, outputs)]
-        else:
-            places = torch.from_numpy(
-                counted[np.concatenate([layout.items for _, layout in layouts])]
-            )
-            found = [values.to(mask.device) for values in read(batch, places, outputs)]
-            places = places.to(mask.device)
-            found = [
-                values.new_zeros(mask.numel(), *values.shape[1:]).index_copy(0, places, values)
-                for values in found
-            ]
-        return [values.view(*mask.shape, *values.shape[1:]) for values in found]
+        places = None
+        if not in_order:
+            items = np.concatenate([layout.items for _, layout in layouts])
+            places = torch.from_numpy(counted[items])
+        found = []
+        for computed in read(batch, places, outputs):
+            values = computed.to(mask.device)
+            shape = values.shape[1:]
+            if places is not None:
+                zeros = values.new_zeros(mask.numel(), *shape)
+                values = zeros.index_copy(0, places.to(mask.device), values)
+            found.append(values.view(*mask.shape, *shape))
+        return found
 
     def _read_scores(
         self,
@@ -441,9 +399,10 @@ class StackedBank(StackedTrainStates):
         reference: Tensor | None = None,
         reverse_kl: bool = False,
     ) -> list[Tensor]:
-        """Return log-probabilities, entropies and, with reference distributions, divergences `[c]` of some actions."""
+        """Return log-probabilities, entropies and, with a reference, divergences `[c]`."""
         # 1. Temperatures and masks of legal actions; None = they change nothing.
         take = partial(_take, places=places)
+        # `take` reads values of the batch at the counted actions.
         distribution = self.distribution
         temperature = batch.inputs.temperature
         masks = batch.inputs.action_masks
@@ -466,13 +425,16 @@ class StackedBank(StackedTrainStates):
         # 3. Log-probabilities and entropies; divergences if there is a reference.
         actions = take(batch.actions).to(outputs.device)
         policy = adjusted(outputs)
-        found = list(
-            distribution.evaluate_actions(policy, actions, entropy_gradient=entropy_gradient)
+        log_probs, entropies = distribution.evaluate_actions(
+            policy, actions, entropy_gradient=entropy_gradient
         )
-        if reference is not None:
-            pair = adjusted(outputs), adjusted(take(reference).to(outputs.device))
-            found.append(distribution.kl(*reversed(pair) if reverse_kl else pair))
-        return found
+        if reference is None:
+            return [log_probs, entropies]
+        first = adjusted(outputs)
+        second = adjusted(take(reference).to(outputs.device))
+        if reverse_kl:
+            first, second = second, first
+        return [log_probs, entropies, distribution.kl(first, second)]
 
 
 def _take(values: Tensor, *, places: Tensor | None, shape: tuple[int, ...] | None = None) -> Tensor:
@@ -480,6 +442,7 @@ def _take(values: Tensor, *, places: Tensor | None, shape: tuple[int, ...] | Non
 
     None = all in order, in `shape`.
     """
+    # Rows and steps become one axis.
     flat = values.flatten(0, 1)
     if places is not None:
         places = places.to(flat.device)

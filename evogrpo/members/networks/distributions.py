@@ -1,4 +1,4 @@
-"""Action distributions of small networks: inverse-CDF sampling in numpy, log-probabilities with gradients in torch.
+"""Action distributions of small networks: sampling in numpy, log-probabilities in torch.
 
 One call samples the actions of many environments from given uniform random numbers. Measured on 256
 rows of two actions, it takes 10 microseconds; `torch.distributions.Categorical` takes about 100.
@@ -22,9 +22,13 @@ Floats = NDArray[np.float32]
 Legal = NDArray[np.bool_] | None
 Samples = tuple[NDArray[Any], Floats]
 
-MASKED_LOGIT = -math.inf  # probability 0 beside any finite logit
-LOWEST = torch.finfo(torch.float32).min  # instead of the logarithm of 0, as 0 * -inf is NaN
-MAX_RANGE = 1e6  # larger ranges count as unbounded
+# Probability 0 beside any finite logit.
+MASKED_LOGIT = -math.inf
+# Replaces the logarithm of 0, as 0 * -inf is NaN.
+LOWEST = torch.finfo(torch.float32).min
+# Larger ranges count as unbounded.
+MAX_RANGE = 1e6
+
 HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
 
 
@@ -131,17 +135,22 @@ class Categorical(Distribution):
         self, outputs: Floats, uniforms: Floats | None, temperature: Floats | None, legal: Legal
     ) -> Samples:
         """Sample one action per row; see `Distribution`."""
+        # 1. Logits [o, m]: sums over a short first axis are faster.
         rows = np.arange(len(outputs))
-        logits = np.ascontiguousarray(outputs.T)  # sums over a short first axis are faster
-        greedy, divisor = _greedy_and_divisor(temperature if uniforms is not None else None)
+        logits = np.ascontiguousarray(outputs.T)
+        if uniforms is None:
+            temperature = None
+        greedy, divisor = _greedy_and_divisor(temperature)
         if divisor is not None:
             logits /= divisor
         if legal is not None:
             logits[~legal.T] = MASKED_LOGIT
+        # 2. One choice after the other, each by inverting its cumulative distribution.
         actions = np.empty((len(outputs), len(self.counts)), dtype=self.dtype)
         log_probs = np.zeros(len(outputs), dtype=np.float32)
         for number, part in enumerate(self._parts):
-            scaled = logits[part] - logits[part].max(0)
+            values = logits[part]  # [k, m]
+            scaled = values - values.max(0)
             cumulative = np.exp(scaled).cumsum(0)
             total = cumulative[-1]
             if uniforms is None:
@@ -151,7 +160,7 @@ class Categorical(Distribution):
                 chosen = (cumulative[:-1] <= uniforms[:, number] * total).sum(0)
                 if greedy is not None:
                     chosen = np.where(greedy, scaled.argmax(0), chosen)
-            # a member that has diverged takes a legal action, so that the others can continue
+            # A member that has diverged takes a legal action, so that the others can continue.
             if legal is not None:
                 chosen = np.where(np.isfinite(total), chosen, legal.T[part].argmax(0))
             log_probs += scaled[chosen, rows] - np.log(total)
@@ -166,9 +175,14 @@ class Categorical(Distribution):
         log_probs = []
         entropies = []
         for number, part in enumerate(self._parts):
-            values = torch.log_softmax(outputs if len(self.counts) == 1 else outputs[:, part], 1)
+            # A single choice needs no slice, which autograd would copy back.
+            logits = outputs if len(self.counts) == 1 else outputs[:, part]  # [c, k]
+            values = torch.log_softmax(logits, 1)
             log_probs.append(values.gather(1, chosen[:, number, None])[:, 0])
-            values = (values if entropy_gradient else values.detach()).clamp(min=LOWEST)
+            if not entropy_gradient:
+                values = values.detach()
+            # -sum p log p; where p = 0, log p is finite, so that the product is 0.
+            values = values.clamp(min=LOWEST)
             entropies.append(-(values.exp() * values).sum(1))
         return _sum(log_probs), _sum(entropies)
 
@@ -176,9 +190,8 @@ class Categorical(Distribution):
         """Return KL(first || second); see `Distribution`."""
         divergences = []
         for part in self._parts:
-            log_p, log_q = (
-                each[:, part].log_softmax(-1).clamp(min=LOWEST) for each in (first, second)
-            )
+            log_p = first[:, part].log_softmax(-1).clamp(min=LOWEST)
+            log_q = second[:, part].log_softmax(-1).clamp(min=LOWEST)
             divergences.append((log_p.exp() * (log_p - log_q)).sum(-1))
         return _sum(divergences)
 
@@ -201,19 +214,22 @@ class Bernoulli(Distribution):
     ) -> Samples:
         """Sample one action per row; see `Distribution`."""
         logits = outputs
+        # Bits that are more likely than not.
         bits = outputs > 0
         if uniforms is not None:
             greedy, divisor = _greedy_and_divisor(temperature)
-            logits = logits if divisor is None else logits / divisor[:, None]
-            sampled = uniforms >= np.exp(-np.logaddexp(0, logits))  # the probability of a 0
+            if divisor is not None:
+                logits = logits / divisor[:, None]
+            probability_of_0 = np.exp(-np.logaddexp(0, logits))
+            sampled = uniforms >= probability_of_0
             if greedy is None:
                 bits = sampled
             else:
                 bits = np.where(greedy[:, None], bits, sampled)
+        # -log sigmoid(x) = log(1 + exp(-x)), where x is the logit of the chosen bit.
         log_probs = -np.logaddexp(0, np.where(bits, -logits, logits)).sum(1)
-        return bits.reshape(len(outputs), *self.shape).astype(self.dtype), log_probs.astype(
-            np.float32
-        )
+        actions = bits.reshape(len(outputs), *self.shape).astype(self.dtype)
+        return actions, log_probs.astype(np.float32)
 
     def evaluate_actions(
         self, outputs: Tensor, actions: Tensor, *, entropy_gradient: bool
@@ -222,7 +238,9 @@ class Bernoulli(Distribution):
         signs = 2.0 * actions.reshape(outputs.shape).to(outputs) - 1.0
         log_probs = logsigmoid(signs * outputs).sum(1)
         logits = outputs if entropy_gradient else outputs.detach()
-        return log_probs, (softplus(logits) - logits * torch.sigmoid(logits)).sum(1)
+        # With p = sigmoid(x): -p log p - (1 - p) log(1 - p) = softplus(x) - x p.
+        entropies = (softplus(logits) - logits * torch.sigmoid(logits)).sum(1)
+        return log_probs, entropies
 
     def kl(self, first: Tensor, second: Tensor) -> Tensor:
         """Return KL(first || second); see `Distribution`."""
@@ -252,17 +270,19 @@ class DiagonalGaussian(Distribution):
         high = space.high.ravel().astype(np.float64)
         with np.errstate(over="ignore"):
             bounded = high - low <= MAX_RANGE
-        self._middle = np.where(
-            bounded, (np.where(bounded, low, 0) + np.where(bounded, high, 0)) / 2, 0
-        )
-        self._half = np.where(bounded & (high > low), (high - low) / 2, 1)
-        self._middle, self._half = self._middle.astype(np.float32), self._half.astype(np.float32)
+        # The sum of infinite bounds is no number, so replace them before it is computed.
+        low = np.where(bounded, low, 0)
+        high = np.where(bounded, high, 0)
+        half = np.where(high > low, (high - low) / 2, 1)
+        self._middle = ((low + high) / 2).astype(np.float32)
+        self._half = half.astype(np.float32)
         self._log_half = float(np.log(self._half.astype(np.float64)).sum())
 
     def sample(
         self, outputs: Floats, uniforms: Floats | None, temperature: Floats | None, legal: Legal
     ) -> Samples:
         """Sample one action per row; see `Distribution`."""
+        # 1. Noise from the uniform numbers.
         mean = outputs[:, : self.outputs]
         log_std = outputs[:, self.outputs :]
         if uniforms is None:
@@ -278,18 +298,21 @@ class DiagonalGaussian(Distribution):
                 log_std = np.add(log_std, 0.5 * np.log(divisor)[:, None], dtype=np.float32)
             if greedy is not None:
                 noise[greedy] = 0.0
+        # 2. Actions in their own units, and their log-densities.
         values = self._middle + self._half * (mean + np.exp(log_std) * noise)
-        log_probs = -(0.5 * noise * noise + log_std).sum(1) - (
-            self.outputs * HALF_LOG_2PI + self._log_half
-        )
-        return values.reshape(len(outputs), *self.shape).astype(self.dtype), log_probs.astype(
-            np.float32
-        )
+        constant = self.outputs * HALF_LOG_2PI + self._log_half
+        log_probs = -(0.5 * noise * noise + log_std).sum(1) - constant
+        actions = values.reshape(len(outputs), *self.shape).astype(self.dtype)
+        return actions, log_probs.astype(np.float32)
 
     def at_temperature(self, outputs: Tensor, temperature: Tensor) -> Tensor:
-        """Return the parameters at temperatures: p^(1/T) of a normal distribution has sqrt(T) times its deviation."""
-        shift = 0.5 * temperature.log()[:, None]
-        return torch.cat([outputs[:, : self.outputs], outputs[:, self.outputs :] + shift], dim=1)
+        """Return the parameters at temperatures.
+
+        p^(1/T) of a normal distribution is one with sqrt(T) times the standard deviation.
+        """
+        mean = outputs[:, : self.outputs]
+        log_std = outputs[:, self.outputs :] + 0.5 * temperature.log()[:, None]
+        return torch.cat([mean, log_std], dim=1)
 
     def evaluate_actions(
         self, outputs: Tensor, actions: Tensor, *, entropy_gradient: bool
@@ -297,36 +320,31 @@ class DiagonalGaussian(Distribution):
         """Return log-probabilities and entropies; see `Distribution`."""
         mean = outputs[:, : self.outputs]
         log_std = outputs[:, self.outputs :]
-        middle, half = (
-            torch.from_numpy(values).to(outputs.device) for values in (self._middle, self._half)
-        )
+        middle = torch.from_numpy(self._middle).to(outputs.device)
+        half = torch.from_numpy(self._half).to(outputs.device)
+        # In units of the network.
         values = (actions.reshape(mean.shape) - middle) / half
         noise = (values.to(mean) - mean) * torch.exp(-log_std)
+        # Log of the product of standard deviations.
         total = log_std.sum(1) + self._log_half
         log_probs = -0.5 * noise.square().sum(1) - total - self.outputs * HALF_LOG_2PI
-        entropies = (total if entropy_gradient else total.detach()) + self.outputs * (
-            HALF_LOG_2PI + 0.5
-        )
-        return log_probs, entropies
+        if not entropy_gradient:
+            total = total.detach()
+        return log_probs, total + self.outputs * (HALF_LOG_2PI + 0.5)
 
     def kl(self, first: Tensor, second: Tensor) -> Tensor:
         """Return KL(first || second) = log(s' / s) + (s^2 + (m - m')^2) / (2 s'^2) - 1/2.
 
-        See `Distribution`.
-
-        The units of actions cancel.
+        The units of actions cancel. See `Distribution`.
         """
-        (mean, log_std), (other_mean, other_log_std) = (
-            x.split(self.outputs, 1) for x in (first, second)
-        )
+        mean, log_std = first.split(self.outputs, 1)
+        other_mean, other_log_std = second.split(self.outputs, 1)
         # With r = log(s / s'): (exp(2 r) - 1) / 2 - r = log(s' / s) + s^2 / (2 s'^2) - 1/2, exact
         # near r = 0 by expm1.
         log_ratio = log_std - other_log_std
         distance = (mean - other_mean) * torch.exp(-other_log_std)
-        divergence: Tensor = ((torch.expm1(2 * log_ratio) + distance.square()) / 2 - log_ratio).sum(
-            -1
-        )
-        return divergence
+        entries: Tensor = (torch.expm1(2 * log_ratio) + distance.square()) / 2 - log_ratio
+        return entries.sum(-1)
 
 
 def _greedy_and_divisor(
@@ -335,6 +353,7 @@ def _greedy_and_divisor(
     """Return the rows of temperature 0 (None = no row), and what to divide logits by (None = 1)."""
     if temperature is None or (temperature == 1).all():
         return None, None
+    # Dividing by 0 would give NaN; greedy rows take the most likely action anyway.
     greedy = temperature == 0
     if not greedy.any():
         return None, temperature

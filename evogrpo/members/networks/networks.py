@@ -51,15 +51,21 @@ class ObservationEncoder:
             raise ValueError("observation_space must be a Gymnasium space, got None.")
         self.space = space
         self._leaves = leaf_spaces(space)
-        self.images: list[Image] = [
-            shape for leaf in self._leaves if (shape := _image(leaf)) is not None
-        ]
-        self.features = sum(spaces.flatdim(leaf) for leaf in self._leaves if _image(leaf) is None)
+        self.images: list[Image] = []
+        self.features = 0
+        for leaf in self._leaves:
+            shape = _image(leaf)
+            if shape is None:
+                self.features += spaces.flatdim(leaf)
+            else:
+                self.images.append(shape)
 
     def __call__(
         self, observations: Any, device: torch.device | str
     ) -> tuple[Tensor | None, list[Tensor]]:
-        """Return features `[m, f]` (None if there are none) and images `[m, channels, height, width]`, as float32.
+        """Return features `[m, f]` and images `[m, channels, height, width]`, as float32.
+
+        The features are None if the space has images only.
 
         Args:
             observations: Tensors or arrays `[m, ...]` in the form of the space.
@@ -70,23 +76,26 @@ class ObservationEncoder:
         """
         vectors = []
         images = []
-        numbers = flatten(self.space, preprocess_observation(observations, self.space, device))
-        for leaf, part in zip(self._leaves, numbers, strict=True):
+        tree = preprocess_observation(observations, self.space, device)
+        for leaf, numbers in zip(self._leaves, flatten(self.space, tree), strict=True):
             if leaf.dtype == np.uint8 and isinstance(leaf, spaces.Box):
-                values = part / 255
+                values = numbers / 255
             else:
-                values = part
+                values = numbers
             shape = _image(leaf)
             if shape is None:
-                vectors.append(values.reshape(values.shape[0], -1))
+                vectors.append(values.reshape(len(values), -1))
             elif values.ndim == 3:
+                # One channel.
                 images.append(values[:, None])
+            elif tuple(values.shape[1:]) == shape:
+                images.append(values)
             else:
-                images.append(
-                    values if tuple(values.shape[1:]) == shape else values.permute(0, 3, 1, 2)
-                )
-        vector = torch.cat(vectors, 1) if len(vectors) > 1 else next(iter(vectors), None)
-        return vector, images
+                # Channels last -> first.
+                images.append(values.permute(0, 3, 1, 2))
+        if not vectors:
+            return None, images
+        return torch.cat(vectors, 1), images
 
 
 def _image(space: spaces.Space[Any]) -> Image | None:
@@ -97,6 +106,7 @@ def _image(space: spaces.Space[Any]) -> Image | None:
         or len(space.shape) not in (2, 3)
     ):
         return None
+    # Channels are the smaller one of the first and the last dimension.
     if len(space.shape) == 2:
         return (1, space.shape[0], space.shape[1])
     first, middle, last = space.shape
@@ -141,6 +151,7 @@ class Workspace:
         view = self._views.get((name, shape))
         if view is not None:
             return view
+        # Grow the storage of this name if it is too small. Views of the old one are stale.
         storage = self._storage.get(name)
         count = math.prod(shape)
         if storage is None or storage.numel() < count:
@@ -148,20 +159,24 @@ class Workspace:
             self._views.clear()
         elif len(self._views) > 256:  # shapes vary with the number of rows
             self._views.clear()
-        view = self._views[name, shape] = storage[:count].view(shape)
+        view = storage[:count].view(shape)
+        self._views[name, shape] = view
         return view
 
 
 def orthogonal(rng: np.random.Generator, rows: int, columns: int) -> Tensor:
-    """Return a random matrix `[rows, columns]` with orthonormal rows, or columns if those are fewer.
+    """Return a random matrix `[rows, columns]` with orthonormal rows, or columns if fewer.
 
     Source: Exact solutions to the nonlinear dynamics of learning in deep linear networks
     (arXiv:1312.6120).
     """
     normal = rng.standard_normal((max(rows, columns), min(rows, columns)))
     q, r = np.linalg.qr(normal)
-    q *= np.where(np.diag(r) < 0, -1.0, 1.0)  # otherwise the signs would depend on the QR routine
-    return torch.from_numpy(np.ascontiguousarray(q if rows >= columns else q.T)).float()
+    # Otherwise the signs would depend on the QR routine.
+    q *= np.where(np.diag(r) < 0, -1.0, 1.0)
+    if rows < columns:
+        q = q.T
+    return torch.from_numpy(np.ascontiguousarray(q)).float()
 
 
 # ---- networks
@@ -171,14 +186,11 @@ Shapes = dict[str, tuple[int, ...]]
 AddGradients = Callable[[Tensor, Parameters], None]
 """(gradient `[q, w, o]` of the outputs, gradients `[q, ...]` of the parameters to add to)."""
 
-# Human-level control (Nature 518, 2015)
-NATURE: tuple[Convolution, ...] = (
-    (32, 8, 4),
-    (64, 4, 2),
-    (64, 3, 1),
-)
+# Human-level control (Nature 518, 2015).
+NATURE: tuple[Convolution, ...] = ((32, 8, 4), (64, 4, 2), (64, 3, 1))
 SMALL: tuple[Convolution, ...] = ((16, 3, 1), (32, 3, 1))
-MIN_NATURE_SIDE = 36  # minimum side of an image for NATURE
+# Minimum side of an image for NATURE.
+MIN_NATURE_SIDE = 36
 
 
 def split(flat: Tensor, shapes: Shapes) -> Parameters:
@@ -187,7 +199,8 @@ def split(flat: Tensor, shapes: Shapes) -> Parameters:
     start = 0
     for name, shape in shapes.items():
         count = math.prod(shape)
-        parameters[name] = flat[..., start : start + count].view((*flat.shape[:-1], *shape))
+        part = flat[..., start : start + count]
+        parameters[name] = part.view((*flat.shape[:-1], *shape))
         start += count
     return parameters
 
@@ -226,8 +239,9 @@ class DefaultNetwork:
         self.encoder = ObservationEncoder(space)
         self.shapes: Shapes = {}
         self.values_per_observation = self.encoder.features
-        # Workspaces that no pass uses, and names and strides of the convolutions of each image.
-        self._idle = list[Workspace]()
+        # Workspaces that no pass uses.
+        self._workspaces = list[Workspace]()
+        # Names and strides of the convolutions of each image.
         self._images = list[list[tuple[str, int]]]()
         features = self.encoder.features
         for number, image in enumerate(self.encoder.images):
@@ -235,9 +249,11 @@ class DefaultNetwork:
             self._images.append(layers)
             features += size
         sizes = (features, *config.hidden, outputs)
-        self._layers = [*(f"hidden{depth}" for depth in range(len(config.hidden))), "output"]
+        self._layers = [f"hidden{depth}" for depth in range(len(config.hidden))]
+        self._layers.append("output")
         for name, (fan_in, fan_out) in zip(self._layers, pairwise(sizes), strict=True):
-            self.shapes |= {f"{name}.weight": (fan_in, fan_out), f"{name}.bias": (fan_out,)}
+            self.shapes[f"{name}.weight"] = (fan_in, fan_out)
+            self.shapes[f"{name}.bias"] = (fan_out,)
         self.values_per_observation += 2 * sum(sizes)
 
     def _add_image(self, number: int, image: Image) -> tuple[list[tuple[str, int]], int]:
@@ -251,7 +267,8 @@ class DefaultNetwork:
                 convolutions = NATURE
             else:
                 convolutions = SMALL
-        layers, (width, *sides) = [], image
+        layers = []
+        width, *sides = image
         self.values_per_observation += 2 * math.prod(image)
         for depth, (channels, kernel, stride) in enumerate(convolutions):
             if min(sides) < kernel:
@@ -261,10 +278,9 @@ class DefaultNetwork:
                     " Set NetworkConfig(convolutions=...)."
                 )
             name = f"image{number}.layer{depth}"
-            self.shapes |= {
-                f"{name}.weight": (channels, width, kernel, kernel),
-                f"{name}.bias": (channels,),
-            }
+            # Parameters, then size of the output without padding.
+            self.shapes[f"{name}.weight"] = (channels, width, kernel, kernel)
+            self.shapes[f"{name}.bias"] = (channels,)
             layers.append((name, stride))
             width = channels
             sides = [(side - kernel) // stride + 1 for side in sides]
@@ -282,104 +298,114 @@ class DefaultNetwork:
             if name.endswith(".bias"):
                 parameters[name] = torch.zeros(shape)
             else:
+                # A small output layer makes the first policy nearly uniform.
                 rng = generator(seed, f"init {name}")
                 gain = 0.01 if name == "output.weight" else 2**0.5
-                parameters[name] = gain * orthogonal(rng, shape[0], math.prod(shape[1:])).reshape(
-                    shape
-                )
+                matrix = orthogonal(rng, shape[0], math.prod(shape[1:]))
+                parameters[name] = gain * matrix.reshape(shape)
         return parameters
 
     def __call__(self, parameters: Parameters, observations: Any) -> Tensor:
-        """Return outputs `[q, w, o]` of parameters `[q, ...]` for observations `[q, w, ...]`, without gradient."""
-        workspace = self._idle.pop() if self._idle else Workspace()
+        """Return outputs `[q, w, o]` for observations `[q, w, ...]`, without gradient."""
+        workspace = self._take_workspace()
         with torch.no_grad():
-            features = self._features(parameters, observations, parameters["output.bias"].device)
-            outputs = self._run(parameters, features, workspace)[1]
-        self._idle.append(workspace)
+            features = self._features(parameters, observations)
+            _, outputs = self._run(parameters, features, workspace)
+        self._workspaces.append(workspace)
         return outputs
 
+    def _take_workspace(self) -> Workspace:
+        """Return a workspace that no other pass uses; append it to `_workspaces` after the pass."""
+        if self._workspaces:
+            return self._workspaces.pop()
+        return Workspace()
+
     def vjp(self, parameters: Parameters, observations: Any) -> tuple[Tensor, AddGradients]:
-        """Return outputs and a function that adds the parameters' gradients, to be called at most once."""
-        # Parameters of the convolutions, whose gradients autograd computes. The other layers are
-        # differentiated below.
-        names = [
-            f"{name}.{part}"
-            for image in self._images
-            for name, _ in image
-            for part in ("weight", "bias")
-        ]
-        leaves = {name: parameters[name].detach().requires_grad_() for name in names}
-        with torch.set_grad_enabled(bool(names)):
-            features = self._features(leaves, observations, parameters["output.bias"].device)
-        workspace = self._idle.pop() if self._idle else Workspace()
+        """Return outputs and a function that adds the gradients, to be called at most once."""
+        # 1. Features. Autograd computes the gradients of convolutions, whose parameters are leaves;
+        #    the other layers are differentiated below.
+        leaves = {}
+        for image in self._images:
+            for layer, _ in image:
+                for name in (f"{layer}.weight", f"{layer}.bias"):
+                    leaves[name] = parameters[name].detach().requires_grad_()
+        with torch.set_grad_enabled(bool(leaves)):
+            features = self._features(parameters | leaves, observations)
+        # 2. Layers.
+        workspace = self._take_workspace()
         values, outputs = self._run(parameters, features.detach(), workspace)
 
         def add(grad: Tensor, gradients: Parameters) -> None:
-            # 1. Hidden layers and output. The rounding of a product does not depend on the number
-            #    of members, that of a sum does.
+            # 3. Backward through the layers, y = x W + b: dW = x^T dy, db = sum of dy, dx = dy W^T.
+            #    The rounding of a product does not depend on the number of members, that of a sum
+            #    does.
             ones = grad.new_ones(len(grad), 1, grad.shape[1])
             for number in reversed(range(len(values))):
                 name = self._layers[number]
-                gradients[f"{name}.weight"].baddbmm_(values[number].transpose(1, 2), grad)
+                x = values[number]  # [q, w, in]
+                gradients[f"{name}.weight"].baddbmm_(x.transpose(1, 2), grad)
                 gradients[f"{name}.bias"][:, None].baddbmm_(ones, grad)
-                if number or names:  # without convolutions, the features need no gradient
-                    out = workspace.take(f"grad {number}", tuple(values[number].shape), grad)
-                    grad = torch.bmm(grad, parameters[f"{name}.weight"].transpose(1, 2), out=out)
+                # Without convolutions, the features need no gradient.
+                if number or leaves:
+                    weight = parameters[f"{name}.weight"]
+                    out = workspace.take(f"grad {number}", tuple(x.shape), grad)
+                    grad = torch.bmm(grad, weight.transpose(1, 2), out=out)
                 if number:
-                    grad = DERIVATIVES[self.config.activation](grad, values[number])
-            self._idle.append(workspace)
-            # 2. Convolutions, by autograd.
-            if names:
+                    grad = DERIVATIVES[self.config.activation](grad, x)
+            self._workspaces.append(workspace)
+            # 4. Convolutions.
+            if leaves:
                 grads = torch.autograd.grad(features, list(leaves.values()), grad)
-                for name, each in zip(names, grads, strict=True):
+                for name, each in zip(leaves, grads, strict=True):
                     gradients[name] += each
 
         return outputs, add
 
     def differentiable(self, parameters: Parameters, observations: Any) -> Tensor:
-        """Return outputs `[q, w, o]` without in-place operations, for autograd and `torch.export`."""
-        values = self._features(parameters, observations, parameters["output.bias"].device)
+        """Return outputs `[q, w, o]` without in-place operations, as `torch.export` needs."""
+        activate = getattr(torch.nn.functional, self.config.activation)
+        values = self._features(parameters, observations)
         for name in self._layers:
-            values = torch.baddbmm(
-                parameters[f"{name}.bias"][:, None], values, parameters[f"{name}.weight"]
-            )
+            bias = parameters[f"{name}.bias"][:, None]
+            values = torch.baddbmm(bias, values, parameters[f"{name}.weight"])
             if name != "output":
-                values = getattr(torch.nn.functional, self.config.activation)(values)
+                values = activate(values)
         return values
 
     def outputs_in_numpy(
         self, parameters: Mapping[str, FloatArray], features: FloatArray
     ) -> FloatArray:
-        """Return outputs `[q, w, o]` for features `[q, w, f]` in numpy, if observations are features.
+        """Return outputs `[q, w, o]` for features `[q, w, f]`, in numpy.
 
         Measured with 8 members, 32 rows each and two layers of 64: 40 microseconds; 105 in torch,
         mostly for its tanh.
         """
-        workspace = self._idle.pop() if self._idle else Workspace()
+        workspace = self._take_workspace()
         values = features
         for name in self._layers[:-1]:
             weight = parameters[f"{name}.weight"]
             hidden = workspace.take(name, (*values.shape[:2], weight.shape[2]), _NUMBERS)
             values = np.matmul(values, weight, out=hidden.numpy())
             values += parameters[f"{name}.bias"][:, None]
+            # `values` is a view of it.
             self._activate(hidden)
         outputs: FloatArray = np.matmul(values, parameters["output.weight"])
         outputs += parameters["output.bias"][:, None]
-        self._idle.append(workspace)
+        self._workspaces.append(workspace)
         return outputs
 
-    def _features(self, parameters: Parameters, observations: Any, device: torch.device) -> Tensor:
+    def _features(self, parameters: Parameters, observations: Any) -> Tensor:
         """Return features `[q, w, f]`, including those of images."""
+        # 1. Encode all observations in one call.
         lead = flatten(self.encoder.space, observations)[0].shape[:2]
-        vector, images = self.encoder(
-            map_tensors(observations, lambda leaf: leaf.flatten(0, 1)), device
-        )
-        if vector is None:
-            parts = []
-        else:
-            parts = [vector.unflatten(0, lead)]
-        # Member by member: with 8 members and 32 images of 84 x 84 x 4 each, forward and backward
-        # take 88 ms; with one grouped convolution or `torch.func.vmap` 116 ms.
+        rows = map_tensors(observations, lambda leaf: leaf.flatten(0, 1))
+        vector, images = self.encoder(rows, parameters["output.bias"].device)
+        parts = []
+        if vector is not None:
+            parts.append(vector.unflatten(0, lead))
+        # 2. Convolutions, member by member: with 8 members and 32 images of 84 x 84 x 4 each,
+        #    forward and backward take 88 ms; with one grouped convolution or `torch.func.vmap`
+        #    116 ms.
         for layers, image in zip(self._images, images, strict=True):
             features = []
             for row, pixels in enumerate(image.unflatten(0, lead)):
@@ -396,33 +422,35 @@ class DefaultNetwork:
         self, parameters: Parameters, features: Tensor, workspace: Workspace
     ) -> tuple[list[Tensor], Tensor]:
         """Return the inputs of each layer, and the outputs `[q, w, o]`."""
-        values = [features]
+        # The backward pass needs the inputs of all layers; they stay in the workspace.
+        inputs = []
+        values = features
         for name in self._layers[:-1]:
+            inputs.append(values)
             weight = parameters[f"{name}.weight"]
-            bias = parameters[f"{name}.bias"]
+            bias = parameters[f"{name}.bias"][:, None]
             hidden = workspace.take(name, (*features.shape[:2], weight.shape[2]), features)
-            torch.baddbmm(bias[:, None], values[-1], weight, out=hidden)
-            self._activate(hidden)
-            values.append(hidden)
-        return values, torch.baddbmm(
-            parameters["output.bias"][:, None], values[-1], parameters["output.weight"]
-        )
+            values = torch.baddbmm(bias, values, weight, out=hidden)
+            self._activate(values)
+        inputs.append(values)
+        bias = parameters["output.bias"][:, None]
+        return inputs, torch.baddbmm(bias, values, parameters["output.weight"])
 
     def _activate(self, hidden: Tensor) -> None:
         if self.config.activation == "tanh" and hidden.device.type == "cpu":
             array = hidden.numpy()
-            np.tanh(array, out=array)  # ten times as fast as torch's
+            # This tanh is ten times as fast as torch's.
+            np.tanh(array, out=array)
         else:
             ACTIVATE[self.config.activation](hidden)
 
 
 _CHECKED_ROWS = 64
-"""Rows for which a user's module is checked: some depend on the other rows of larger batches only.
-"""
+"""Rows for which a user's module is checked: in some, a row depends on others in larger batches."""
 
 
 class ModuleNetwork:
-    """A user's module, called once per member with that member's parameters (`torch.func.functional_call`).
+    """A user's module, called once per member with that member's parameters.
 
     N members take N forward passes; `torch.func.vmap` measured no faster and does not support
     branches on values. The module is copied in evaluation mode, so dropout is off. Buffers, and
@@ -446,7 +474,7 @@ class ModuleNetwork:
             function.
     """
 
-    # unknown; this guess allows a few thousand observations per pass
+    # Unknown; this guess allows a few thousand observations per pass.
     values_per_observation = 1 << 14
 
     def __init__(
@@ -457,13 +485,17 @@ class ModuleNetwork:
         device: torch.device | str = "cpu",
     ) -> None:
         # 1. Copy the module, and collect the parameters that members train.
-        ObservationEncoder(space)  # checks the space
+        # The constructor checks the space.
+        ObservationEncoder(space)
         assert space is not None
         self.module = deepcopy(module).to(device).eval()
         self._space = space
         self.name = type(module).__qualname__
-        trained = [pair for pair in self.module.named_parameters() if pair[1].requires_grad]
-        self._initial = {name: value.detach().float() for name, value in trained}
+        self._initial = {
+            name: value.detach().float()
+            for name, value in self.module.named_parameters()
+            if value.requires_grad
+        }
         if not self._initial:
             raise ValueError(
                 f"actor_network must have parameters that require a gradient, got {self.name}"
@@ -476,17 +508,20 @@ class ModuleNetwork:
         parts = []
         for leaf in leaf_spaces(space):
             first = np.full(leaf.shape or (), getattr(leaf, "start", 0), leaf.dtype)
-            counts = getattr(leaf, "nvec", leaf.n if isinstance(leaf, spaces.Discrete) else 2)
-            parts.append(np.stack([first, first + (np.asarray(counts) > 1)]).astype(leaf.dtype))
+            if isinstance(leaf, spaces.Discrete):
+                counts = leaf.n
+            else:
+                counts = getattr(leaf, "nvec", 2)
+            second = first + (np.asarray(counts) > 1)
+            parts.append(np.stack([first, second]).astype(leaf.dtype))
         buffers = {name: value.clone() for name, value in self.module.named_buffers()}
+        weights = {name: value.clone().requires_grad_() for name, value in self._initial.items()}
+        rows = [0] * (_CHECKED_ROWS - 1) + [1]
+        many = [part[rows] for part in parts]
         try:
             with torch.enable_grad():
-                weights = {
-                    name: value.clone().requires_grad_() for name, value in self._initial.items()
-                }
                 output = self._member(weights, unflatten(space, parts))
-                rows = [0] * (_CHECKED_ROWS - 1) + [1]
-                again = self._member(weights, unflatten(space, [part[rows] for part in parts]))
+                again = self._member(weights, unflatten(space, many))
         except Exception as error:
             raise ValueError(
                 f"actor_network must accept float32 observations {describe_input(space)} for any n,"
@@ -517,12 +552,9 @@ class ModuleNetwork:
                 "actor_network must compute each row from one observation, without randomness, but"
                 f" two outputs of {self.name} for the same observation differ. Change its forward."
             )
-        output = output.detach()[0]
-        if (
-            outputs > 1
-            and bool((output >= 0).all())
-            and math.isclose(float(output.sum()), 1.0, abs_tol=1e-5)
-        ):
+        first_row = output.detach()[0]
+        sums_to_1 = math.isclose(float(first_row.sum()), 1.0, abs_tol=1e-5)
+        if outputs > 1 and sums_to_1 and bool((first_row >= 0).all()):
             warn(
                 f"{self.name} returns probabilities, but its outputs are used as logits. Remove the"
                 " softmax at its end."
@@ -533,39 +565,38 @@ class ModuleNetwork:
         return {name: value.clone() for name, value in self._initial.items()}
 
     def __call__(self, parameters: Parameters, observations: Any) -> Tensor:
-        """Return outputs `[q, w, o]` of parameters `[q, ...]` for observations `[q, w, ...]`, without gradient."""
+        """Return outputs `[q, w, o]` for observations `[q, w, ...]`, without gradient."""
         with torch.no_grad():
             return self._stacked(parameters, observations)
 
     def vjp(self, parameters: Parameters, observations: Any) -> tuple[Tensor, AddGradients]:
-        """Return outputs and a function that adds the parameters' gradients, to be called at most once."""
+        """Return outputs and a function that adds the gradients, to be called at most once."""
+        # Autograd computes the gradients, with respect to copies that require them.
         leaves = {name: parameters[name].detach().requires_grad_() for name in self.shapes}
         with torch.enable_grad():
             outputs = self._stacked(leaves, observations)
 
         def add(grad: Tensor, gradients: Parameters) -> None:
-            grads = torch.autograd.grad(
-                outputs, list(leaves.values()), grad, materialize_grads=True
-            )
+            inputs = list(leaves.values())
+            grads = torch.autograd.grad(outputs, inputs, grad, materialize_grads=True)
             for name, values in zip(leaves, grads, strict=True):
                 gradients[name] += values
 
         return outputs.detach(), add
 
     def _stacked(self, parameters: Parameters, observations: Any) -> Tensor:
+        members = len(flatten(self._space, observations)[0])
         outputs = []
-        for row in range(len(flatten(self._space, observations)[0])):
-            member_parameters = {name: parameters[name][row] for name in self.shapes}
-            outputs.append(
-                self._member(member_parameters, map_tensors(observations, itemgetter(row)))
-            )
+        for row in range(members):
+            own_parameters = {name: parameters[name][row] for name in self.shapes}
+            own_observations = map_tensors(observations, itemgetter(row))
+            outputs.append(self._member(own_parameters, own_observations))
         return torch.stack(outputs)
 
     def _member(self, parameters: Parameters, observations: Any) -> Tensor:
         device = next(iter(parameters.values())).device
-        outputs: Tensor = functional_call(
-            self.module, parameters, (preprocess_observation(observations, self._space, device),)
-        )
+        inputs = preprocess_observation(observations, self._space, device)
+        outputs: Tensor = functional_call(self.module, parameters, (inputs,))
         if not isinstance(outputs, Tensor):
             raise TypeError(f"The module must return a tensor, got {class_name(outputs)}.")
         return outputs.float()

@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -20,7 +20,9 @@ from evogrpo.config.optimizer import Optimizer
 from evogrpo.functional.optim import clipped_adamw_steps_
 from evogrpo.members.bank import (
     INITIAL_RUNNING_STATS,
+    NO_REFERENCES,
     RUNNING_STATS,
+    TrainState,
     check_parents,
     check_train_state,
 )
@@ -41,7 +43,10 @@ from evogrpo.validation import dump
 
 IntArray = NDArray[np.int64]
 
-ROW_MULTIPLE = 64  # a multiple of the width of vector instructions
+# A multiple of the width of vector instructions.
+ROW_MULTIPLE = 64
+# Key of all free parameters; no parameter has an empty name.
+FREE = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +67,9 @@ class Layout:
     def items(self) -> IntArray:
         """`[c]` item numbers without padding."""
         flat = self.index.reshape(-1)
-        return flat if self.real is None else flat[self.real]
+        if self.real is None:
+            return flat
+        return flat[self.real]
 
     @cached_property
     def items_in_order(self) -> bool:
@@ -97,27 +104,24 @@ def lay_out(rows: IntArray) -> list[Layout]:
     members = np.flatnonzero(counts)
     # 2. Group the members: by the rounded-down log2 of their items if one group would be mostly
     #    padding.
-    wasteful = len(members) * counts.max() > 2 * len(rows)
-    if wasteful:
+    sizes = np.zeros_like(members)
+    if len(members) * counts.max() > 2 * len(rows):
         sizes = np.log2(counts[members]).astype(np.int64)
-    else:
-        sizes = np.zeros_like(members)
     # 3. Lay out each group; a member with fewer items than `width` repeats its first one.
     layouts = []
     for size in np.unique(sizes):
-        group = members[sizes == size]
+        group = members[sizes == size]  # [q]
         width = int(counts[group].max())
         place = np.arange(width)
-        real = place < counts[group][:, None]
-        index = order[starts[group][:, None] + np.where(real, place, 0)]
-        layouts.append(
-            Layout(rows=group, index=index, real=None if real.all() else np.flatnonzero(real))
-        )
+        is_real = place < counts[group][:, None]  # [q, w]
+        index = order[starts[group][:, None] + np.where(is_real, place, 0)]
+        real = None if is_real.all() else np.flatnonzero(is_real)
+        layouts.append(Layout(rows=group, index=index, real=real))
     return layouts
 
 
 class Stack:
-    """Weights and optimizer state of all members with one architecture, as matrices with one row per member.
+    """Weights and optimizer state of all members with one architecture: one row per member.
 
     Shapes have q members, w observations of each, and o outputs of the network with the free
     parameters of its distribution.
@@ -147,20 +151,21 @@ class Stack:
         self.network = network
         self.config = config
         self.slots = list(slots)
-        self.shapes: Shapes = network.shapes | dict(distribution.free_parameters)
-        self._length = next(iter(tensors.values())).shape[1]
+        self.shapes = network.shapes | dict(distribution.free_parameters)
+        self._length = tensors["weights"].shape[1]
+        # Free parameters are the last columns.
+        free_size = sum(map(math.prod, distribution.free_parameters.values()))
+        self._has_free = free_size > 0
+        self._free = slice(self._length - free_size, self._length)
         # With whole vector registers, the rounding of a row does not depend on the rows after it.
-        self.tensors = {
-            name: pad(matrix, (0, -self._length % ROW_MULTIPLE)) for name, matrix in tensors.items()
-        }
-        self._free_names = list(distribution.free_parameters)
+        padding = -self._length % ROW_MULTIPLE
+        self.tensors = {name: pad(matrix, (0, padding)) for name, matrix in tensors.items()}
         self.gradient = torch.zeros_like(self.tensors["weights"])
         self._gradients = split(self.gradient, self.shapes)
         self._views = {name: split(matrix, self.shapes) for name, matrix in self.tensors.items()}
+        space = None
         if isinstance(network, DefaultNetwork):
             space = network.encoder.space
-        else:
-            space = None
         self.reads_features = isinstance(space, spaces.Box) and space.dtype != np.uint8
 
     def row(self, name: str, row: int) -> Tensor:
@@ -168,90 +173,78 @@ class Stack:
         return self.tensors[name][row, : self._length]
 
     def outputs(self, name: str, rows: IntArray, observations: Any) -> Tensor:
-        """Return distribution parameters `[q, w, o]` for observations `[q, w, ...]`, without gradient."""
-        parameters = self._parameters(name, rows)
-        return self._with_free(self.network(parameters, observations), parameters)
+        """Return distribution parameters `[q, w, o]` for observations, without gradient."""
+        flat, parameters = self._select(name, rows)
+        return self._with_free(self.network(parameters, observations), flat)
 
     def vjp(self, rows: IntArray, observations: Any) -> tuple[Tensor, Callable[[Tensor], None]]:
-        """Return outputs under the weights, and a function that adds the gradient of a loss to `gradient`.
+        """Return outputs under the weights, and a function that adds to `gradient`.
 
         The function takes the loss's gradient with respect to the outputs, `[q, w, o]`; see
         `DefaultNetwork.vjp`.
         """
-        parameters = self._parameters("weights", rows)
-        all_members = len(rows) == len(self.slots)
+        flat, parameters = self._select("weights", rows)
         outputs, add_gradients = self.network.vjp(parameters, observations)
 
         def backward(grad: Tensor) -> None:
-            # 1. The network's gradient, from the columns of its outputs.
+            # 1. Gradients of all members are written in place, those of fewer are added below.
+            all_members = len(rows) == len(self.slots)
             if all_members:
-                flat = self.gradient
-            else:
-                flat = torch.zeros_like(self.gradient[: len(rows)])
-            if all_members:
+                gradient = self.gradient
                 gradients = self._gradients
             else:
-                gradients = split(flat, self.shapes)
+                gradient = torch.zeros_like(flat)
+                gradients = split(gradient, self.shapes)
+            # 2. The network's gradient, from the columns of its outputs.
             grad_outputs, grad_free = grad.tensor_split([outputs.shape[2]], 2)
             add_gradients(grad_outputs, gradients)
-            # 2. Free parameters are the last columns, the same for every observation: sum over
-            #    observations. Sum by a matrix product: unlike `sum`, its rounding does not depend
-            #    on the number of members.
-            ones = grad.new_ones(len(grad), 1, grad.shape[1])
-            widths = [math.prod(self.shapes[name]) for name in self._free_names]
-            for name, part in zip(self._free_names, grad_free.split(widths, 2), strict=True):
-                gradients[name] += torch.bmm(ones, part).view(len(grad), *self.shapes[name])
+            # 3. Free parameters are the same for every observation: sum over observations, by a
+            #    matrix product. Unlike that of `sum`, its rounding does not depend on the number of
+            #    members.
+            if self._has_free:
+                ones = grad.new_ones(len(grad), 1, grad.shape[1])
+                gradient[:, self._free] += torch.bmm(ones, grad_free)[:, 0]
             if not all_members:
-                self.gradient[torch.from_numpy(rows).to(flat.device)] += flat
+                self.gradient[torch.from_numpy(rows).to(flat.device)] += gradient
 
-        return self._with_free(outputs, parameters), backward
+        return self._with_free(outputs, flat), backward
 
     def outputs_in_numpy(self, rows: IntArray, features: FloatArray) -> FloatArray:
-        """Return `outputs` under the weights, faster on a CPU: features `[q, w, f]` of `rows` of this stack."""
-        assert isinstance(self.network, DefaultNetwork)  # see reads_features
+        """Return `outputs` under the weights for features `[q, w, f]`, faster on a CPU."""
+        # Callers check `reads_features`.
+        assert isinstance(self.network, DefaultNetwork)
         arrays = self._arrays
         if len(rows) != len(self.slots):
-            arrays = {key: value[rows] for key, value in arrays.items()}
+            arrays = {name: values[rows] for name, values in arrays.items()}
         outputs = self.network.outputs_in_numpy(arrays, features)
-        free_parameters = [arrays[key].reshape(len(rows), 1, -1) for key in self._free_names]
-        repeated = [
-            np.broadcast_to(values, (*outputs.shape[:2], values.shape[2]))
-            for values in free_parameters
-        ]
-        if repeated:
-            return np.concatenate([outputs, *repeated], axis=2)
-        return outputs
+        if not self._has_free:
+            return outputs
+        free = arrays[FREE][:, None]  # [q, 1, o']
+        repeated = np.broadcast_to(free, (*outputs.shape[:2], free.shape[2]))
+        return np.concatenate([outputs, repeated], axis=2)
 
-    def _parameters(self, name: str, rows: IntArray) -> Parameters:
-        """Return the parameters `[q, ...]` of some members: views of all, copies of fewer."""
+    def _select(self, name: str, rows: IntArray) -> tuple[Tensor, Parameters]:
+        """Return some members' rows `[q, k]` and parameters: views of all, copies of fewer."""
+        # Rows are sorted, so as many rows as members are all of them.
         matrix = self.tensors[name]
         if len(rows) == len(matrix):
-            return self._views[name]
-        return split(matrix[torch.from_numpy(rows).to(matrix.device)], self.shapes)
+            return matrix, self._views[name]
+        flat = matrix[torch.from_numpy(rows).to(matrix.device)]
+        return flat, split(flat, self.shapes)
 
-    def _with_free(self, outputs: Tensor, parameters: Parameters) -> Tensor:
-        free = [
-            parameters[name].flatten(1)[:, None].expand(*outputs.shape[:2], -1)
-            for name in self._free_names
-        ]
-        if free:
-            return torch.cat([outputs, *free], dim=2)
-        return outputs
+    def _with_free(self, outputs: Tensor, flat: Tensor) -> Tensor:
+        """Append free parameters, from rows `[q, k]`, to the outputs of every observation."""
+        if not self._has_free:
+            return outputs
+        free = flat[:, None, self._free].expand(*outputs.shape[:2], -1)
+        return torch.cat([outputs, free], dim=2)
 
     @cached_property
     def _arrays(self) -> dict[str, FloatArray]:
-        """Views of the weights in numpy, by parameter."""
-        return {key: value.numpy() for key, value in self._views["weights"].items()}
-
-
-@dataclass(frozen=True, kw_only=True)
-class _TrainState:
-    """Train state of one member; `config` is None for a user's module."""
-
-    config: NetworkConfig | None
-    tensors: dict[str, Tensor]
-    running_stats: Tensor
-    step: int
+        """Views of the weights in numpy: by parameter, and all free parameters together."""
+        arrays = {name: values.numpy() for name, values in self._views["weights"].items()}
+        arrays[FREE] = self.tensors["weights"][:, self._free].numpy()
+        return arrays
 
 
 class StackedTrainStates:
@@ -284,6 +277,7 @@ class StackedTrainStates:
         own_reference: As given.
         device: As given.
         version: Incremented whenever the stacks are rebuilt.
+        state_keys: Keys of a train state.
 
     Raises:
         ValueError: If a space is not supported, or the network does not fit it.
@@ -329,7 +323,7 @@ class StackedTrainStates:
         shapes = initial.shapes | dict(free)
         # 2. Check the memory: weights, two moments, gradient and reference of each member; base and
         #    initial state.
-        count = sum(math.prod(shape) for shape in shapes.values())
+        count = _size(shapes)
         copies = size * (5 if own_reference else 4) + 2
         what = (
             f"the networks of {size} members with {count:,} weights each: use fewer, or smaller"
@@ -338,25 +332,32 @@ class StackedTrainStates:
         check_allocation(4 * count * copies, self.device, what)
         # 3. The train state of a new member.
         parameters = initial.initial_parameters(seed)
+        log_std = 0.0 if config is None else config.log_std
         for name, shape in free.items():
-            parameters[name] = torch.full(shape, 0.0 if config is None else config.log_std)
+            parameters[name] = torch.full(shape, log_std)
         weights = join(parameters, shapes).to(device)
-        tensors = {
+        self._initial = {
             "weights": weights,
             "exp_avg": torch.zeros_like(weights),
             "exp_avg_sq": torch.zeros_like(weights),
         }
         if own_reference:
-            tensors["reference"] = weights
+            self._initial["reference"] = weights
+        # Names of the tensors `[k]`.
+        self._vectors = tuple(self._initial)
         stats = torch.tensor((*INITIAL_RUNNING_STATS, *[0.0] * extra_stats), dtype=torch.float64)
-        self._initial = _TrainState(config=config, tensors=tensors, running_stats=stats, step=0)
-        # 4. The base, and all members.
+        self._initial["architecture"] = self._encoded(config)
+        self._initial["running_stats"] = stats
+        self._initial["step"] = torch.tensor(0)
+        self.state_keys = tuple(self._initial)
+        # 4. The base, and all members. Running statistics are views of one matrix.
         self.base = Stack(initial, self.distribution, config, [0], {"weights": weights[None]})
         self.size = size
         self._stats = stats.repeat(size, 1)
+        self.running_stats, self.extra_stats = self._stats.tensor_split([len(RUNNING_STATS)], 1)
         self._steps = [0] * size
-        # views
-        self.running_stats, self.extra_stats = self._stats.tensor_split([len(RUNNING_STATS)], dim=1)
+        self._stack_of = np.zeros(size, dtype=np.int64)
+        self._row_of = np.zeros(size, dtype=np.int64)
         self._rebuild_stacks([self._initial] * size)
 
     # ---- stacks
@@ -367,9 +368,28 @@ class StackedTrainStates:
         assert self._module is not None
         return self._module
 
+    def _shapes_for(self, config: NetworkConfig | None) -> Shapes:
+        return self._network_for(config).shapes | dict(self.distribution.free_parameters)
+
     def architecture(self, slot: int) -> NetworkConfig | None:
         """Return a member's architecture; None for a user's module."""
-        return self.locate(slot)[0].config
+        stack, _ = self.locate(slot)
+        return stack.config
+
+    def _encoded(self, config: NetworkConfig | None) -> Tensor:
+        """Return an architecture, or the name of a user's module, as JSON text in bytes."""
+        if self._module is None:
+            values = dump(config)
+        else:
+            values = {"module": self._module.name}
+        text = json.dumps(values, sort_keys=True)
+        return torch.tensor(list(text.encode()), dtype=torch.uint8)
+
+    def _decoded(self, architecture: Tensor) -> NetworkConfig | None:
+        """Return the architecture that `_encoded` wrote; None for a user's module."""
+        if self._module is not None:
+            return None
+        return NetworkConfig(**json.loads(bytes(architecture.tolist())))
 
     def locate(self, slot: int) -> tuple[Stack, int]:
         """Return a member's stack and its row there."""
@@ -377,43 +397,34 @@ class StackedTrainStates:
             raise ValueError(f"slot must be one of 0 to {self.size - 1}, got {slot}.")
         return self.stacks[self._stack_of[slot]], int(self._row_of[slot])
 
-    def _rebuild_stacks(self, states: Sequence[_TrainState]) -> None:
+    def _rebuild_stacks(self, states: Sequence[TrainState]) -> None:
         """Build the stacks from train states in the order of slots."""
+        # 1. Group the slots by architecture.
         by_config: dict[NetworkConfig | None, list[int]] = {}
         for slot, state in enumerate(states):
-            by_config.setdefault(state.config, []).append(slot)
+            config = self._decoded(state["architecture"])
+            by_config.setdefault(config, []).append(slot)
+            self._stats[slot] = state["running_stats"]
+            self._steps[slot] = int(state["step"])
+        # 2. One stack for each.
         self.stacks: list[Stack] = []
-        self._stack_of = np.zeros(len(states), dtype=np.int64)
-        self._row_of = np.zeros(len(states), dtype=np.int64)
         for number, (config, slots) in enumerate(by_config.items()):
-            tensors = {
-                name: torch.stack([states[slot].tensors[name] for slot in slots])
-                for name in self._initial.tensors
-            }
-            self.stacks.append(
-                Stack(self._network_for(config), self.distribution, config, slots, tensors)
-            )
-            self._stack_of[slots], self._row_of[slots] = number, np.arange(len(slots))
-        for slot, state in enumerate(states):
-            self._stats[slot] = state.running_stats
-            self._steps[slot] = state.step
+            matrices = {}
+            for name in self._vectors:
+                rows = [states[slot][name].to(self.device) for slot in slots]
+                matrices[name] = torch.stack(rows)
+            network = self._network_for(config)
+            self.stacks.append(Stack(network, self.distribution, config, slots, matrices))
+            self._stack_of[slots] = number
+            self._row_of[slots] = np.arange(len(slots))
         self.version += 1
 
-    def _replace(self, slot: int, state: _TrainState) -> None:
+    def _replace(self, slot: int, state: TrainState) -> None:
         """Rebuild the stacks with another train state in one slot."""
-        self._rebuild_stacks(
-            [state if other == slot else self._view(other) for other in range(self.size)]
-        )
-
-    def _view(self, slot: int) -> _TrainState:
-        """Return a member's train state; its tensors are views."""
-        stack, row = self.locate(slot)
-        return _TrainState(
-            config=stack.config,
-            tensors={name: stack.row(name, row) for name in stack.tensors},
-            running_stats=self._stats[slot].clone(),
-            step=self._steps[slot],
-        )
+        # All stacks are built again: members move between them.
+        states = [self.state(other) for other in range(self.size)]
+        states[slot] = state
+        self._rebuild_stacks(states)
 
     # ---- states
 
@@ -427,33 +438,22 @@ class StackedTrainStates:
         """
         check_parents(parents, self.size)
         self._rebuild_stacks(
-            [self._initial if parent is None else self._view(parent) for parent in parents]
+            [self._initial if parent is None else self.state(parent) for parent in parents]
         )
-
-    @property
-    def state_keys(self) -> tuple[str, ...]:
-        """Keys of `state`."""
-        return *self._initial.tensors, "architecture", "running_stats", "step"
 
     def state_tensor(self, slot: int, name: str) -> Tensor:
         """Return a copy of one tensor of a member's train state."""
         stack, row = self.locate(slot)
-        if name == "architecture":  # as JSON text, in bytes
-            if self._module:
-                values = {"module": self._module.name}
-            else:
-                values = dump(stack.config)
-            return torch.tensor(
-                list(json.dumps(values, sort_keys=True).encode()), dtype=torch.uint8
-            )
-        if name == "step":
-            return torch.tensor(self._steps[slot])
+        if name == "architecture":
+            return self._encoded(stack.config)
         if name == "running_stats":
             return self._stats[slot].clone()
+        if name == "step":
+            return torch.tensor(self._steps[slot])
         return stack.row(name, row).clone()
 
-    def state(self, slot: int) -> dict[str, Tensor]:
-        """Return a copy of a member's train state: weights and moments `[k]`, architecture, statistics, step count."""
+    def state(self, slot: int) -> TrainState:
+        """Return a copy of a member's train state."""
         return {name: self.state_tensor(slot, name) for name in self.state_keys}
 
     def load_state(self, slot: int, state: Mapping[str, Tensor]) -> None:
@@ -463,48 +463,32 @@ class StackedTrainStates:
             ValueError: If names, shapes or types are wrong; nothing is changed then.
         """
         stack, row = self.locate(slot)
+        example = self.state(slot)
         # 1. Check the architecture.
-        config = None
         architecture = state.get("architecture", torch.empty(0))
-        if self._module is None:
-            try:
-                config = NetworkConfig(**json.loads(bytes(architecture.tolist())))
-            except (
-                ValueError,
-                TypeError,
-                RecursionError,
-            ) as error:  # other bytes, or no bytes at all
-                raise ValueError(f"train state 'architecture' is damaged: {error}") from error
-        elif architecture.dtype != torch.uint8 or not architecture.equal(
-            self.state_tensor(slot, "architecture")
-        ):
+        try:
+            config = self._decoded(architecture)
+        # Other bytes, or no bytes at all.
+        except (ValueError, TypeError, RecursionError) as error:
+            raise ValueError(f"train state 'architecture' is damaged: {error}") from error
+        if self._module is not None and architecture.tolist() != example["architecture"].tolist():
             raise ValueError(
                 "train state 'architecture' does not match the network of these members. Load it"
                 " with GRPO.load."
             )
         # 2. Check names, shapes and types.
-        shapes = self._network_for(config).shapes | dict(self.distribution.free_parameters)
-        weights = ((sum(math.prod(shape) for shape in shapes.values()),), torch.float32)
-        expected: dict[str, tuple[tuple[int, ...], torch.dtype]] = dict.fromkeys(
-            self._initial.tensors, weights
-        )
-        expected |= {
-            "running_stats": (tuple(self._stats.shape[1:]), torch.float64),
-            "step": ((), torch.int64),
-        }
-        expected["architecture"] = (tuple(architecture.shape), torch.uint8)
-        check_train_state(state, expected, "spaces, network")
-        # 3. Load it.
-        tensors = {name: state[name].to(self.device) for name in self._initial.tensors}
+        vector = torch.empty(_size(self._shapes_for(config)))
+        example |= dict.fromkeys(self._vectors, vector)
+        example["architecture"] = torch.empty(architecture.shape, dtype=torch.uint8)
+        check_train_state(state, example, "spaces, network")
+        # 3. Load it, in place if the architecture is the same.
         if config != stack.config:
-            new = _TrainState(
-                config=config, tensors=tensors, running_stats=self._stats[slot], step=0
-            )
-            self._replace(slot, new)
-        else:
-            for name, values in tensors.items():
-                stack.row(name, row).copy_(values)
-        self._stats[slot], self._steps[slot] = state["running_stats"].cpu(), int(state["step"])
+            self._replace(slot, dict(state))
+            return
+        for name in self._vectors:
+            stack.row(name, row).copy_(state[name])
+        self._stats[slot] = state["running_stats"]
+        self._steps[slot] = int(state["step"])
 
     def rebuild(self, slot: int, config: NetworkConfig, rng: np.random.Generator) -> None:
         """Give a member another architecture and keep what it has learned; see `morph`.
@@ -512,20 +496,20 @@ class StackedTrainStates:
         Raises:
             ValueError: If the change is not possible.
         """
-        stack = self.locate(slot)[0]
-        state = self._view(slot)
+        stack, _ = self.locate(slot)
         if stack.config is None:
             raise ValueError(
                 "The architecture of a custom module cannot change. Leave out actor_network to"
                 " evolve it."
             )
-        shapes = self._network_for(config).shapes | dict(self.distribution.free_parameters)
-        parameters = {name: split(values, stack.shapes) for name, values in state.tensors.items()}
-        changed = {
-            name: join(part, shapes)
-            for name, part in morph(parameters, stack.config, config, rng).items()
-        }
-        self._replace(slot, replace(state, config=config, tensors=changed))
+        # Convert weights, moments and reference together, each as a dict of parameters.
+        state = self.state(slot)
+        parameters = {name: split(state[name], stack.shapes) for name in self._vectors}
+        shapes = self._shapes_for(config)
+        for name, changed in morph(parameters, stack.config, config, rng).items():
+            state[name] = join(changed, shapes)
+        state["architecture"] = self._encoded(config)
+        self._replace(slot, state)
 
     def mix_reference(self, slot: int, mixing: float) -> None:
         """Set a member's reference to mixing * weights + (1 - mixing) * reference.
@@ -536,7 +520,7 @@ class StackedTrainStates:
         update.
         """
         if not self.own_reference:
-            raise ValueError("Members have no references of their own. Set reference='snapshot'.")
+            raise ValueError(NO_REFERENCES)
         stack, row = self.locate(slot)
         stack.row("reference", row).lerp_(stack.row("weights", row), mixing)
 
@@ -546,7 +530,7 @@ class StackedTrainStates:
     def step(
         self, hyperparameters: Mapping[int, Hyperparameters], losses: Sequence[float]
     ) -> dict[int, UpdateReport]:
-        """Clip the gradients in the stacks and take AdamW steps, except where a gradient is not finite.
+        """Clip the gradients and take AdamW steps, except where a gradient is not finite.
 
         Args:
             hyperparameters: Hyperparameters by slot of the members that step; `lr` and
@@ -593,3 +577,7 @@ class StackedTrainStates:
                     step=self._steps[slot],
                 )
         return reports
+
+
+def _size(shapes: Shapes) -> int:
+    return sum(math.prod(shape) for shape in shapes.values())

@@ -1,0 +1,240 @@
+"""HTTP client of a vLLM server, and the answers that it accepts."""
+
+import http.client
+import json
+import os
+import re
+import socket
+import threading
+import time
+import urllib.parse
+from collections.abc import Mapping
+from contextlib import closing, suppress
+from typing import Annotated, Any, TypeVar
+
+import torch
+from pydantic import BaseModel, Field, Strict, StrictInt, ValidationError
+
+from evogrpo.members.bank import SamplerError
+from evogrpo.text import printable, shorten, shown
+
+MAX_ANSWER = 4 * 2**20
+"""Maximum bytes of an answer, without the completions that were requested."""
+MAX_ERROR = 2000
+"""Bytes that are read of an answer with an error."""
+
+_URL = re.compile(r"https?://([\w.-]+|\[[\w.:]+\])(:(?P<port>\d{1,5}))?(/[!-~]*)?", re.ASCII)
+
+T = TypeVar("T", bound=BaseModel)
+
+
+class VLLMError(SamplerError):
+    """A vLLM server does not answer, answers wrongly, or has other settings than the run needs."""
+
+
+_MAX_FLOAT32 = torch.finfo(torch.float32).max
+_LogProb = Annotated[float, Strict(), Field(ge=-_MAX_FLOAT32, lt=1e-3, allow_inf_nan=False)]
+_TokenIds = Annotated[list[Annotated[StrictInt, Field(ge=0)]], Field(fail_fast=True)]
+
+
+class _Scores(BaseModel):
+    token_logprobs: Annotated[list[_LogProb], Field(fail_fast=True)]
+
+
+class Choice(BaseModel):
+    """A completion in an answer; `index` is the number of its prompt."""
+
+    index: StrictInt
+    token_ids: Annotated[_TokenIds, Field(min_length=1)]
+    prompt_token_ids: _TokenIds | None = None
+    logprobs: _Scores
+
+
+class _Model(BaseModel):
+    id: str
+    parent: str | None = None
+
+
+class _Models(BaseModel):
+    data: Annotated[list[_Model], Field(fail_fast=True)]
+
+
+class Server:
+    """HTTP client of one server.
+
+    Attributes:
+        url: Address of the server.
+        base: Name of the base model, once known.
+    """
+
+    def __init__(self, url: str, timeout: float) -> None:
+        # 1. Check the address. One with a password or a query is not shown.
+        match = None
+        if isinstance(url, str):
+            if set(url) & set("@?#"):
+                raise ValueError(
+                    "url must have no user name, password, query or fragment. Set VLLM_API_KEY to"
+                    " the key of the server."
+                )
+            match = _URL.fullmatch(url)
+        if match is None or not 1 <= int(match["port"] or 1) <= 65_535:
+            raise ValueError(f'url must look like "http://127.0.0.1:8000", got {shown(url)}.')
+        self.url = url.rstrip("/")
+        self.base = ""
+        self._timeout = timeout
+        self._place = urllib.parse.urlsplit(self.url)
+        # 2. Read the key. http.client would show an invalid one in its error.
+        self._key = os.environ.get("VLLM_API_KEY", "")
+        if not re.fullmatch("[!-~]*", self._key):
+            raise ValueError(
+                "VLLM_API_KEY must consist of visible ASCII characters, without spaces or line"
+                " breaks."
+            )
+
+    def call(
+        self,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        *,
+        ended: threading.Event,
+        final: bool = False,
+        limit: int = MAX_ANSWER,
+    ) -> tuple[int, bytes]:
+        """Return status and content of an answer; repeat the request until there is one.
+
+        Args:
+            path: Path of the endpoint.
+            body: Sent as JSON with POST; None = GET.
+            ended: Set if the answer is no longer needed.
+            final: Return status 500 and above too, instead of repeating the request.
+            limit: Maximum bytes of the answer.
+
+        Raises:
+            VLLMError: If there is no whole answer in time, it is too large, or the server redirects
+                to another address.
+        """
+        # A single attempt takes at most half of the time, so that there is a second one.
+        sent = None if body is None else json.dumps(body).encode()
+        deadline = time.monotonic() + self._timeout
+        pause = 0.05
+        # Send the request until there is an answer, with longer and longer pauses.
+        while True:
+            seconds = max(0.1, min(deadline - time.monotonic(), self._timeout / 2))
+            try:
+                status, content = self._exchange(path, sent, seconds, limit)
+                if status < http.HTTPStatus.INTERNAL_SERVER_ERROR or final:
+                    return status, content
+                problem = f"status {status}: {self.shown(content)}"
+            except VLLMError:
+                raise
+            except (OSError, http.client.HTTPException, ValueError) as error:
+                problem = str(error) or type(error).__name__
+            if deadline - time.monotonic() < pause or ended.wait(pause):
+                raise VLLMError(
+                    f"The vLLM server at {self.url} gave no answer within {self._timeout:g} seconds"
+                    f" ({self.shown(problem.encode(errors='replace'))}). Start it again, or raise"
+                    " timeout."
+                )
+            pause = min(2 * pause, 2.0)
+
+    def _exchange(
+        self, path: str, body: bytes | None, seconds: float, limit: int
+    ) -> tuple[int, bytes]:
+        """Send a request once and return status and content of the answer.
+
+        Neither redirects nor proxies of the environment are followed: they would hand the key to
+        another host.
+
+        Args:
+            path: Path of the endpoint.
+            body: Content of a POST; None = GET.
+            seconds: Time for the whole exchange.
+            limit: Maximum bytes of the answer. Of an answer with an error, the beginning is
+                returned.
+
+        Raises:
+            VLLMError: If the answer is a redirect or too large.
+            OSError: If the server does not answer in time.
+            HTTPException: If the answer is not HTTP, or incomplete.
+            ValueError: The same.
+        """
+        # 1. Connect. The timeout of a socket limits each packet only, so a timer ends it.
+        deadline = time.monotonic() + seconds
+        is_https = self._place.scheme == "https"
+        connect = http.client.HTTPSConnection if is_https else http.client.HTTPConnection
+        connection = connect(self._place.hostname or "", self._place.port, timeout=seconds)
+        with closing(connection):
+            connection.connect()
+            timer = threading.Timer(deadline - time.monotonic(), _shut_down, [connection.sock])
+            timer.daemon = True
+            timer.start()
+            try:
+                # 2. Send.
+                headers = {"Content-Type": "application/json", "Connection": "close"}
+                if self._key:
+                    headers["Authorization"] = f"Bearer {self._key}"
+                method = "GET" if body is None else "POST"
+                connection.request(method, self._place.path + path, body, headers)
+                # 3. Read the answer piece by piece: its length in the header may be wrong.
+                with closing(connection.getresponse()) as response:
+                    status = response.status
+                    if http.HTTPStatus.MULTIPLE_CHOICES <= status < http.HTTPStatus.BAD_REQUEST:
+                        raise VLLMError(
+                            f"{self.url} answered with a redirect (status {status}), which is not"
+                            " followed. Use the final address of the server."
+                        )
+                    if status != http.HTTPStatus.OK:
+                        limit = MAX_ERROR
+                    content = bytearray()
+                    while len(content) <= limit and (piece := response.read1(2**16)):
+                        content += piece
+                    if len(content) <= limit and response.length:
+                        raise http.client.IncompleteRead(b"", response.length)
+            finally:
+                timer.cancel()
+        # 4. Check time and size. Without a length in the header, a shut down looks like an end.
+        if time.monotonic() >= deadline:
+            raise TimeoutError("the answer was not complete in time")
+        if len(content) > limit and status == http.HTTPStatus.OK:
+            raise VLLMError(
+                f"{self.url} returned more than {limit:,} bytes, the most that the request allows."
+            )
+        return status, bytes(content[:limit])
+
+    def models(self, ended: threading.Event) -> dict[str, str | None]:
+        """Return the names of all models of the server, each with its parent; a base has None."""
+        status, content = self.call("/v1/models", ended=ended)
+        if status != http.HTTPStatus.OK:
+            raise VLLMError(
+                f"{self.url} refused to list its models (status {status}): {self.shown(content)}"
+            )
+        return {model.id: model.parent for model in self.parsed(_Models, content).data}
+
+    def parsed(self, kind: type[T], content: bytes) -> T:
+        """Return an answer as a record; VLLMError if it has another form."""
+        try:
+            return kind.model_validate_json(content)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+            raise VLLMError(
+                f"{self.url} returned an invalid answer: {'.'.join(map(str, first['loc']))}"
+                f" {first['msg']}, in {self.shown(content)}. vLLM 0.10.2 or newer is needed."
+            ) from None
+
+    def shown(self, content: bytes) -> str:
+        """Return an answer, which is untrusted text, shortened and printable.
+
+        A key that it repeats is left out.
+        """
+        # Only the beginning is decoded: an answer may be long.
+        text = content[:MAX_ERROR].decode(errors="replace")
+        if self._key:
+            text = text.replace(self._key, "…")
+        return printable(shorten(text, 500))
+
+
+def _shut_down(connection: socket.socket) -> None:
+    """End all reads and writes of a socket, which may be closed already."""
+    with suppress(OSError):
+        # Not the method of an SSL socket, which would also drop the state that reads use.
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)
