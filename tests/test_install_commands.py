@@ -42,7 +42,7 @@ code = main(["report", "run"])
 languages = parse_config({"task": {"name": "two_digit_sums"}, "schedule": {"generations": 1, "samples_per_step": 8}})
 calls = {
     "load_base: llm": lambda: evogrpo.load_base,
-    "configuration: llm": lambda: task_type_of(languages.task).prepare(languages),
+    "configuration: llm": lambda: task_type_of(languages.task).build(languages),
     "environment: multi-agent": lambda: evogrpo.PettingZooGroups(lambda: None),
     "figure: report": lambda: evogrpo.report("run").figure,
     "data frames: pandas": lambda: evogrpo.read_run("run"),

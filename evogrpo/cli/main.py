@@ -193,7 +193,10 @@ def _add_command(
     *,
     runs_user_code: bool = False,
 ) -> argparse.ArgumentParser:
-    """Add a command that runs the function `command`, given as MODULE:FUNCTION and imported only when it runs."""
+    """Add a command that runs the function `command`.
+
+    It is given as MODULE:FUNCTION, and imported only when it runs.
+    """
     description = f"{summary[0].upper()}{summary[1:]}. {details}".strip()
     parser = commands.add_parser(name, help=summary, description=description)
     parser.add_argument("--traceback", action="store_true", help="show the traceback of an error")

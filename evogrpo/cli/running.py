@@ -1,22 +1,24 @@
-"""Commands `train`, `demo`, `replay` and `resume` once torch is imported: show plan and cost, train, show the end."""
+"""Commands `train`, `demo`, `replay` and `resume` once torch is imported: show the plan, train."""
 
 import argparse
-import dataclasses
+import itertools
 import json
 import os
 import shlex
 import signal
 import sys
 from collections import deque
-from collections.abc import Mapping
-from contextlib import ExitStack, closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
 from evogrpo.cli.main import FAILED, INTERRUPTED, OK
-from evogrpo.config.hyperparameters import Hyperparameters, Value
+from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.objective import Objective
 from evogrpo.config.search_space import RLParameter
 from evogrpo.distributed import ProcessError, processes
@@ -58,19 +60,11 @@ from evogrpo.training.console import (
     spinner,
 )
 from evogrpo.training.display import RunDisplay
-from evogrpo.training.forecast import check_memory, gigabytes
-from evogrpo.training.launch import (
-    ignored_settings,
-    new_run_dir,
-    read_resumable,
-    resumable_overrides,
-    resume,
-    start,
-)
-from evogrpo.training.run_dir import BEST, JOURNAL
+from evogrpo.training.forecast import available_memory, gigabytes, time_rows
+from evogrpo.training.run_dir import BEST, JOURNAL, RunDir
 from evogrpo.training.schedule import LIMITS, Schedule
-from evogrpo.training.task_types import TASK_TYPES, PreparedRun, task_type_of
-from evogrpo.training.timing import time_rows
+from evogrpo.training.start import LOCATION_KEYS, ended, ignored_settings, read_run, start
+from evogrpo.training.task_types import TASK_TYPES, Task, task_type_of
 from evogrpo.training.trainer import AllFailedError, StrategyError, Trainer
 
 
@@ -78,120 +72,181 @@ def start_run(config: Config, args: argparse.Namespace, name: str) -> int:
     """Start a run; with `--dry-run`, make the same checks and print its plan and cost."""
     # 1. Resume an existing run, after --resume-if-exists or a restart by the launcher.
     console = make_console()
-    requested_dir = args.run_dir or (
-        None if config.run_dir is None else expand_user(config.run_dir)
-    )
-    if requested_dir is None and args.resume_if_exists:
+    requested = args.run_dir
+    if requested is None and config.run_dir is not None:
+        requested = expand_user(config.run_dir)
+    if requested is None and args.resume_if_exists:
         raise ValueError("--resume-if-exists needs the run directory. Add --run-dir DIR.")
     # Each machine's launcher counts its own restarts after a failure, so the counts of all ranks
     # are compared.
     restarts = processes().all_gather(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") or "0")
-    may_resume = not args.dry_run and (args.resume_if_exists or set(restarts) != {"0"})
+    may_resume = args.resume_if_exists or set(restarts) != {"0"}
     # Rank 0 looks for a checkpoint, because other hosts may not see the folder.
     if (
-        requested_dir
+        requested is not None
         and may_resume
-        and processes().broadcast(latest_checkpoint(requested_dir) is not None)
+        and not args.dry_run
+        and processes().broadcast(latest_checkpoint(requested) is not None)
     ):
-        if args.resume_if_exists:
-            reason = ""
-        else:
-            reason = "Restarted by the launcher. "
-        console.print(f"{reason}Resuming the run in {requested_dir}", soft_wrap=True)
-        args.run_dir = requested_dir
-        args.allow_changed_data = False
-        args.overrides = resumable_overrides(args.overrides)
-        return resume_run(args, config)
-    # 2. Create the run directory.
+        reason = "" if args.resume_if_exists else "Restarted by the launcher. "
+        console.print(f"{reason}Resuming the run in {requested}", soft_wrap=True)
+        return resume_run(requested, _adopted(config, requested), args, given=config)
     with ExitStack() as stack:
-
-        def claim_folder() -> Path | None:
-            if processes().is_rank_zero:
-                return stack.enter_context(new_run_dir(name, requested_dir))
-            return None
-
-        run_dir = processes().run_section(claim_folder)[0]
+        # 2. Create the run directory.
+        run_dir = processes().run_section(
+            lambda: (
+                stack.enter_context(_new_folder(name, requested))
+                if processes().is_rank_zero
+                else None
+            )
+        )[0]
         assert run_dir is not None  # the result of rank 0
-        config = dataclasses.replace(config, run_dir=str(run_dir))
-        # 3. Check the configuration and show the plan.
-        with spinner(console, "checking the configuration"):
-            prepared = task_type_of(config.task).prepare(config)
-        stack.enter_context(closing(prepared.env))
-        show_plan(console, prepared, run_dir, preset=getattr(args, "preset", False))
-        # 4. Dry run: show the costs, start without a run directory, and stop before the first step.
+
+        # 3. Check the configuration, show the plan, and create the population.
+        def show(task: Task) -> None:
+            show_plan(console, task, run_dir, preset=getattr(args, "preset", False))
+            if args.dry_run:
+                show_forecast(console, task)
+
+        task, trainer = start(
+            config,
+            run_dir,
+            dry_run=args.dry_run,
+            skip_memory_check=args.skip_memory_check,
+            show=show,
+            progress=partial(spinner, console),
+        )
+        stack.enter_context(closing(task.env))
+        # 4. Dry run: measure one learning step.
         if args.dry_run:
-            show_forecast(console, prepared, skip_memory_check=args.skip_memory_check)
-            with spinner(console, "creating the population"):
-                trainer = start(prepared, run_dir, dry_run=True)
             if config.sampler is not None and config.sampler["name"] == VLLM:
-                for line in _vllm_commands(prepared):
+                for line in _vllm_commands(task):
                     show_command(console, "vLLM server", line)
                 console.print("The vLLM servers were not checked, and the time was not measured.")
             elif processes().size == 1:
                 with spinner(console, "measuring a learning step"), clean_warnings(console):
-                    times = time_rows(prepared, trainer)
+                    times = time_rows(task, trainer)
                 print_rows(console, times)
             console.print("Dry run: nothing was trained or written. Remove --dry-run to start.")
             return OK
-        # 5. Create the population and train.
-        check_memory(
-            prepared.forecast().memory, allowed=args.skip_memory_check, remedy="--skip-memory-check"
-        )
-        with spinner(console, "creating the population"):
-            trainer = start(prepared, run_dir)
-        with single_threaded(enabled=prepared.one_thread):
+        # 5. Train.
+        with single_threaded(enabled=task.one_thread):
             return _train(console, trainer, run_dir, args)
 
 
-def resume_run(args: argparse.Namespace, given: Config | None = None) -> int:
+@contextmanager
+def _new_folder(name: str, requested: Path | None) -> Iterator[Path]:
+    """Create the directory of a new run, and return its absolute path.
+
+    It is removed afterwards if nothing was written.
+
+    Args:
+        name: Name of the run: the first of `runs/NAME`, `runs/NAME-2`, ... that does not exist is
+            created.
+        requested: Directory to use instead, which may exist; None = choose one by `name`.
+
+    Raises:
+        ValueError: If the given directory holds a run or cannot be used.
+    """
+    if requested is not None:
+        RunDir(requested).check_unused()
+    for number in itertools.count(1):
+        numbered = name if number == 1 else f"{name}-{number}"
+        # Absolute, because user code may change the working directory.
+        folder = (requested or Path("runs", numbered)).absolute()
+        # Innermost first.
+        missing = [path for path in (folder, *folder.parents) if not path.exists()]
+        try:
+            folder.mkdir(parents=True, exist_ok=requested is not None)
+            break
+        except FileExistsError:  # created by another process
+            if requested is not None:
+                raise
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ValueError(
+            f"Files in {folder} cannot be written. Change its permissions, or choose another"
+            " folder."
+        )
+    try:
+        yield folder
+    finally:
+        with suppress(OSError):  # raised by the first folder that is not empty
+            for path in missing:
+                path.rmdir()
+
+
+def _adopted(config: Config, run_dir: Path) -> list[str]:
+    """Return the settings that a resumed run adopts from a configuration, as overrides.
+
+    These are the limits that differ from the stored configuration, and the keys that say where the
+    run computes.
+    """
+    if not (run_dir / CONFIG_FILE).is_file():
+        return []
+    stored = load_config(run_dir / CONFIG_FILE)
+    values = {name: getattr(config, name) for name in LOCATION_KEYS}
+    for name in LIMITS:
+        limit = getattr(config.schedule, name)
+        if limit != getattr(stored.schedule, name):
+            values[name] = limit
+    return [f"{name}={json.dumps(value)}" for name, value in values.items()]
+
+
+def resume_command(args: argparse.Namespace) -> int:
+    """Resume a stored run."""
+    overrides = list(args.overrides)
+    if args.generations is not None:
+        overrides.append(f"generations={args.generations}")
+    return resume_run(args.run_dir, overrides, args)
+
+
+def resume_run(
+    run_dir: Path, overrides: Sequence[str], args: argparse.Namespace, given: Config | None = None
+) -> int:
     """Resume a stored run.
 
-    Adopt the limits of the configuration `given`, and warn of its other changes.
+    Args:
+        run_dir: Directory of the run.
+        overrides: Settings that change; see `read_run`.
+        args: Options of the command.
+        given: Configuration of the command. A warning lists its settings that are not adopted.
     """
     # 1. Read the newest usable checkpoint.
     console = make_console()
-    run_dir: Path = args.run_dir.absolute()
-    overrides = list(args.overrides)
-    # adopt limits that its file has changed
-    if given is not None and (run_dir / CONFIG_FILE).is_file():
-        stored = load_config(run_dir / CONFIG_FILE).schedule
-        changed = [
-            name for name in LIMITS if getattr(given.schedule, name) != getattr(stored, name)
-        ]
-        overrides = [
-            *(f"{name}={json.dumps(getattr(given.schedule, name))}" for name in changed),
-            *overrides,
-        ]
-    if getattr(args, "generations", None) is not None:  # `evogrpo replay` has no such option
-        overrides.append(f"generations={args.generations}")
-    resumable = read_resumable(run_dir, overrides, allow_changed_data=args.allow_changed_data)
-    saved = resumable.saved
-    state = resumable.saved.record.run_state
-    for error in saved.skipped:
+    run_dir = run_dir.absolute()
+    allow_changed_data = getattr(args, "allow_changed_data", False)  # an option of `resume` only
+    stored, config = read_run(run_dir, overrides, allow_changed_data=allow_changed_data)
+    state = stored.record.run_state
+    for error in stored.skipped:
         print_warning(f"Skipped an unusable checkpoint: {error}")
-    if given is not None and (ignored := ignored_settings(resumable.config, given)):
+    if given is not None and (ignored := ignored_settings(config, given)):
         print_warning(
             f"A resumed run keeps its settings. Ignored: {', '.join(ignored)}. For them, start a"
             " new run."
         )
-    if resumable.ended is not None and _has_best(run_dir):
-        console.print(f"This run is finished ({resumable.ended}).", soft_wrap=True)
+    limit = ended(stored, config.schedule)
+    if limit is not None and _has_best(run_dir):
+        console.print(f"This run is finished ({limit}).", soft_wrap=True)
         if processes().is_rank_zero:
-            show_ending(console, run_dir, state.generation, resumable.schedule)
+            show_ending(console, run_dir, state.generation, config.schedule)
         return OK
-    # 2. Prepare the task and load the members.
-    with spinner(console, "checking the configuration"):
-        prepared = task_type_of(resumable.config.task).prepare(resumable.config)
-    where = f"after generation {state.generation}, learning step {state.step}"
-    console.print(f"Resuming {relative_path(run_dir)} {where}", soft_wrap=True)
-    with closing(prepared.env):
-        check_memory(
-            prepared.forecast().memory, allowed=args.skip_memory_check, remedy="--skip-memory-check"
-        )
-        with spinner(console, "loading the members"):
-            trainer = resume(
-                prepared, resumable, run_dir, allow_changed_data=args.allow_changed_data
-            )
+
+    # 2. Check the configuration, and load the members.
+    def show(task: Task) -> None:
+        where = f"after generation {state.generation}, learning step {state.step}"
+        console.print(f"Resuming {relative_path(run_dir)} {where}", soft_wrap=True)
+
+    task, trainer = start(
+        config,
+        run_dir,
+        stored=stored,
+        allow_changed_data=allow_changed_data,
+        skip_memory_check=args.skip_memory_check,
+        show=show,
+        progress=partial(spinner, console),
+    )
+    # 3. Train.
+    with closing(task.env):
         if read_journal(run_dir / JOURNAL)[-1]["event"] not in ("stopped", "ended"):
             console.print(
                 "The previous process of this run did not stop cleanly. Resuming from the last"
@@ -199,8 +254,7 @@ def resume_run(args: argparse.Namespace, given: Config | None = None) -> int:
             )
         for change in trainer.changed_data:
             print_warning(f"Changed since the run began: {change}")
-        # 3. Train.
-        with single_threaded(enabled=prepared.one_thread):
+        with single_threaded(enabled=task.one_thread):
             return _train(console, trainer, run_dir, args)
 
 
@@ -221,49 +275,59 @@ def print_vllm_commands(args: argparse.Namespace) -> int:
     config = load_config(args.config, args.overrides)
     if config.model is None:
         raise ValueError(f"{args.config} trains small networks. vLLM serves language models.")
-    prepared = task_type_of(config.task).prepare(config)
-    with closing(prepared.env):
-        for line in _vllm_commands(prepared):
+    task = task_type_of(config.task).build(config)
+    with closing(task.env):
+        for line in _vllm_commands(task):
             print(line)
     return OK
 
 
-def _vllm_commands(prepared: PreparedRun) -> list[str]:
+def _vllm_commands(task: Task) -> list[str]:
     """Return the command of each vLLM server of a run of language models."""
     from evogrpo.members.language.loading import PACKAGES, loadable_name
     from evogrpo.members.language.vllm_sampler import vllm_command
-    from evogrpo.training.task_types.language import PreparedLanguage
+    from evogrpo.training.task_types.language import LanguageTask
 
-    assert isinstance(prepared, PreparedLanguage)
-    size = prepared.config.population.size
-    precision = prepared.config.precision
-    sampler = prepared.config.sampler
-    if sampler and sampler["name"] == VLLM:
-        urls = sampler["url"]
-    else:
-        urls = "http://127.0.0.1:8000"
-    urls = [urls] if isinstance(urls, str) else list(urls)
-    return [
-        vllm_command(
-            loadable_name(prepared.outline.model) or prepared.model,
-            # VLLMSampler assigns members round robin
-            members=max(1, len(range(number, size, len(urls)))),
-            rank=prepared.trained.rank,
-            dtype="bfloat16" if precision in PACKAGES else precision,
+    assert isinstance(task, LanguageTask)
+    config = task.config
+    urls: Any = "http://127.0.0.1:8000"
+    if config.sampler is not None and config.sampler["name"] == VLLM:
+        urls = config.sampler["url"]
+    if isinstance(urls, str):
+        urls = [urls]
+    lines = []
+    for number, url in enumerate(urls):
+        # `VLLMSampler` assigns members round robin.
+        members = len(range(number, config.population.size, len(urls)))
+        line = vllm_command(
+            loadable_name(task.outline.model) or task.model,
+            members=max(1, members),
+            rank=task.trained.rank,
+            dtype="bfloat16" if config.precision in PACKAGES else config.precision,
             url=url,
         )
-        for number, url in enumerate(urls)
-    ]
+        lines.append(line)
+    return lines
+
+
+_EXPECTED = (
+    AllFailedError,
+    EnvProcessError,
+    ProcessError,
+    RewardError,
+    SamplerError,
+    StrategyError,
+)
+"""Errors whose message explains them; others are raised, for `main` to report."""
 
 
 def _train(console: Console, trainer: Trainer, run_dir: Path, args: argparse.Namespace) -> int:
-    """Train until the end, a signal or an error, and print how to resume."""
-    args.training = (
-        True  # `main` reports errors from here on as a failed run, not as wrong settings
-    )
+    """Train until the end, a signal or an error, and print how to continue."""
+    # `main` reports errors from here on as a failed run, not as wrong settings.
+    args.training = True
     display = RunDisplay(console, trainer)
     trainer.callbacks.append(display)
-    # set by a shell that starts the run in the background
+    # A shell that starts the run in the background makes it ignore Ctrl-C.
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -273,7 +337,7 @@ def _train(console: Console, trainer: Trainer, run_dir: Path, args: argparse.Nam
             # the console.
             os.write(2, b"Stopping and saving. Press Ctrl-C again to abort without saving.\n")
 
-    # 1. Train; after an error, print how to continue.
+    # 1. Train.
     try:
         with (
             stopping_on_signals(trainer.stop_request, announce_stop),
@@ -285,43 +349,16 @@ def _train(console: Console, trainer: Trainer, run_dir: Path, args: argparse.Nam
         print_error("Aborted. Training since the last checkpoint is lost.")
         _show_resume(console, run_dir)
         return INTERRUPTED
-    except (
-        RewardError,
-        StrategyError,
-        AllFailedError,
-        ProcessError,
-        SamplerError,
-        EnvProcessError,
-    ) as error:
-        console.print()
-        print_error(f"{error}{user_line(error.__cause__) if error.__cause__ else ''}")
-        # A corrected reward function or environment counts as changed data.
-        if isinstance(error, RewardError):
-            show_command(
-                console, "after the fix", command("resume", run_dir, "--allow-changed-data")
-            )
-        elif not isinstance(
-            error, AllFailedError
-        ):  # a resumed run would fail again with the same settings
-            resumes_as_is = isinstance(error, ProcessError | SamplerError | EnvProcessError)
-            _show_resume(console, run_dir, "resume" if resumes_as_is else "after the fix")
-        return FAILED
     except Exception as error:
-        if isinstance(error, LockLostError):  # its message says where the run is intact
-            pass
-        elif latest_checkpoint(run_dir) is None:
-            print_error(
-                "This run has no checkpoint. Fix the error, and start again in another run"
-                " directory."
-            )
-        elif isinstance(error, OSError):  # such as a full disk, after which the data is the same
-            _show_resume(console, run_dir)
-        else:  # usually an error in user code; corrected code counts as changed data
-            show_command(
-                console, "after the fix", command("resume", run_dir, "--allow-changed-data")
-            )
+        expected = isinstance(error, _EXPECTED)
+        if expected:
+            console.print()
+            print_error(f"{error}{user_line(error.__cause__) if error.__cause__ else ''}")
+        _show_after_error(console, run_dir, error)
+        if expected:
+            return FAILED
         raise
-    # 2. Report the end; a stopped run can be resumed.
+    # 2. A stopped run can be resumed.
     if not trainer.result.complete:
         _show_resume(console, run_dir)
         number = trainer.stop_request.signal
@@ -331,11 +368,30 @@ def _train(console: Console, trainer: Trainer, run_dir: Path, args: argparse.Nam
         if number == signal.SIGINT or on_stop is None:
             return 128 + number
         return on_stop
-    if not processes().is_rank_zero:
-        return OK
-    console.print()
-    show_ending(console, run_dir, trainer.run_state.generation, trainer.schedule)
+    # 3. Show the results.
+    if processes().is_rank_zero:
+        console.print()
+        show_ending(console, run_dir, trainer.run_state.generation, trainer.schedule)
     return OK
+
+
+def _show_after_error(console: Console, run_dir: Path, error: Exception) -> None:
+    """Print the command that continues a run after an error."""
+    # A run of failed members fails again. The message of a lost lock says where the run is intact.
+    if isinstance(error, AllFailedError | LockLostError):
+        return
+    if latest_checkpoint(run_dir) is None:
+        print_error(
+            "This run has no checkpoint. Fix the error, and start again in another run directory."
+        )
+    elif isinstance(error, EnvProcessError | OSError | ProcessError | SamplerError):
+        # Nothing has to be changed in the configuration; a full disk is such a case.
+        _show_resume(console, run_dir)
+    elif isinstance(error, StrategyError):
+        _show_resume(console, run_dir, "after the fix")
+    else:  # corrected user code counts as changed data
+        line = command("resume", run_dir, "--allow-changed-data")
+        show_command(console, "after the fix", line)
 
 
 def _show_resume(console: Console, run_dir: Path, when: str = "resume") -> None:
@@ -344,114 +400,87 @@ def _show_resume(console: Console, run_dir: Path, when: str = "resume") -> None:
         show_command(console, when, command("resume", run_dir))
 
 
-def show_plan(
-    console: Console, prepared: PreparedRun, run_dir: Path, *, preset: bool = False
-) -> None:
+def show_plan(console: Console, task: Task, run_dir: Path, *, preset: bool = False) -> None:
     """Print the plan of a run.
 
     With `preset`, say that it starts from the preset of its environment.
     """
-    config = prepared.config
-    start = ", ".join(
-        f"{name} {number_text(value)}" for name, value in _starting_values(config).items()
-    )
-    if config.search_space and config.population.spread and config.population.size > 1:
-        start += "; other members start at random values in the ranges below"
-    rows = {
-        **prepared.facts(),
-        **(
-            {"preset": f"tuned values for {config.task.label}; KEY=VALUE overrides them"}
-            if preset
-            else {}
-        ),
-        "start": start,
-        "evolving": _evolution_text(prepared),
-        "objective": _objective_text(config.agent.objective),
-        "schedule": _schedule_text(config),
-        "run directory": relative_path(run_dir),
-        **config.task.facts(),
-    }
+    config = task.config
+    rows = task.facts()
+    if preset:
+        rows["preset"] = f"tuned values for {config.task.label}; KEY=VALUE overrides them"
+    rows["start"] = _start_text(config)
+    rows["evolving"] = _evolution_text(config)
+    rows["objective"] = _objective_text(config.agent.objective)
+    rows["schedule"] = _schedule_text(config)
+    rows["run directory"] = relative_path(run_dir)
+    rows |= config.task.facts()
     print_rows(console, rows)
     console.print()
 
 
-def show_forecast(console: Console, prepared: PreparedRun, *, skip_memory_check: bool) -> None:
-    """Print the estimated cost of a run.
-
-    Raises:
-        ValueError: If the run does not fit in memory, unless `skip_memory_check` is set.
-    """
+def show_forecast(console: Console, task: Task) -> None:
+    """Print the estimated cost of a run."""
     console.print(Text("Estimated cost", "bold"))
-    forecast = prepared.forecast()
+    forecast = task.forecast()
     rows = dict(forecast.rows)
     need = forecast.memory
     if need.processes > 1:
-        rows["all processes"] = (
-            f"{gigabytes(need.total)} for {need.processes} processes that share memory"
-        )
-    rows["available"] = check_memory(need, allowed=True)
+        total = gigabytes(need.total)
+        rows["all processes"] = f"{total} for {need.processes} processes that share memory"
+    rows["available"] = available_memory(need.device)
     print_rows(console, rows)
     console.print()
-    check_memory(need, allowed=skip_memory_check, remedy="--skip-memory-check")
 
 
-def _starting_values(config: Config) -> dict[str, Value]:
-    """Return the starting values of evolving and non-default hyperparameters."""
-    names = list(config.search_space) or ["lr", "clip_coef", "group_size"]
+def _start_text(config: Config) -> str:
+    """Describe the starting values of evolving and non-default hyperparameters."""
     values = config.hyperparameters.to_json()
     defaults = Hyperparameters(**task_type_of(config.task).hyperparameters).to_json()
+    names = {*(config.search_space or ("lr", "clip_coef", "group_size"))}
+    names.update(name for name in values if values[name] != defaults[name])
     # Resolve loss types and advantages that are None, which means the objective's.
     start = config.agent.objective.resolved(config.hyperparameters, config.search_space).to_json()
     if start["target_kl"] is not None:
-        calibrated = {"lr": "calibrated on the first batch"}
-    else:
-        calibrated = {}
-    return {
-        name: start[name] for name in values if name in names or values[name] != defaults[name]
-    } | calibrated
+        start["lr"] = "calibrated on the first batch"
+        names.add("lr")
+    text = ", ".join(f"{name} {number_text(start[name])}" for name in values if name in names)
+    if config.search_space and config.population.spread and config.population.size > 1:
+        text += "; other members start at random values in the ranges below"
+    return text
 
 
 def _objective_text(objective: Objective) -> str:
     """Describe the loss type, the advantage and every non-default setting of the objective."""
+    parts = [f"loss {objective.loss_type}", f"{objective.advantage} advantages"]
     defaults = vars(Objective())
-    values = vars(objective)
-    switches = [
-        f"{name} {str(value).lower() if isinstance(value, bool) else number_text(value)}"
-        for name, value in values.items()
-        if name not in ("loss_type", "advantage") and value != defaults[name]
-    ]
-    return ", ".join(
-        [f"loss {objective.loss_type}", f"{objective.advantage} advantages", *switches]
-    )
+    for name, value in vars(objective).items():
+        if name not in ("loss_type", "advantage") and value != defaults[name]:
+            text = str(value).lower() if isinstance(value, bool) else number_text(value)
+            parts.append(f"{name} {text}")
+    return ", ".join(parts)
 
 
-def _evolution_text(prepared: PreparedRun) -> str:
+def _evolution_text(config: Config) -> str:
     """Describe what evolves, and the strategy."""
-    config = prepared.config
-    strategy = strategy_record(config.strategy)
-    if strategy["name"] == "fixed":
+    settings = config.strategy.to_json()
+    name = strategy_record(config.strategy)["name"]
+    if name == "fixed":
         return "nothing: strategy fixed, no selection or mutation"
-    if strategy["name"] == "replay":
-        return f"nothing; replays a schedule of {pluralize(len(strategy['stages']), 'stage')}"
-    if config.population.size == 1 and strategy["name"] in BUILT_IN:
+    if name == "replay":
+        return f"nothing; replays a schedule of {pluralize(len(settings['stages']), 'stage')}"
+    if config.population.size == 1 and name in BUILT_IN:
         return "nothing (one member)"
-    spaces = ", ".join(
-        f"{name} in {_range_text(parameter)}" for name, parameter in config.search_space.items()
-    )
+    # 1. What evolves.
+    evolving = [f"{key} in {_range_text(each)}" for key, each in config.search_space.items()]
     if getattr(config.agent, "evolve_network", None) is not None:
-        spaces = f"{spaces}{', ' if spaces else ''}network architecture"
-    # Of a tournament, print the settings of its selection pressure; of other strategies, all
-    # settings.
-    shown_settings = (
-        ("size", "z") if strategy["name"] == "tournament" else config.strategy.to_json()
-    )
-    details = ", ".join(
-        f"{key} {strategy[key]}" for key in shown_settings if not isinstance(strategy[key], Mapping)
-    )
-    return (
-        f"{spaces or 'no hyperparameters (selection only)'};"
-        f" {strategy['name']}{details and f' ({details})'}"
-    )
+        evolving.append("network architecture")
+    spaces = ", ".join(evolving) or "no hyperparameters (selection only)"
+    # 2. The strategy. Of a tournament, print the settings of its selection pressure.
+    keys = ("size", "z") if name == "tournament" else settings
+    details = [f"{key} {settings[key]}" for key in keys if not isinstance(settings[key], Mapping)]
+    text = f" ({', '.join(details)})" if details else ""
+    return f"{spaces}; {name}{text}"
 
 
 def _range_text(parameter: RLParameter) -> str:
@@ -471,7 +500,7 @@ def _range_text(parameter: RLParameter) -> str:
 def _schedule_text(config: Config) -> str:
     """Describe the limits that end the run."""
     schedule = config.schedule
-    limits = {
+    words = {
         "generations": pluralize(schedule.generations or 0, "generation"),
         "max_timesteps": f"{count_text(schedule.max_timesteps)} environment steps",
         "max_tokens": (
@@ -480,11 +509,9 @@ def _schedule_text(config: Config) -> str:
         "max_seconds": duration_text(schedule.max_seconds),
         "target_fitness": f"fitness {number_text(schedule.target_fitness)}",
     }
-    ends = [text for name, text in limits.items() if getattr(schedule, name) is not None]
-    return (
-        f"until {' or '.join(ends)}, {pluralize(schedule.steps_per_generation, 'learning step')}"
-        " per generation"
-    )
+    limits = [text for name, text in words.items() if getattr(schedule, name) is not None]
+    steps = pluralize(schedule.steps_per_generation, "learning step")
+    return f"until {' or '.join(limits)}, {steps} per generation"
 
 
 # ---- end of a run
@@ -494,7 +521,7 @@ _OTHER_LIMITS = ("max_timesteps", "max_tokens", "max_seconds", "target_fitness")
 
 
 def show_lineage(console: Console, summary: RunSummary) -> None:
-    """Print the best member's ancestors: origin, changes, and the last fitness before the next birth."""
+    """Print origin, changes and last fitness of the best member's ancestors."""
     best = summary.best
     if best is None:
         return

@@ -1,4 +1,7 @@
-"""Commands `demo`, `train`, `replay` and `resume`: read the configuration before torch is imported, then start."""
+"""Commands `demo`, `train`, `replay` and `resume`: read the configuration, then start.
+
+The configuration is read before torch is imported.
+"""
 
 import argparse
 import dataclasses
@@ -81,7 +84,7 @@ def train(args: argparse.Namespace) -> int:
 
 
 def _check_config(path: Path) -> None:
-    """Raise ValueError with the right use of a word that stands for CONFIG but is no configuration file."""
+    """Raise ValueError if the word for CONFIG is no configuration file, with its right use."""
     name = str(path)
     if path.is_dir():
         if (path / "config.yaml").is_file():
@@ -138,8 +141,8 @@ def replay(args: argparse.Namespace) -> int:
 def resume(args: argparse.Namespace) -> int:
     """Resume a stored run."""
     with _show_imports():
-        from evogrpo.cli.running import resume_run
-    return resume_run(args)
+        from evogrpo.cli.running import resume_command
+    return resume_command(args)
 
 
 def _overrides(args: argparse.Namespace) -> list[str]:

@@ -1,4 +1,4 @@
-"""Start or resume a run from Python: `evolve`, `resume`, and `Run`, the iterator over its generations."""
+"""Runs in Python: `evolve`, `resume`, and `Run`, the iterator over the generations of a run."""
 
 import signal
 import sys
@@ -25,7 +25,7 @@ from evogrpo.reporting.records import GenerationReport, Result
 from evogrpo.synonyms import NamesMissing
 from evogrpo.text import class_name, relative_path
 from evogrpo.training.configuration.sections import LoggingConfig
-from evogrpo.training.configuration.user_code import chosen_strategy
+from evogrpo.training.configuration.user_code import check_resumable, chosen_strategy
 from evogrpo.training.console import console_for
 from evogrpo.training.display import RunDisplay
 from evogrpo.training.forecast import check_memory
@@ -93,7 +93,7 @@ class Run(NamesMissing, Iterator[GenerationReport]):
 
     @property
     def result(self) -> Result:
-        """Result of the run: the test before and after training, the best member, and the run directory.
+        """Result of the run: test before and after training, best member, run directory.
 
         Raises:
             RuntimeError: If it has not ended.
@@ -309,9 +309,13 @@ def evolve(
     else:
         chosen = chosen_strategy(strategy)
     # 2. Check the memory and the user's code. The run trains when it is iterated over.
-    _check_memory(population, env, planned, allowed=skip_memory_check)
+    population.check(env)
+    if not skip_memory_check:
+        _check_memory(population, env, planned)
     if isinstance(env, SupportsPreflight):
         env.preflight()
+    if run_dir is not None:
+        check_resumable(chosen)
     trainer = Trainer(
         population,
         env,
@@ -380,7 +384,9 @@ def resume(
     changed = saved.check_data(env, allowed=allow_changed_data)
     # 3. Restore members and state.
     population, run_state = saved.restore(actor_network, algorithm=algorithm)
-    _check_memory(population, env, schedule, allowed=skip_memory_check)
+    population.check(env)
+    if not skip_memory_check:
+        _check_memory(population, env, schedule)
     trainer = Trainer(
         population,
         env,
@@ -400,11 +406,8 @@ def resume(
     return Run(trainer, console)
 
 
-def _check_memory(
-    population: Population, env: GroupEnvironment, schedule: Schedule, *, allowed: bool
-) -> None:
+def _check_memory(population: Population, env: GroupEnvironment, schedule: Schedule) -> None:
     """Raise ValueError if the run needs more memory than is available."""
-    population.check(env)
     task_type = TASK_TYPES.get(population.members.kind)
     if task_type is not None:  # the memory of custom members is unknown
-        check_memory(task_type.memory_need(population, env, schedule), allowed=allowed)
+        check_memory(task_type.memory_need(population, env, schedule))

@@ -1,93 +1,34 @@
-"""Costs of a run, computed before it starts: numbers of groups and steps, and the memory it needs."""
+"""Costs of a run before it starts: groups and steps, memory, and the time of a trial step."""
 
+import math
 import socket
+import threading
+import time
 from collections import Counter
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from evogrpo.distributed import processes
 from evogrpo.envs.protocol import SPLITS, GroupEnvironment
+from evogrpo.envs.text.reward_functions import RewardError
 from evogrpo.evolution.strategies import SuccessiveHalving
-from evogrpo.members.devices import device_memory
-from evogrpo.text import count_text, pluralize
+from evogrpo.interruption import Interrupted, Stop
+from evogrpo.members.devices import device_memory, single_threaded
+from evogrpo.text import count_text, duration_text, pluralize, user_line
 from evogrpo.training.configuration.sections import Config
 
+if TYPE_CHECKING:
+    from evogrpo.training.task_types import Task
+    from evogrpo.training.trainer import Trainer
 
-def schedule_rows(config: Config, env: GroupEnvironment, held_out: str) -> dict[str, str]:
-    """Return the rows of the plan on groups, learning steps and evaluations.
-
-    Args:
-        config: Configuration of the run.
-        env: Its environment.
-        held_out: Plural noun for the units of an evaluation, such as "completions".
-    """
-    schedule = config.schedule
-    generations = config.schedule.generations
-    groups = ", ".join(
-        f"{pluralize(schedule.samples_per_step // group, 'group')} of {group}"
-        for group in possible_values(config, "group_size")
-    )
-    steps = "until a limit of the schedule is reached"
-    if generations is not None:
-        each = schedule.steps_per_generation
-        whole = pluralize(generations, "generation")
-        evaluated = evaluation_samples(config, env, generations)
-        # Members that stay get the learning steps of those that are stopped.
-        least, most = (
-            ("at least ", "at most ")
-            if isinstance(config.strategy, SuccessiveHalving)
-            else ("", "")
-        )
-        steps = f"{least}{pluralize(generations * each, 'learning step')} ({whole} × {each}). "
-        steps += f"Evaluations: {most}{count_text(evaluated)} {held_out}"
-    return {"groups": f"{groups} per member and learning step", "steps": steps}
-
-
-def evaluation_samples(config: Config, env: GroupEnvironment, generations: int) -> int:
-    """Return the maximum number of samples of all evaluations and of the test."""
-    schedule = config.schedule
-    fitness = config.fitness
-    validation = schedule.questions("validation", env)
-    test = schedule.questions("test", env)
-    # The untrained base and the members answer validation questions; the base and the best member
-    # are tested.
-    if fitness.uses_validation:
-        evaluations = 1 + config.population.size * generations
-    else:
-        evaluations = 0
-    return (validation * evaluations + 2 * test) * fitness.answers
-
-
-def samples_text(config: Config, samples: str) -> str:
-    """Return the row of the plan on samples per learning step.
-
-    `samples` is their plural noun, such as "episodes".
-    """
-    size = config.population.size
-    each = config.schedule.samples_per_step
-    resamples = config.agent.objective.dynamic_sampling
-    if resamples == 1:
-        times = "once"
-    else:
-        times = f"up to {resamples} times"
-    if resamples:
-        refills = f". Groups with equal rewards are resampled {times}"
-    else:
-        refills = ""
-    return f"{each} {samples} per member and learning step, {size * each} in all{refills}"
-
-
-def sizes_text(env: GroupEnvironment) -> str:
-    """Return the sizes of all splits as text."""
-    return ", ".join(f"{split} {count_text(env.size(split))}" for split in SPLITS)
-
-
-def possible_values(config: Config, name: str) -> list[int]:
-    """Return values of an integer hyperparameter: its first value, and its choices or the bounds of its range."""
-    space = config.search_space.for_samples_per_step(config.schedule.samples_per_step)
-    values = {int(getattr(config.hyperparameters, name))}
-    if name in space:
-        values.update(int(value) for value in space[name].numbers or space[name].bounds)
-    return sorted(values)
+MAX_SECONDS = 60.0
+"""Time after which a measurement is abandoned."""
+WHOLE_STEP_SECONDS = 20.0
+"""A whole learning step is measured if it should take at most this long."""
+SPREAD = 2.0
+"""Factor by which a learning step may be faster or slower than the measured one, at equal lengths
+of the samples.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +66,81 @@ class Forecast:
     memory: MemoryNeed
 
 
+# ---- work
+
+
+def work_rows(config: Config, env: GroupEnvironment, unit: str) -> dict[str, str]:
+    """Return the rows of the plan on samples, groups, learning steps and evaluations.
+
+    Args:
+        config: Configuration of the run.
+        env: Its environment.
+        unit: Plural noun for samples, such as "completions".
+    """
+    schedule = config.schedule
+    members = config.population.size
+    # 1. Samples, and how they are divided into groups.
+    each = schedule.samples_per_step
+    samples = f"{each} {unit} per member and learning step, {members * each} in all"
+    resamples = config.agent.objective.dynamic_sampling
+    if resamples:
+        times = "once" if resamples == 1 else f"up to {resamples} times"
+        samples += f". Groups with equal rewards are resampled {times}"
+    groups = [
+        f"{pluralize(each // size, 'group')} of {size}"
+        for size in possible_values(config, "group_size")
+    ]
+    # 2. Learning steps and evaluations.
+    steps = "until a limit of the schedule is reached"
+    if schedule.generations is not None:
+        evaluated = evaluation_samples(config, env, schedule.generations)
+        least = most = ""
+        # Members that stay get the learning steps of those that are stopped.
+        if isinstance(config.strategy, SuccessiveHalving):
+            least = "at least "
+            most = "at most "
+        total = pluralize(schedule.generations * schedule.steps_per_generation, "learning step")
+        generations = pluralize(schedule.generations, "generation")
+        steps = (
+            f"{least}{total} ({generations} × {schedule.steps_per_generation})."
+            f" Evaluations: {most}{count_text(evaluated)} {unit}"
+        )
+    return {
+        "samples": samples,
+        "groups": f"{', '.join(groups)} per member and learning step",
+        "steps": steps,
+    }
+
+
+def evaluation_samples(config: Config, env: GroupEnvironment, generations: int) -> int:
+    """Return the maximum number of samples of all evaluations and of the test."""
+    schedule = config.schedule
+    # The base and the best member are tested.
+    questions = 2 * schedule.questions("test", env)
+    if config.fitness.uses_validation:
+        # The untrained base is evaluated once, and all members after each generation.
+        evaluations = 1 + config.population.size * generations
+        questions += evaluations * schedule.questions("validation", env)
+    return questions * config.fitness.answers
+
+
+def sizes_text(env: GroupEnvironment) -> str:
+    """Return the sizes of all splits as text."""
+    return ", ".join(f"{split} {count_text(env.size(split))}" for split in SPLITS)
+
+
+def possible_values(config: Config, name: str) -> list[int]:
+    """Return an integer hyperparameter's first value, and its choices or the bounds of its range."""
+    space = config.search_space.for_samples_per_step(config.schedule.samples_per_step)
+    values = {int(getattr(config.hyperparameters, name))}
+    if name in space:
+        values.update(int(value) for value in space[name].numbers or space[name].bounds)
+    return sorted(values)
+
+
+# ---- memory
+
+
 def processes_per_device(device: str) -> int:
     """Return the largest number of processes that share one device's memory. A collective.
 
@@ -135,38 +151,28 @@ def processes_per_device(device: str) -> int:
     return max(Counter(processes().all_gather(location)).values())
 
 
-def check_memory(
-    need: MemoryNeed, *, allowed: bool = False, remedy: str = "skip_memory_check=True"
-) -> str:
-    """Raise ValueError if a run needs more memory than is available.
-
-    Args:
-        need: The estimate.
-        allowed: Return even if the memory is too small.
-        remedy: Option that sets `allowed`, for the message.
-
-    Returns:
-        The available memory, as text.
-
-    Raises:
-        ValueError: If the run needs more memory than is available, unless `allowed`.
-    """
-    available, kind = device_memory(need.device)
+def available_memory(device: str) -> str:
+    """Return the available memory of a device as text."""
+    available, kind = device_memory(device)
     if available is None:
         return f"the amount of {kind} is unknown"
-    found = f"{gigabytes(available)} of {kind}"
-    if need.total > available and not allowed:
-        several = need.processes > 1
-        if several:
-            each = f" ({need.processes} processes, each with its own base and members)"
-        else:
-            each = ""
-        raise ValueError(
-            f"The run needs about {gigabytes(need.total)}{each}, but only {found} is available."
-            f" Lower {need.savings}, {'start fewer processes, ' if several else ''}or set {remedy}"
-            " if the estimate is too high."
-        )
-    return found
+    return f"{gigabytes(available)} of {kind}"
+
+
+def check_memory(need: MemoryNeed) -> None:
+    """Raise ValueError if a run needs more memory than is available."""
+    available, _ = device_memory(need.device)
+    if available is None or need.total <= available:
+        return
+    each = fewer = ""
+    if need.processes > 1:
+        each = f" ({need.processes} processes, each with its own base and members)"
+        fewer = "start fewer processes, "
+    raise ValueError(
+        f"The run needs about {gigabytes(need.total)}{each}, but only"
+        f" {available_memory(need.device)} is available. Lower {need.savings}, {fewer}or set"
+        " skip_memory_check=True (--skip-memory-check) if the estimate is too high."
+    )
 
 
 def gigabytes(size: float) -> str:
@@ -174,3 +180,124 @@ def gigabytes(size: float) -> str:
     if size < 1e10:
         return f"{size / 1e9:.2f} GB"
     return f"{size / 1e9:,.0f} GB"
+
+
+# ---- time
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimedStep:
+    """Measured learning step.
+
+    Attributes:
+        samples: Samples of each member.
+        sampling: Seconds for sampling and rewards.
+        learning: Seconds for learning.
+        rows: Samples of all members.
+        length: Mean tokens of a completion, or steps of an episode.
+    """
+
+    samples: int
+    sampling: float
+    learning: float
+    rows: int
+    length: float
+
+
+def time_rows(task: "Task", trainer: "Trainer") -> dict[str, str]:
+    """Measure a learning step, and return the rows of the plan on time. The members are changed.
+
+    One group of each member is measured first. If the whole step should not take long, it is
+    measured too, which gives a narrower range.
+
+    Raises:
+        ValueError: If a reward function fails.
+    """
+    whole = trainer.run_state.samples_per_step
+    one_group = math.lcm(*(agent.hyperparameters.group_size for agent in trainer.population.agents))
+    stop = Stop()
+    timer = threading.Timer(MAX_SECONDS, stop.request, ["measured for long enough"])
+    timer.daemon = True
+    timer.start()
+    step = None
+    try:
+        with single_threaded(enabled=task.one_thread):
+            step = _timed_step(task, trainer, one_group, stop)
+            expected = (step.sampling + step.learning) * whole / one_group
+            if whole > one_group and expected <= WHOLE_STEP_SECONDS:
+                step = _timed_step(task, trainer, whole, stop)
+    except Interrupted:
+        if step is None:
+            return {
+                "time": (
+                    f"more than {duration_text(MAX_SECONDS)} per learning step:"
+                    f" {pluralize(one_group, 'sample')} of each member took longer"
+                )
+            }
+    except RewardError as error:
+        raise ValueError(
+            f"{error}{user_line(error.__cause__) if error.__cause__ else ''}"
+        ) from error
+    finally:
+        timer.cancel()
+    return _time_rows(task, trainer, step)
+
+
+def _timed_step(task: "Task", trainer: "Trainer", samples: int, stop: Stop) -> TimedStep:
+    """Take one learning step with this many samples of each member, and measure it."""
+    population = trainer.population
+    block = trainer.run_state.block
+    began = time.monotonic()
+    sampled = population.collect(
+        trainer.env, step=0, samples_per_step=samples, block=block, stop=stop
+    )
+    sampled_at = time.monotonic()
+    population.learn(sampled.experience, step=0, stop=stop)
+    return TimedStep(
+        samples=samples,
+        sampling=sampled_at - began,
+        learning=time.monotonic() - sampled_at,
+        rows=len(sampled.member_ids),
+        length=task.mean_length(sampled),
+    )
+
+
+def _time_rows(task: "Task", trainer: "Trainer", step: TimedStep) -> dict[str, str]:
+    """Return the rows of the plan on time.
+
+    Samples may become as long as the limit allows. If only a part of a step was measured, the rest
+    takes between no time, as samples share their passes, and a proportional time.
+    """
+    schedule = trainer.schedule
+    whole = trainer.run_state.samples_per_step
+    seconds = step.sampling + step.learning
+    # 1. Range of the seconds of a learning step, and of the whole run.
+    growth = SPREAD * max(1.0, task.longest_sample / max(step.length, 1.0))
+    fastest = seconds / SPREAD
+    slowest = seconds * whole / step.samples * growth
+    text = f"{_seconds(fastest)} to {_seconds(slowest)} per learning step"
+    if schedule.generations is not None:
+        steps = schedule.generations * schedule.steps_per_generation
+        evaluated = evaluation_samples(task.config, trainer.env, schedule.generations)
+        evaluating = evaluated * step.sampling / step.rows
+        low = _seconds(steps * fastest)
+        high = _seconds(steps * slowest + evaluating * growth)
+        text += f"; {low} to {high} in all, evaluations included"
+    if schedule.max_seconds is not None:
+        text += f"; the run ends after {duration_text(schedule.max_seconds)}"
+    # 2. The measured step.
+    part = "" if step.samples == whole else f" of {whole}"
+    measured = (
+        f"one learning step of {pluralize(len(trainer.population), 'member')} with"
+        f" {pluralize(step.samples, 'sample')}{part} each, of length {step.length:.0f} on average:"
+        f" sampling and rewards {_seconds(step.sampling)}, learning {_seconds(step.learning)}."
+        " These members are discarded"
+    )
+    longest = f"The upper bound is for samples of the maximum length {task.longest_sample}"
+    return {"measured": measured, "time": f"{text}. {longest}"}
+
+
+def _seconds(seconds: float) -> str:
+    if seconds < 10:
+        return f"{seconds:.2g} s"
+    return duration_text(seconds)

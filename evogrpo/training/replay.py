@@ -1,7 +1,7 @@
 """Replay: train a new agent with the hyperparameter schedule that a run found."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -21,10 +21,8 @@ from evogrpo.training.configuration.reading import override, parse_config
 from evogrpo.training.configuration.sections import CONFIG_FILE, Config
 from evogrpo.training.console import console_for
 from evogrpo.training.evolve import Run, evolve
-from evogrpo.training.forecast import check_memory
-from evogrpo.training.launch import make_trainer, start
 from evogrpo.training.schedule import LIMITS
-from evogrpo.training.task_types import task_type_of
+from evogrpo.training.start import start
 from evogrpo.validation import build, dump, validate
 from evogrpo.warnings import warn
 
@@ -34,7 +32,7 @@ VERSION: Literal[1] = 1
 _HEAD = """\
 # The hyperparameter schedule that led to member #{member} of {run}, written by evogrpo {version}.
 # generations lists the learning steps of each generation, which an evaluation follows.
-# `evogrpo replay {name}` trains one new agent with it, and runs the code that the configuration names.
+# `evogrpo replay {name}` trains one new agent with it, and runs code that the configuration names.
 """
 _OTHER_LIMITS = tuple(name for name in LIMITS if name not in ("generations", "test_questions"))
 
@@ -231,14 +229,10 @@ def replay(
             **schedule.limits,
         )
     # 3. Train an agent of the stored configuration.
-    config = replace(schedule.config(overrides), run_dir=None if run_dir is None else str(run_dir))
-    prepared = task_type_of(config.task).prepare(config)
-    check_memory(prepared.forecast().memory, allowed=skip_memory_check)
-    if run_dir is None:
-        trainer = make_trainer(prepared)
-    else:
-        trainer = start(prepared, Path(run_dir))
-    return Run(trainer, console_for(progress), one_thread=prepared.one_thread)
+    folder = None if run_dir is None else expand_user(run_dir, "run_dir")
+    config = schedule.config(overrides)
+    task, trainer = start(config, folder, skip_memory_check=skip_memory_check)
+    return Run(trainer, console_for(progress), one_thread=task.one_thread)
 
 
 def _without_location(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -92,10 +92,8 @@ class Schedule:
     count_evaluations: Flag = False
 
     def __post_init__(self) -> None:
-        if all(
-            limit is None
-            for limit in (self.generations, self.max_timesteps, self.max_tokens, self.max_seconds)
-        ):
+        limits = (self.generations, self.max_timesteps, self.max_tokens, self.max_seconds)
+        if limits == (None, None, None, None):
             raise ValueError(
                 "A run needs a limit. Set generations, max_timesteps, max_tokens or max_seconds."
             )
@@ -112,13 +110,11 @@ class Schedule:
 
     def questions(self, split: "Split", env: "GroupEnvironment") -> int:
         """Return the number of questions used of a held-out split."""
+        size = env.size(split)
+        limit = self.test_questions
         if split == "validation":
             limit = self.validation_questions
-        else:
-            limit = self.test_questions
-        if limit is None:
-            return env.size(split)
-        return min(limit, env.size(split))
+        return size if limit is None else min(limit, size)
 
     def reached_limit(
         self, *, generation: int, timesteps: int, tokens: int, seconds: float, fitness: float | None
@@ -132,40 +128,22 @@ class Schedule:
             seconds: Seconds so far.
             fitness: Best fitness so far, or that before training; None before the first evaluation.
         """
-        if (
-            self.target_fitness is not None
-            and fitness is not None
-            and fitness >= self.target_fitness
-        ):
-            return f"target_fitness {self.target_fitness:g} reached"
+        target = self.target_fitness
+        if target is not None and fitness is not None and fitness >= target:
+            return f"target_fitness {target:g} reached"
         if self.generations is not None and generation >= self.generations:
             return pluralize(generation, "generation")
         return self.reached_budget(timesteps=timesteps, tokens=tokens, seconds=seconds)
 
     def reached_budget(self, *, timesteps: int, tokens: int, seconds: float) -> str | None:
-        """Return the limit on steps, tokens or seconds that a run has reached, as text.
-
-        None if none.
-        """
-        if self.max_timesteps is not None and timesteps >= self.max_timesteps:
-            return f"max_timesteps {self.max_timesteps:,} reached"
-        if self.max_tokens is not None and tokens >= self.max_tokens:
-            return f"max_tokens {self.max_tokens:,} reached"
-        if self.max_seconds is not None and seconds >= self.max_seconds:
-            return f"max_seconds {self.max_seconds:g} reached"
+        """Return the limit on steps, tokens or seconds that a run has reached, as text, or None."""
+        spent = {"max_timesteps": timesteps, "max_tokens": tokens, "max_seconds": seconds}
+        for name, value in spent.items():
+            limit = getattr(self, name)
+            if limit is not None and value >= limit:
+                shown = f"{limit:g}" if name == "max_seconds" else f"{limit:,}"
+                return f"{name} {shown} reached"
         return None
-
-    def check_timesteps(self, *, step_based: bool) -> None:
-        """Raise ValueError for a limit on environment steps with language models.
-
-        Args:
-            step_based: Members take steps in an environment.
-        """
-        if self.max_timesteps is not None and not step_based:
-            raise ValueError(
-                f"max_timesteps is for small networks, got {self.max_timesteps} for language"
-                " models. Use max_tokens."
-            )
 
     def check_held_out(self, env: "GroupEnvironment") -> None:
         """Check the sizes of the held-out splits.
@@ -175,12 +153,14 @@ class Schedule:
         Raises:
             ValueError: If a split that is used has fewer than two questions.
         """
-        held_out: tuple[tuple[Split, int | None, str], ...] = (
-            ("validation", self.validation_questions, ""),
-            ("test", self.test_questions, ", or set test_questions=0"),
-        )
-        for split, questions, alternative in held_out:
-            if questions != 0 and (size := env.size(split)) < 2:
+        held_out: dict[Split, int | None] = {
+            "validation": self.validation_questions,
+            "test": self.test_questions,
+        }
+        for split, questions in held_out.items():
+            size = env.size(split)
+            if questions != 0 and size < 2:
+                alternative = ", or set test_questions=0" if split == "test" else ""
                 raise ValueError(
                     f"the {split} split must hold at least 2 questions (or reset seeds), got"
                     f" {size}. Increase {split}_size{alternative}."
@@ -192,7 +172,9 @@ class Schedule:
                 )
 
     def block(self, population: "Population") -> int:
-        """Return the maximum number of prompts (or reset seeds) that a member, current or evolved, uses in a step.
+        """Return the maximum number of prompts (or reset seeds) that a member uses in a step.
+
+        Members include those that may evolve.
 
         Args:
             population: The members.
@@ -213,51 +195,47 @@ class Schedule:
             sizes.append(int(parameter.bounds[0]))
         return samples // min(sizes)
 
-    def warn_without_effect(
-        self, population: "Population", strategy: "Strategy | None" = None
-    ) -> None:
-        """Warn about settings without effect under this schedule, strategy and objective.
 
-        Args:
-            population: The members.
-            strategy: Rule of selection and mutation; None = settings that depend on it are not
-                checked.
-        """
-        from evogrpo.config.objective import without_effect
-
-        if strategy is not None:
-            first = population.agents[0].hyperparameters
-            architectures = population.members.evolves
-            warn_unused_evolution(
-                strategy, len(population), population.space, architectures=architectures
-            )
-            warn_first_guess(
-                strategy, first, population.space, step_based=population.members.step_based
-            )
-        if "objective" in population.algorithm.unused_options:
-            return  # an algorithm of the user may not use the objective
-        found = without_effect(
-            population.members.settings.objective,
-            [agent.hyperparameters for agent in population.agents],
-            population.space,
-            samples_per_step=self.samples_per_step,
-            rows_are_samples=not population.members.step_based,
-        )
-        for message in found.values():
-            warn(message)
-
-
-def warn_unused_evolution(
-    strategy: "Strategy", members: int, space: HyperparameterConfig, *, architectures: bool = False
+def warn_without_effect(
+    population: "Population", schedule: Schedule, strategy: "Strategy | None" = None
 ) -> None:
-    """Warn if a single member has a search space or a strategy: it has no competitor, so it keeps what it has.
+    """Warn about settings without effect under this schedule, strategy and objective.
 
     Args:
-        strategy: Rule of selection and mutation. Those of the user, and those that change budgets,
-            are not checked.
-        members: Number of members.
-        space: Search space.
-        architectures: Architectures may evolve.
+        population: The members.
+        schedule: Schedule of the run.
+        strategy: Rule of selection and mutation; None = settings that depend on it are not checked.
+    """
+    from evogrpo.config.objective import without_effect
+
+    space = population.space
+    agents = population.agents
+    settings = population.members.settings
+    step_based = population.members.step_based
+    if strategy is not None:
+        if len(agents) == 1:
+            architectures = population.members.evolves
+            _warn_unused_evolution(strategy, space, architectures=architectures)
+        _warn_first_guess(strategy, agents[0].hyperparameters, space, step_based=step_based)
+    if "objective" in population.algorithm.unused_options:
+        return  # an algorithm of the user may not use the objective
+    found = without_effect(
+        settings.objective,
+        [agent.hyperparameters for agent in agents],
+        space,
+        samples_per_step=schedule.samples_per_step,
+        rows_are_samples=not step_based,
+    )
+    for message in found.values():
+        warn(message)
+
+
+def _warn_unused_evolution(
+    strategy: "Strategy", space: HyperparameterConfig, *, architectures: bool
+) -> None:
+    """Warn if a single member has a search space or a strategy: it has no competitor.
+
+    Strategies of the user, and those that change budgets, are not checked.
     """
     from evogrpo.evolution import strategies as built_in
 
@@ -265,7 +243,7 @@ def warn_unused_evolution(
         *(built_in.Tournament, built_in.Narrowing, built_in.TruncationPBT),
         *(built_in.SelectionOnly, built_in.MutationOnly, built_in.RandomSearch),
     )
-    if members > 1 or type(strategy) not in select:
+    if type(strategy) not in select:
         return
     unused = []
     if space:
@@ -281,37 +259,23 @@ def warn_unused_evolution(
         )
 
 
-def warn_first_guess(
+def _warn_first_guess(
     strategy: "Strategy", first: Hyperparameters, space: HyperparameterConfig, *, step_based: bool
 ) -> None:
-    """Warn if `lr` is set beside `target_kl`, which calibrates the learning rate.
-
-    Args:
-        strategy: Rule of selection and mutation. A replay has the calibrated rate of another run as
-            its first guess.
-        first: Hyperparameters of the first member.
-        space: Search space.
-        step_based: The members are small networks.
-    """
+    """Warn if `lr` is set beside `target_kl`, which calibrates the learning rate."""
     from evogrpo.config.agent import NETWORK_DEFAULTS
     from evogrpo.evolution.strategies import Replay
 
-    if step_based:
-        default = NETWORK_DEFAULTS["lr"]
-    else:
-        default = Hyperparameters().lr
-    if (
-        first.target_kl is None
-        or first.lr == default
-        or "lr" in space
-        or isinstance(strategy, Replay)
-    ):
+    default = NETWORK_DEFAULTS["lr"] if step_based else Hyperparameters().lr
+    # The first guess of a replay is the calibrated rate of another run.
+    if isinstance(strategy, Replay) or "lr" in space or first.lr == default:
         return
-    warn(
-        f"lr={first.lr:g} is only the first guess of a search, because"
-        f" target_kl={first.target_kl:g} calibrates the learning rate. Remove target_kl to train"
-        " with lr, or remove lr."
-    )
+    if first.target_kl is not None:
+        warn(
+            f"lr={first.lr:g} is only the first guess of a search, because"
+            f" target_kl={first.target_kl:g} calibrates the learning rate. Remove target_kl to"
+            " train with lr, or remove lr."
+        )
 
 
 def check_run(
@@ -323,25 +287,38 @@ def check_run(
     """Raise ValueError if the parts of a run do not fit together."""
     population.check(env)
     schedule.check_held_out(env)
-    schedule.check_timesteps(step_based=population.members.step_based)
     sizes = [agent.hyperparameters.group_size for agent in population.agents if not agent.retired]
-    check_training_rewards(schedule, fitness, sizes, population.space)
+    check_schedule(
+        schedule, fitness, sizes, population.space, step_based=population.members.step_based
+    )
 
 
-def check_training_rewards(
+def check_schedule(
     schedule: Schedule,
     fitness: "FitnessConfig",
     group_sizes: Sequence[int],
     space: HyperparameterConfig,
+    *,
+    step_based: bool,
 ) -> None:
-    """Raise ValueError if selection uses training rewards and a generation gives too few of them.
+    """Check a schedule against the kind of members and the measure of fitness.
 
     Args:
         schedule: Schedule of the run.
         fitness: Measure of fitness.
         group_sizes: Group sizes of the members.
         space: Search space, by which they may evolve.
+        step_based: Members take steps in an environment.
+
+    Raises:
+        ValueError: If language models have a limit on environment steps, or if selection uses
+            training rewards and a generation gives too few of them.
     """
+    if schedule.max_timesteps is not None and not step_based:
+        raise ValueError(
+            f"max_timesteps is for small networks, got {schedule.max_timesteps} for language"
+            " models. Use max_tokens."
+        )
     if fitness.uses_validation:
         return
     # Each group gives one score. Larger groups give fewer scores, so the largest size that may

@@ -1,7 +1,7 @@
 """`train`: train a population of small networks in one call."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,8 @@ from evogrpo.training.configuration.sections import Config, LoggingConfig, Popul
 from evogrpo.training.configuration.user_code import chosen_strategy
 from evogrpo.training.console import console_for
 from evogrpo.training.evolve import AfterGeneration, Run
-from evogrpo.training.forecast import check_memory
-from evogrpo.training.launch import make_trainer, start
-from evogrpo.training.run_dir import RunDir
 from evogrpo.training.schedule import Schedule
-from evogrpo.training.task_types.networks import prepare_in
+from evogrpo.training.start import start
 from evogrpo.training.trainer import Callback, check_callbacks
 from evogrpo.validation import (
     flag,
@@ -142,32 +139,24 @@ def train(
             " callbacks work only with its own models."
         )
     check_callbacks(callbacks)
-    if run_dir is None:
-        folder = None
-    else:
-        folder = expand_user(run_dir, "run_dir")
-    # 2. Build configuration and environment, and check the memory.
+    folder = None if run_dir is None else expand_user(run_dir, "run_dir")
     console = console_for(progress)
+    # 2. Read the configuration from the arguments, and create the environment. A registered
+    #    environment is created from the configuration, which is then stored.
     config = _configured(env, total_timesteps, preset=preset, settings=settings)
-    prepared = prepare_in(config, _environment(env, config, settings))
-    check_memory(prepared.forecast().memory, allowed=skip_memory_check)
-    # 3. Create the trainer, with or without a run directory.
-    if folder is None:
-        trainer = make_trainer(prepared)
-    elif isinstance(
-        env, str
-    ):  # a registered environment: the run can have a config.yaml, which commands read
-        trainer = start(
-            replace(prepared, config=replace(prepared.config, run_dir=str(folder))), folder
-        )
-    else:
-        trainer = make_trainer(prepared, RunDir(folder, prepared.config.logging))
-    trainer.callbacks.extend(callbacks)
-    # 4. Train.
+    groups = None if isinstance(env, str) else _environment(env, config, settings)
+    # 3. Start, and train.
+    task, trainer = start(
+        config,
+        folder,
+        env=groups,
+        skip_memory_check=skip_memory_check,
+        callbacks=callbacks,
+    )
     try:
-        return Run(trainer, console, one_thread=prepared.one_thread).finish(callback)
+        return Run(trainer, console, one_thread=task.one_thread).finish(callback)
     finally:
-        prepared.env.close()  # reopened on further use
+        task.env.close()  # reopened on further use
 
 
 def _check_env(env: object, total_timesteps: object) -> None:
@@ -178,11 +167,8 @@ def _check_env(env: object, total_timesteps: object) -> None:
     # Stable-Baselines3 takes policy and environment: PPO("MlpPolicy", "CartPole-v1").
     is_name = isinstance(total_timesteps, str) and not total_timesteps[:1].isdigit()
     if isinstance(env, str) and (env in _POLICIES or is_name):
-        if env in _POLICIES and isinstance(total_timesteps, str):
-            env_id = total_timesteps
-        else:
-            env_id = env
-        env_id = "CartPole-v1" if env_id in _POLICIES else env_id
+        words = [word for word in (env, total_timesteps) if isinstance(word, str)]
+        env_id = next((word for word in words if word not in _POLICIES), "CartPole-v1")
         raise ValueError(
             f"train takes no policy, because the network is built from the spaces, got {shown(env)}"
             f" and {shown(total_timesteps)}. Write train({env_id!r}, total_timesteps=100_000)."
@@ -207,47 +193,47 @@ def _configured(
 ) -> Config:
     """Return the packaged configuration with preset and settings applied."""
     # 1. Read the packaged configuration of the environment.
-    if flag("preset", preset) and not isinstance(env, str):
+    env_id = env if isinstance(env, str) else None
+    if flag("preset", preset) and env_id is None:
         raise ValueError(
             f"preset requires the id of a registered environment, got {class_name(env)}. Give the"
             " id, or leave out preset."
         )
-    values = packaged_values(env if isinstance(env, str) else None, with_preset=preset)
+    values = packaged_values(env_id, with_preset=preset)
     if isinstance(env, GymnasiumGroups):
-        name = env.name
-    else:
+        values = merge_sections(values, {"task": {"env": env.name}})
+    elif env_id is None:
         name = getattr(env, "__name__", type(env).__name__)
-    values = merge_sections(values, {"task": {"env": env if isinstance(env, str) else name}})
+        values = merge_sections(values, {"task": {"env": name}})
     # 2. Sort the settings into the sections of a configuration.
-    given: dict[str, dict[str, Any]] = {
-        section: {key: plain(settings[key]) for key in names if key in settings}
-        for section, names in _SECTIONS.items()
-    }
-    if isinstance(settings.get("wrappers"), list | tuple):
+    given: dict[str, dict[str, Any]] = {}
+    for section, names in _SECTIONS.items():
+        given[section] = {name: plain(settings[name]) for name in names & settings.keys()}
+    wrappers = settings.get("wrappers")
+    if isinstance(wrappers, list | tuple):
         # By name, so that the run can be resumed.
-        for wrapper in settings["wrappers"]:
+        given["task"]["wrappers"] = named = []
+        for wrapper in wrappers:
             if not isinstance(wrapper, str | Mapping | type):
                 raise ValueError(
                     f"wrappers must be classes or names, got {class_name(wrapper)}. Pass other"
                     " wrappers to GymnasiumGroups(env, wrappers=[...])."
                 )
-        named = [
-            reference_to(each) if isinstance(each, type) else each for each in settings["wrappers"]
-        ]
-        given["task"]["wrappers"] = named
+            named.append(reference_to(wrapper) if isinstance(wrapper, type) else wrapper)
     if total_timesteps is not None:
         given["schedule"]["max_timesteps"] = whole_between("total_timesteps", total_timesteps, 1)
     # 3. Merge them into the packaged configuration.
     values = without_packaged_limits(values, given["schedule"])
-    values = merge_sections(values, given) | {
-        key: settings[key] for key in ("seed", "device") if key in settings
-    }
+    values = merge_sections(values, given)
+    for name in ("seed", "device"):
+        if name in settings:
+            values[name] = settings[name]
     space = settings.get("hp_config", "auto")
-    if not is_text(space, "auto"):
-        space = HyperparameterConfig() if space is None else space
-        values["search_space"] = instance(
-            "hp_config", space, HyperparameterConfig, _SPACE_EXAMPLE
-        ).to_json()
+    if space is None:
+        values["search_space"] = {}
+    elif not is_text(space, "auto"):
+        space = instance("hp_config", space, HyperparameterConfig, _SPACE_EXAMPLE)
+        values["search_space"] = space.to_json()
     if settings.get("fitness") is not None:
         values["fitness"] = plain(FitnessConfig.of(settings["fitness"]))
     strategy = settings.get("strategy")
@@ -255,15 +241,12 @@ def _configured(
 
 
 def _environment(
-    env: "str | MakesEnv | GymnasiumGroups", config: Config, settings: Mapping[str, Any]
+    env: "MakesEnv | GymnasiumGroups", config: Config, settings: Mapping[str, Any]
 ) -> GymnasiumGroups:
     """Return the groups of episodes.
 
     Settings of the environment apply unless `env` is `GymnasiumGroups` already.
     """
-    if isinstance(env, str):
-        groups: GymnasiumGroups = config.task.environment(seed=config.task_seed)
-        return groups
     if not isinstance(env, GymnasiumGroups):
         return EnvironmentTask.groups(config.task, env, seed=config.task_seed)
     if of_env := sorted(_SECTIONS["task"] & settings.keys()):

@@ -32,7 +32,6 @@ from evogrpo.safe_parsing import dump_json
 from evogrpo.synonyms import counterpart
 from evogrpo.text import class_name, one_line, pluralize, shown
 from evogrpo.training.configuration.user_code import (
-    check_resumable,
     check_strategy,
     strategy_record,
 )
@@ -50,7 +49,7 @@ from evogrpo.training.evaluation import (
 from evogrpo.training.reports import count_step, generation_report, provenance
 from evogrpo.training.run_dir import RunDir, generation_curves, step_curves
 from evogrpo.training.run_state import Clock, Limits, RunState, as_generation
-from evogrpo.training.schedule import Schedule, check_run
+from evogrpo.training.schedule import Schedule, check_run, warn_without_effect
 from evogrpo.validation import dump, refuse_unknown
 from evogrpo.warnings import warn
 
@@ -203,10 +202,8 @@ class Trainer:
         self._complete = False
         self._resumed = run_state is not None
         if run_state is None:
-            schedule.warn_without_effect(population, strategy)
+            warn_without_effect(population, schedule, strategy)
             population.members.prepare_sampling()  # raises an error before there is a run directory
-            if run_dir is not None:
-                check_resumable(strategy)
             # Create the directory and lock it; an error stops all ranks.
             processes.run_section(lambda: None if self.run_dir is None else self.run_dir.create())
 

@@ -71,9 +71,9 @@ def charts_left_out() -> Iterator[pytest.MonkeyPatch]:
         yield patch
 
 
-def prepare(config):
-    """Validate a configuration as the commands do."""
-    return task_type_of(config.task).prepare(config)
+def build(config):
+    """Build the task of a configuration as the commands do."""
+    return task_type_of(config.task).build(config)
 
 
 def command(

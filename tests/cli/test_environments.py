@@ -17,7 +17,7 @@ from evogrpo.training.configuration.environment_tasks import EnvironmentTask, re
 from evogrpo.training.configuration.reading import parse_config
 from evogrpo.training.run_dir import open_run
 from evogrpo.training.trainer import Trainer
-from tests.cli.project import command, prepare
+from tests.cli.project import build, command
 
 SHORT = [
     "schedule.generations=2",
@@ -104,7 +104,7 @@ def test_large_networks_use_all_threads(hidden, one):
     agent = {"network": {"hidden": hidden}}
     schedule = {"generations": 1, "samples_per_step": 8}
     config = parse_config({"task": {"env": "CartPole-v1"}, "agent": agent, "schedule": schedule})
-    assert prepare(config).one_thread is one
+    assert build(config).one_thread is one
 
 
 def test_a_run_whose_target_is_reached_before_training_stops(workdir, capsys):
@@ -279,15 +279,15 @@ def test_the_forecast_is_an_upper_bound():
         "hyperparameters": {"batch_size": 5, "update_epochs": 3},
         "population": {"size": 2},
     }
-    prepared = prepare(parse_config(values))
-    rows = prepared.forecast().rows
+    task = build(parse_config(values))
+    rows = task.forecast().rows
     assert re.findall(r"[\d,]+ ", rows["environment"])[:1] == ["16 "]  # 2 × 8 × 1
     assert "48 actions" in rows["environment"]  # three agents
     # 3 epochs × ceil(16 / 5), ceil(8 / 5)
     assert "12 steps of red, at most 6 steps of blue" in rows["optimizer"]
-    schedule = prepared.config.schedule
-    strategy = prepared.config.strategy
-    run = Trainer(prepared.population(), prepared.env, schedule=schedule, strategy=strategy)
+    schedule = task.config.schedule
+    strategy = task.config.strategy
+    run = Trainer(task.population(), task.env, schedule=schedule, strategy=strategy)
     steps = [
         member for report in run.reports() for member in getattr(report, "learned", {}).values()
     ]

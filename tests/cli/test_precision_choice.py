@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from evogrpo.cli import main
 from evogrpo.members.language.loading import choose_precision, has_bfloat16_products
-from evogrpo.training.launch import read_resumable
-from tests.cli.project import prepare
+from evogrpo.training.start import read_run
+from tests.cli.project import build
 from tests.tiny_models import COMMON
 
 
@@ -37,7 +37,7 @@ def run_dir(trained_in_bfloat16, workdir):
 
 def precision_of(config):
     """Return the dtype of the base model that a configuration loads."""
-    population = prepare(config).population()
+    population = build(config).population()
     return next(population.members.bank.base.model.parameters()).dtype
 
 
@@ -67,7 +67,7 @@ def test_precision_is_printed_and_recorded(project, run_dir, capsys):
 def test_precision_is_kept_on_resume(run_dir, capsys):
     path = run_dir / "config.yaml"
     stored = yaml.safe_load(path.read_text())
-    assert precision_of(read_resumable(run_dir, ["generations=2"]).config) == torch.bfloat16
+    assert precision_of(read_run(run_dir, ["generations=2"])[1]) == torch.bfloat16
     path.write_text(yaml.safe_dump(stored | {"precision": "float32"}))
     assert main(["resume", "run", "--generations", "2"]) == 2
     assert "precision 'bfloat16' -> 'float32'" in " ".join(capsys.readouterr().err.split())

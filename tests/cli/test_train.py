@@ -14,7 +14,7 @@ from evogrpo import GRPO
 from evogrpo.cli import main
 from evogrpo.storage.journal import read_journal
 from evogrpo.training.configuration.reading import load_config
-from tests.cli.project import command, prepare
+from tests.cli.project import build, command
 
 
 @pytest.fixture(scope="module")
@@ -123,11 +123,11 @@ def test_a_run_of_all_weights_exports_a_model(project, workdir, capsys):
     assert main([*train, "--dry-run"]) == 0
     plan = re.sub(r"\s+", " ", capsys.readouterr().out)
     assert "2 members, each with all weights of its own" in plan
-    prepared = prepare(load_config(project / "tiny.yaml", train[2:4]))
+    task = build(load_config(project / "tiny.yaml", train[2:4]))
     size = sum(parameter.numel() for parameter in base.parameters())
-    assert prepared.trained.size == size
+    assert task.trained.size == size
     # 4 members, their moments, copies and gradients
-    assert prepared.forecast().memory.size > 7 * 4 * 4 * size
+    assert task.forecast().memory.size > 7 * 4 * 4 * size
     assert main(train) == 0
     assert main(["export", "run", "model"]) == 0
     output = capsys.readouterr().out
@@ -156,7 +156,7 @@ def test_a_run_may_start_from_an_adapter(finished, project, workdir, capsys):
     assert main(train) == 0
     output = re.sub(r"\s", "", capsys.readouterr().out)
     assert f"thatstartsfrom{Path('start').resolve()}" in output
-    founders = prepare(load_config(project / "tiny.yaml", train[2:4])).population()
+    founders = build(load_config(project / "tiny.yaml", train[2:4])).population()
     best = GRPO.load(finished[0] / "best", actor_network=founders.members.bank.base.model)
     for agent in founders:
         assert torch.equal(agent.state()["adapter"], best.state()["adapter"])
@@ -204,7 +204,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(workdir, capsys):
 
 
 def test_the_token_forecast_is_a_tight_upper_bound(finished, project):
-    rows = prepare(load_config(project / "tiny.yaml")).forecast().rows
+    rows = build(load_config(project / "tiny.yaml")).forecast().rows
     generations = [
         event
         for event in read_journal(finished[0] / "journal.jsonl")

@@ -9,7 +9,7 @@ import yaml
 
 from evogrpo.cli import main
 from evogrpo.training.configuration.reading import load_config, parse_config
-from tests.cli.project import command, prepare
+from tests.cli.project import build, command
 
 OWN = """
 import gymnasium
@@ -86,7 +86,7 @@ def test_wrapper_options_are_given_in_a_configuration(project_dir):
     Path("wrapped.yaml").write_text(yaml.safe_dump(values))
     config = load_config(Path("wrapped.yaml"))
     assert config.task.wrappers[0].name == f"{project_dir}/mywrappers.py:Halves"
-    env = prepare(config).env
+    env = build(config).env
     assert env.observation_space.shape == (5,)
     assert 'Halves {"parts": 4}' in env.fingerprint()["wrappers"]
     assert parse_config(config.to_json()) == config

@@ -119,8 +119,8 @@ environment | agent.evolve_network={min_units: 9, max_units: 8} | agent; min_uni
 environment | agent.objective.overlong_buffer=3        | overlong_buffer
 environment | env=CartPole-v1                          | Use 'task.env'
 environment | net_arch=[64]                            | Use 'agent.network.hidden'
-environment | hyperparameters.lr=auto search_space.lr={min: 0.1, max: 1} | hyperparameters.lr must be a number
-environment | hyperparameters.lr=auto hyperparameters.target_kl=null | hyperparameters.target_kl must be a number
+environment | hyperparameters.lr=auto search_space.lr={min: 0.1, max: 1} | hyperparameters: lr must not evolve
+environment | hyperparameters.lr=auto hyperparameters.target_kl=null | hyperparameters: lr="auto" needs target_kl
 environment | agent.objective=dapo agent.objective.delta=2 | Cannot set agent.objective.delta: agent.objective must be
 team        | model=m                                  | model must be left out where task.parallel_env is given
 team        | agent.objective.dynamic_sampling=1       | dynamic_sampling

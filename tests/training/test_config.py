@@ -21,7 +21,7 @@ from evogrpo.training.configuration.reading import (
     parse_config,
 )
 from evogrpo.training.configuration.sections import CONFIG_FILE, Config
-from evogrpo.training.launch import write_config
+from evogrpo.training.start import write_config
 
 MINIMAL = {
     "model": "smollm2-135m",
@@ -53,7 +53,7 @@ def test_the_resolved_configuration_has_all_defaults_and_round_trips(tmp_path):
     config = parse_config(
         {**MINIMAL, "search_space": {"lr": {"min": 1e-5, "max": 1e-3, "scale": "log"}}}
     )
-    write_config(config, tmp_path)
+    write_config(config.to_json(), tmp_path)
     stored = read_yaml_file(tmp_path / CONFIG_FILE)
     assert parse_config(stored) == config
     assert set(stored) == set(Config.__dataclass_fields__)
@@ -76,7 +76,7 @@ HUB = {**OWN, "dataset": {"hub": "openai/gsm8k", "subset": "main", "test": "test
 )
 def test_every_task_type_round_trips(tmp_path, task):
     config = parse_config({**MINIMAL, "task": task})
-    write_config(config, tmp_path)
+    write_config(config.to_json(), tmp_path)
     assert parse_config(read_yaml_file(tmp_path / CONFIG_FILE)) == config
 
 
@@ -216,7 +216,8 @@ def test_a_local_folder_is_read_like_the_hub(tmp_path, monkeypatch):
 
 def test_subclasses_of_text_and_numbers_are_stored(tmp_path):
     values = {"text": type("Text", (str,), {})("1e5"), "number": np.float64(0.1)}
-    write_config(parse_config({"task": {"env": "CartPole-v1", "env_kwargs": values}}), tmp_path)
+    config = parse_config({"task": {"env": "CartPole-v1", "env_kwargs": values}})
+    write_config(config.to_json(), tmp_path)
     assert read_yaml_file(tmp_path / CONFIG_FILE)["task"]["env_kwargs"] == {
         "text": "1e5",
         "number": 0.1,
@@ -235,7 +236,7 @@ def test_the_schema_accepts_what_is_read(tmp_path):
     accepts = (
         pytest.importorskip("jsonschema").Draft202012Validator(configuration_schema()).is_valid
     )
-    write_config(parse_config(MINIMAL), tmp_path)
+    write_config(parse_config(MINIMAL).to_json(), tmp_path)
     for packaged in (tmp_path / CONFIG_FILE, files("evogrpo.training.configuration") / "demo.yaml"):
         assert accepts(read_yaml_file(packaged))
     task = {"task": {"env": "CartPole-v1"}}

@@ -16,7 +16,7 @@ from evogrpo.reporting.records import GenerationReport, StepReport
 from evogrpo.training.configuration.reading import parse_config
 from evogrpo.training.display import RunDisplay
 from evogrpo.training.evolve import Run
-from evogrpo.training.forecast import schedule_rows
+from evogrpo.training.forecast import work_rows
 from evogrpo.training.run_dir import generation_curves
 from tests.envs import joint_probes
 from tests.tiny_steps import cart_pole, start_run, step_population, step_run
@@ -361,7 +361,7 @@ def test_the_plan_counts_the_answers_to_held_out_questions(fitness, evaluations,
             "fitness": {"by": fitness, "answers": answers, "sampled": answers > 1},
         }
     )
-    steps = schedule_rows(config, cart_pole(**held_out), "episodes")["steps"]
+    steps = work_rows(config, cart_pole(**held_out), "episodes")["steps"]
     assert steps.endswith(f"Evaluations: {answers * (evaluations + 2 * 10)} episodes")
 
 

@@ -11,7 +11,7 @@ from evogrpo.evolution.strategies import Fixed, Narrowing, RandomSearch
 from evogrpo.reporting.records import GenerationReport, StepReport, TestReport
 from evogrpo.storage.journal import read_journal
 from evogrpo.training.display import RunDisplay
-from evogrpo.training.schedule import Schedule
+from evogrpo.training.schedule import Schedule, warn_without_effect
 from tests.tiny_steps import QUICK, cart_pole, step_population, step_run
 from tests.tiny_training import finish, tiny_env, tiny_population
 
@@ -59,7 +59,7 @@ def test_evolving_hyperparameters_without_effect_warn(options, space, neutral):
     population = tiny_population(2, hp_config=HyperparameterConfig(**space), **options)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        Schedule(generations=1, samples_per_step=64).warn_without_effect(population)
+        warn_without_effect(population, Schedule(generations=1, samples_per_step=64))
     assert [
         str(each.message).split()[0]
         for each in caught

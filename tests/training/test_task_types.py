@@ -15,8 +15,8 @@ from evogrpo.reporting.summary import summarise
 from evogrpo.storage.journal import read_journal
 from evogrpo.training.configuration.reading import load_config, parse_config
 from evogrpo.training.configuration.sections import CONFIG_FILE
-from evogrpo.training.launch import read_resumable, resume, start, write_config
 from evogrpo.training.run_dir import open_run
+from evogrpo.training.start import read_run, start, write_config
 from evogrpo.training.task_types import TASK_TYPES, task_type_of
 from tests.cli.project import CONFIG, write_project
 from tests.envs.conftest import build
@@ -44,8 +44,8 @@ class TaskTypeTestCase(ABC):
         return task_type_of(parse_config(given).task)
 
     @pytest.fixture
-    def prepared(self, kind, given):
-        return kind.prepare(parse_config(given))
+    def built(self, kind, given):
+        return kind.build(parse_config(given))
 
     def test_task_type_is_found_by_name_and_by_task(self, kind):
         assert TASK_TYPES[kind.word] is kind
@@ -65,48 +65,45 @@ class TaskTypeTestCase(ABC):
             name: getattr(config.hyperparameters, name) for name in kind.hyperparameters
         } == kind.hyperparameters
         assert config.logging.completions == kind.completions
-        write_config(config, tmp_path)
+        write_config(config.to_json(), tmp_path)
         assert load_config(tmp_path / CONFIG_FILE) == config
 
-    def test_the_plan_is_printed(self, prepared, given):
-        config = prepared.config
-        for rows in (prepared.facts(), prepared.forecast().rows, config.task.facts()):
+    def test_the_plan_is_printed(self, built, given):
+        config = built.config
+        for rows in (built.facts(), built.forecast().rows, config.task.facts()):
             assert all(name and words and "\n" not in words for name, words in rows.items())
-        assert any(config.task.label in words for words in prepared.facts().values())
-        assert "population" in prepared.facts()
-        assert {"samples", "groups", "steps"} <= set(prepared.forecast().rows)
+        assert any(config.task.label in words for words in built.facts().values())
+        assert "population" in built.facts()
+        assert {"samples", "groups", "steps"} <= set(built.forecast().rows)
 
-    def test_memory_does_not_depend_on_how_a_run_starts(self, kind, prepared):
-        need = prepared.forecast().memory
-        assert need == kind.memory_need(
-            prepared.population(), prepared.env, prepared.config.schedule
-        )
+    def test_memory_does_not_depend_on_how_a_run_starts(self, kind, built):
+        need = built.forecast().memory
+        assert need == kind.memory_need(built.population(), built.env, built.config.schedule)
         assert need.size > 0
         assert need.savings
 
     def test_founders_have_the_right_class_and_number_and_are_deterministic(
-        self, kind, prepared, given
+        self, kind, built, given
     ):
-        population = prepared.population()
-        assert len(population) == prepared.config.population.size
+        population = built.population()
+        assert len(population) == built.config.population.size
         assert population.members.kind == kind.word
-        population.check(prepared.env)
+        population.check(built.env)
         for member, same in zip(
-            population, kind.prepare(parse_config(given)).population(), strict=True
+            population, kind.build(parse_config(given)).population(), strict=True
         ):
             assert member.hyperparameters == same.hyperparameters
             assert equal_states(member.state(), same.state())
 
-    def test_a_run_trains_stores_resumes_and_is_reported(self, kind, prepared, given, tmp_path):
+    def test_a_run_trains_stores_resumes_and_is_reported(self, kind, given, tmp_path):
         folder = tmp_path / "run"
-        with closing(prepared.env):
-            run = start(prepared, folder)
+        built, run = start(parse_config(given), folder)
+        with closing(built.env):
             assert all(report.to_json() for report in run.reports())
             states = [agent.state() for agent in run.population]
-        resumable = read_resumable(folder, ["generations=2"])
-        again = kind.prepare(resumable.config)
+        stored, config = read_run(folder, ["generations=2"])
+        again, resumed = start(config, folder, stored=stored)
         with closing(again.env):
-            resumed = resume(again, resumable, folder)
             for agent, state in zip(resumed.population, states, strict=True):
                 assert equal_states(agent.state(), state)
             assert [report.generation for report in resumed] == [2]
@@ -171,14 +168,13 @@ class TestEnvironments(TaskTypeTestCase):
         }
         return {"model": str(folder / "model"), "task": task, "schedule": SCHEDULE, **parts}
 
-    def test_templates_come_from_files(self, prepared):
-        assert prepared.outline.tokenizer.chat_template == TOOLS
-        assert prepared.outline.tokenizer.response_template == hermes_template(build(None))
+    def test_templates_come_from_files(self, built):
+        assert built.outline.tokenizer.chat_template == TOOLS
+        assert built.outline.tokenizer.response_template == hermes_template(build(None))
 
-    def test_each_start_has_its_own_task(self, prepared):
+    def test_each_start_has_its_own_task(self, built):
         prompts = [
-            prepared.env.tokenizer.decode(each)
-            for each in prepared.env.open("train", range(20)).prompts
+            built.env.tokenizer.decode(each) for each in built.env.open("train", range(20)).prompts
         ]
         tasks = {prompt.partition("<u>")[2] for prompt in prompts}
         assert tasks <= {f"Increment the counter by {number}.<eos>\n<a>" for number in range(1, 7)}
@@ -191,7 +187,7 @@ class TestEnvironments(TaskTypeTestCase):
                 "agent": {**given["agent"], **agent},
             }
             values = {**given, **parts, "population": {"size": 1}}
-            row = kind.prepare(parse_config(values)).forecast().rows["tokens"]
+            row = kind.build(parse_config(values)).forecast().rows["tokens"]
             return row.split()[0], int(re.search(r"([\d,]+) per", row)[1].replace(",", ""))
 
         # 8 conversations are sampled and learnt from once; a turn adds a completion and a reply of

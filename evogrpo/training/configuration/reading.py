@@ -1,7 +1,7 @@
 """Read configurations strictly from YAML, and write them with all defaults."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, Union, get_args, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, create_model
 
-from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES, Hyperparameters
+from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES
 from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.safe_parsing import load_yaml, read_yaml_file
 from evogrpo.synonyms import advice, answer_elsewhere, close_match, counterpart
@@ -20,16 +20,16 @@ from evogrpo.training.configuration.sections import (
     LoggingConfig,
     PopulationConfig,
 )
-from evogrpo.training.schedule import Schedule, check_training_rewards
+from evogrpo.training.schedule import Schedule, check_schedule
 from evogrpo.validation import build, is_text, json_schema
 
 if TYPE_CHECKING:
     from evogrpo.evolution.strategies import Strategy
-    from evogrpo.training.task_types import TaskType
 
 DEFAULT_SCHEDULE = {"generations": 10, "steps_per_generation": 4}
 """Schedule of a configuration without the section `schedule`."""
 AUTO = "auto"
+AUTO_LR = "hyperparameters.lr"
 SEARCH_SPACE = "search_space"
 T = TypeVar("T")
 
@@ -48,106 +48,107 @@ def parse_config(values: Mapping[str, Any], strategy: "Strategy | None" = None) 
             with its full path.
     """
     # 1. Sections that need no torch. A section that is null has its defaults.
-    values, auto = _without_auto(
-        {name: value for name, value in values.items() if value is not None}
+    given = {name: value for name, value in values.items() if value is not None}
+    given, auto = _without_auto(given)
+    misplaced = partial(_misplaced, task=given.get("task"))
+    sections = build(
+        _sections_model(), {"schedule": DEFAULT_SCHEDULE, **given}, misplaced=misplaced
     )
-    misplaced = partial(_misplaced, task=values.get("task"))
-    # The type of the section `fitness` imports numpy, so it is loaded only if needed.
-    model = _sections_model(fitness="fitness" in values)
-    sections = build(model, {"schedule": DEFAULT_SCHEDULE, **values}, misplaced=misplaced)
     parsed = {name: getattr(sections, name) for name in sections.model_fields_set}
-    # Check hyperparameters before torch is imported. Their defaults follow from the task type in
-    # phase 2.
-    set_values = values.get("hyperparameters", {})
-    space = parsed.setdefault("search_space", HyperparameterConfig())
-    with_path("hyperparameters", lambda: space.first({}, set_values))
-    # Founders that are taken from another run.
+    space = parsed.setdefault(SEARCH_SPACE, HyperparameterConfig())
     population = parsed.setdefault("population", PopulationConfig())
+    chosen = dict(given.get("hyperparameters", {}))
+    if AUTO_LR in auto:
+        chosen["lr"] = AUTO
+    # Check hyperparameters before torch is imported; phase 2 adds the defaults of the task type.
+    with_path("hyperparameters", lambda: space.first({}, chosen))
     if population.like is not None and not population.founders:
         from evogrpo.reporting.lineage import best_hyperparameters
 
-        founders = with_path("population.like", lambda: best_hyperparameters(population.like))
-        parsed["population"] = replace(
-            population, founders=tuple(each.to_json() for each in founders)
-        )
+        best = with_path("population.like", lambda: best_hyperparameters(population.like))
+        founders = tuple(each.to_json() for each in best)
+        population = parsed["population"] = replace(population, founders=founders)
     # 2. Task and agent; their task type has the defaults of the other sections.
     from evogrpo.training.task_types import select_task
 
-    task_class, kind = select_task(values["task"])
-    agent = values.get("agent", {})
+    task_class, kind = select_task(given["task"])
+    agent = given.get("agent", {})
     model = _sections_model(task_class, kind.agent)  # type: ignore[arg-type]  # a type is hashable
-    members = build(model, {"task": values["task"], "agent": agent}, misplaced=misplaced)
-    parsed["task"], parsed["agent"] = members.task, members.agent
+    members = build(model, {"task": given["task"], "agent": agent}, misplaced=misplaced)
+    parsed["task"] = members.task
+    parsed["agent"] = members.agent
     parsed["model"] = parsed.get("model") or kind.model
-    parsed["logging"] = LoggingConfig(
-        **{"completions": kind.completions, **values.get("logging", {})}
-    )
-    parsed["hyperparameters"] = with_path(
-        "hyperparameters", lambda: space.first(kind.hyperparameters, set_values)
-    )
-    # 3. Strategy and search space.
+    logging = {"completions": kind.completions, **given.get("logging", {})}
+    parsed["logging"] = LoggingConfig(**logging)
+    first = with_path("hyperparameters", lambda: space.first(kind.hyperparameters, chosen))
+    # 3. Strategy, and the search space with the default ranges of `auto` hyperparameters.
+    from evogrpo.config.objective import default_space
     from evogrpo.evolution.strategies import default_strategy
 
     if strategy is not None:
         parsed["strategy"] = strategy
     elif parsed.get("strategy") is None:
-        # language models have no such setting
-        evolve_network = getattr(parsed["agent"], "evolve_network", None)
+        # Language models have no such setting.
+        evolve_network = getattr(members.agent, "evolve_network", None)
         parsed["strategy"] = default_strategy(
-            parsed["population"].size,
+            population.size,
             networks=kind.word != "language",
             evolve_network=evolve_network is not None,
         )
-    space = parsed["search_space"] = _complete_space(parsed, auto, kind, set_values)
-    # Check again: the start of an evolving hyperparameter must be in its range.
-    parsed["hyperparameters"] = with_path(
-        "hyperparameters", lambda: space.first(kind.hyperparameters, set_values)
-    )
-    # 4. Build the configuration with the first founder's hyperparameters, and check across
-    #    sections.
-    from evogrpo.evolution.founders import warm_start_founders
-
-    config = Config(**parsed)
-    if config.founders:
-        samples = config.schedule.samples_per_step
-        (first, *_), _ = warm_start_founders(
-            config.founders, config.hyperparameters, config.search_space, samples
+    samples = parsed["schedule"].samples_per_step
+    ranges = dict(space)
+    for name in auto - {SEARCH_SPACE, AUTO_LR} - set(space):
+        ranges[name] = kind.ranges[name]
+    if SEARCH_SPACE in auto and population.size > 1:
+        ranges |= default_space(
+            kind.ranges,
+            members.agent.objective,
+            first,
+            fixed=chosen,
+            samples_per_step=samples,
+            rows_are_samples=kind.rows_are_samples,
         )
-        config = replace(config, hyperparameters=first)
+    space = parsed[SEARCH_SPACE] = HyperparameterConfig(**ranges)
+    # 4. Hyperparameters of the first member: a start in the range of those that evolve, or those of
+    #    the first founder. Then check across sections.
+    first = with_path("hyperparameters", lambda: space.first(kind.hyperparameters, chosen))
+    config = Config(**{**parsed, "hyperparameters": first})
+    if config.founders:
+        from evogrpo.evolution.founders import warm_start_founders
+
+        founded, _ = warm_start_founders(config.founders, first, space, samples)
+        config = replace(config, hyperparameters=founded[0])
     # The trainer checks the same, but only once the weights are loaded.
-    group_sizes = [config.hyperparameters.group_size]
-    check_training_rewards(config.schedule, config.fitness, group_sizes, config.search_space)
+    check_schedule(
+        config.schedule,
+        config.fitness,
+        [config.hyperparameters.group_size],
+        space,
+        step_based=kind.word != "language",
+    )
     kind.check(config)
     return config
 
 
 @cache
-def _sections_model(task: Any = Any, agent: Any = Any, *, fitness: bool = True) -> type[BaseModel]:
+def _sections_model(task: Any = Any, agent: Any = Any) -> type[BaseModel]:
     """Return a pydantic model with one field for each section of a configuration file.
 
     Args:
         task: Type of the task section.
         agent: Type of the agent section.
-        fitness: Check `fitness` too, whose type imports numpy.
     """
-    types: dict[str, Any] = dict.fromkeys(("Strategy", "FitnessConfig"), Any)
-    if fitness:
-        from evogrpo.evolution.fitness import FitnessConfig
+    from evogrpo.evolution.fitness import FitnessConfig
 
-        types["FitnessConfig"] = FitnessConfig
-    hints = get_type_hints(Config, localns=types, include_extras=True) | {
-        "task": task,
-        "agent": agent,
-    }
+    # The strategy has a validator of its own. Its type would import torch.
+    names = {"Strategy": Any, "FitnessConfig": FitnessConfig}
+    types = get_type_hints(Config, localns=names, include_extras=True)
+    types |= {"task": task, "agent": agent}
     fields: dict[str, Any] = {
-        field.name: (hints[field.name], ... if field.name == "task" else None)
-        for field in dataclasses.fields(Config)
+        name: (kind, ... if name == "task" else None) for name, kind in types.items()
     }
-    return create_model(
-        "Configuration",
-        __config__=ConfigDict(extra="forbid", arbitrary_types_allowed=True),
-        **fields,
-    )
+    settings = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+    return create_model("Configuration", __config__=settings, **fields)
 
 
 def configuration_schema() -> dict[str, Any]:
@@ -156,25 +157,25 @@ def configuration_schema() -> dict[str, Any]:
     from evogrpo.evolution.strategies import BUILT_IN
     from evogrpo.training.task_types import TASK_TYPES
 
-    types = TASK_TYPES.values()
-    tasks = [task for each in types for task in each.tasks]
-    agents = {each.agent: None for each in types}
+    tasks = [task for each in TASK_TYPES.values() for task in each.tasks]
+    agents = {each.agent: None for each in TASK_TYPES.values()}
     schema = json_schema(_sections_model(Union[tuple(tasks)], Union[tuple(agents)]))  # noqa: UP007 (of a sequence)
     sections = schema["properties"]
-    ranges = schema["properties"][SEARCH_SPACE]
+    ranges = sections[SEARCH_SPACE]
+    hyperparameters = schema["$defs"]["Hyperparameters"]["properties"]
     sections["strategy"]["anyOf"][0]["examples"] = list(BUILT_IN)
+
+    def allow(properties: dict[str, Any], names: Iterable[str], other: Mapping[str, Any]) -> None:
+        for name in names:
+            properties[name] = {"anyOf": [properties[name], other]}
+
     # Values that are replaced before the sections are built: names, `auto`, and null for the
     # defaults.
-    hyperparameters = schema["$defs"]["Hyperparameters"]["properties"]
-    others: list[tuple[dict[str, Any], Sequence[str], dict[str, Any]]] = [
-        (hyperparameters, HYPERPARAMETER_NAMES, {"const": AUTO}),
-        (ranges, ("additionalProperties",), {"const": AUTO}),
-        (sections, (SEARCH_SPACE,), {"const": AUTO}),
-        (sections, ("fitness",), {"enum": list(get_args(FitnessBy))}),
-        (sections, [name for name in sections if name not in schema["required"]], {"type": "null"}),
-    ]
-    for properties, names, other in others:
-        properties |= {name: {"anyOf": [properties[name], other]} for name in names}
+    allow(hyperparameters, HYPERPARAMETER_NAMES, {"const": AUTO})
+    allow(ranges, ["additionalProperties"], {"const": AUTO})
+    allow(sections, [SEARCH_SPACE], {"const": AUTO})
+    allow(sections, ["fitness"], {"enum": list(get_args(FitnessBy))})
+    allow(sections, set(sections) - set(schema["required"]), {"type": "null"})
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 
@@ -192,28 +193,28 @@ def _misplaced(name: str, section: str, valid: Sequence[str], task: object = Non
     """
     if section.startswith("search_space."):
         return None
-    has_suggestion = (close_match(name, valid) or counterpart(name, valid)) is not None
+    similar = close_match(name, valid) is not None or counterpart(name, valid) is not None
+    own_name = any(name in key or key in name for key in valid)
     # Sections of task types import torch, so they come last.
     for sections in (_sections, partial(_task_sections, task)):
-        keys = [(path, key) for path, names in sections() for key in names if path != section]
-        paths = {f"{path}.{key}".removeprefix("."): key for path, key in keys}
-        matches = [path for path in paths if path.replace(".", "_") == name]
-        if not has_suggestion:
-            matches += [path for path, key in paths.items() if key == name]
-            if not any(name in key or key in name for key in valid):
-                matches += [
-                    path for path, key in paths.items() if counterpart(name, [key]) is not None
-                ]
-        if matches or has_suggestion:
-            return next(iter(matches), None)
+        paths: dict[str, str] = {}
+        for path, names in sections():
+            if path != section:
+                paths |= {f"{path}.{key}".removeprefix("."): key for key in names}
+        for path in paths:
+            if path.replace(".", "_") == name:
+                return path
+        if similar:
+            return None
+        for path, key in paths.items():
+            if key == name:
+                return path
+        for path, key in paths.items():
+            if not own_name and counterpart(name, [key]) is not None:
+                return path
     # A setting of another task type, which this configuration cannot have.
-    if task is None:
-        others = None
-    else:
-        others = _misplaced(name, section, valid)
-    if others is None:
-        return None
-    return f"{others} (only with another task)"
+    other = None if task is None else _misplaced(name, section, valid)
+    return None if other is None else f"{other} (only with another task)"
 
 
 def setting_called(name: str) -> str | None:
@@ -221,7 +222,7 @@ def setting_called(name: str) -> str | None:
 
     A name of a section stands for its most important setting: `population` for `population.size`.
     """
-    names = [field.name for field in dataclasses.fields(Config)]
+    names = _keys(Config)
     path = name if name in names else counterpart(name, names) or _misplaced(name, "", names)
     main_key = None if path is None else _MAIN_KEYS.get(path)
     return path if main_key is None else f"{path}.{main_key}"
@@ -245,20 +246,17 @@ _MAIN_KEYS = {
 
 
 def instead_of(name: str) -> str | None:
-    """Return what to set instead of a setting of another library that has no counterpart, or None."""
+    """Return what to set instead of a setting of another library without counterpart, or None."""
     return answer_elsewhere(name, (), setting_called) or advice(name, setting_called, patterns=True)
 
 
 def _sections() -> Iterator[tuple[str, Sequence[str]]]:
     """Yield path and keys of every section that all task types have; none imports torch."""
-    sections = {
-        "hyperparameters": Hyperparameters,
-        "schedule": Schedule,
-        "population": PopulationConfig,
-    }
-    for path, kind in {**sections, "logging": LoggingConfig}.items():
-        yield path, [field.name for field in dataclasses.fields(kind)]
-    yield "", [field.name for field in dataclasses.fields(Config)]
+    yield "hyperparameters", HYPERPARAMETER_NAMES
+    yield "schedule", _keys(Schedule)
+    yield "population", _keys(PopulationConfig)
+    yield "logging", _keys(LoggingConfig)
+    yield "", _keys(Config)
 
 
 def _task_sections(chosen: object) -> Iterator[tuple[str, Sequence[str]]]:
@@ -269,15 +267,20 @@ def _task_sections(chosen: object) -> Iterator[tuple[str, Sequence[str]]]:
     from evogrpo.training.task_types import TASK_TYPES
 
     keys = set(chosen) if isinstance(chosen, Mapping) else set()
-    fitting = [each for each in TASK_TYPES.values() if any(task.key in keys for task in each.tasks)]
-    for task_type in fitting or TASK_TYPES.values():
+    types = TASK_TYPES.values()
+    fitting = [each for each in types if any(task.key in keys for task in each.tasks)]
+    for task_type in fitting or types:
         hints = get_type_hints(task_type.agent)
         for name, hint in hints.items():
             if dataclasses.is_dataclass(hint):
-                yield f"agent.{name}", [field.name for field in dataclasses.fields(hint)]
+                yield f"agent.{name}", _keys(hint)
         yield "agent", list(hints)
         for task in task_type.tasks:
-            yield "task", [field.name for field in dataclasses.fields(task) if field.name != "seed"]
+            yield "task", [name for name in _keys(task) if name != "seed"]
+
+
+def _keys(record: Any) -> list[str]:
+    return [field.name for field in dataclasses.fields(record)]
 
 
 def _without_auto(values: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[str]]:
@@ -285,7 +288,7 @@ def _without_auto(values: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[
 
     Any hyperparameter may be `auto`, in `hyperparameters` or in `search_space`. A missing
     `search_space` is `auto`. An `lr` that is `auto` in `hyperparameters` is calibrated and does not
-    evolve.
+    evolve: its name is `AUTO_LR`.
     """
     result = dict(values)
     names = set()
@@ -293,58 +296,16 @@ def _without_auto(values: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[
         names.add(SEARCH_SPACE)
         result.pop(SEARCH_SPACE, None)
     for section in ("hyperparameters", SEARCH_SPACE):
-        section_values = result.get(section)
-        if isinstance(section_values, Mapping):
-            found = {
-                name for name in HYPERPARAMETER_NAMES if is_text(section_values.get(name), AUTO)
-            }
-            result[section] = {
-                name: value for name, value in section_values.items() if name not in found
-            }
-            if section == "hyperparameters" and "lr" in found:
-                found.remove("lr")
-                if section_values.get("target_kl", AUTO) is None:
-                    raise ValueError(
-                        "hyperparameters.target_kl must be a number if lr is auto, got None."
-                        " Remove it."
-                    )
-                if (
-                    isinstance(space := values.get(SEARCH_SPACE), Mapping)
-                    and space.get("lr") is not None
-                ):
-                    raise ValueError(
-                        "hyperparameters.lr must be a number if it evolves, got 'auto'. Let"
-                        " target_kl evolve instead."
-                    )
-            names |= found
+        given = result.get(section)
+        if not isinstance(given, Mapping):
+            continue
+        found = {name for name in HYPERPARAMETER_NAMES if is_text(given.get(name), AUTO)}
+        result[section] = {name: value for name, value in given.items() if name not in found}
+        if section == "hyperparameters" and "lr" in found:
+            found.remove("lr")
+            found.add(AUTO_LR)
+        names |= found
     return result, frozenset(names)
-
-
-def _complete_space(
-    parsed: Mapping[str, Any], auto: frozenset[str], kind: "TaskType", set_values: Mapping[str, Any]
-) -> HyperparameterConfig:
-    """Return the search space of the configuration, with default ranges for `auto` hyperparameters.
-
-    Args:
-        parsed: Parsed sections.
-        auto: Names of `auto` values; see `_without_auto`.
-        kind: Task type, with default ranges.
-        set_values: Hyperparameters that the configuration sets.
-    """
-    from evogrpo.config.objective import default_space
-
-    space = parsed["search_space"]
-    ranges = {name: kind.ranges[name] for name in auto - {SEARCH_SPACE} - set(space)}
-    if SEARCH_SPACE in auto and parsed["population"].size > 1:
-        ranges |= default_space(
-            kind.ranges,
-            parsed["agent"].objective,
-            parsed["hyperparameters"],
-            fixed=set_values,
-            samples_per_step=parsed["schedule"].samples_per_step,
-            rows_are_samples=kind.rows_are_samples,
-        )
-    return HyperparameterConfig(**{**space, **ranges})
 
 
 def with_path(path: str, make: Callable[[], T]) -> T:
@@ -386,7 +347,9 @@ def override(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, A
 
 
 def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
-    """Split an override such as `schedule.generations=8` into its keys and its value, which is read as YAML.
+    """Split an override such as `schedule.generations=8` into its keys and its value.
+
+    The value is read as YAML.
 
     Raises:
         ValueError: If there is no "=", a key is empty, or the value is not valid YAML.
@@ -437,8 +400,9 @@ def _absolute_or_hub(name: str, folder: Path) -> str:
 
 def _absolute_file(name: str, folder: Path) -> str:
     # With `hub`, the name is that of a split, which has no such suffix.
-    is_file = Path(name).suffix.lower() in DATASET_SUFFIXES and "://" not in name
-    return _absolute(name, folder) if is_file else name
+    if Path(name).suffix.lower() in DATASET_SUFFIXES and "://" not in name:
+        return _absolute(name, folder)
+    return name
 
 
 def _absolute_reference(reference: str, folder: Path) -> str:
@@ -451,21 +415,28 @@ def _absolute_reference(reference: str, folder: Path) -> str:
 _PATHS: Mapping[str, Callable[[str, Path], str]] = {
     "model": _absolute_or_hub,
     "task.dataset.hub": _absolute_or_hub,
-    **dict.fromkeys(
-        ("task.dataset.train", "task.dataset.validation", "task.dataset.test"), _absolute_file
-    ),
-    **dict.fromkeys(
-        ("task.reward", "task.parallel_env", "task.score", "task.tools"), _absolute_reference
-    ),
-    **dict.fromkeys(
-        ("task.environment_factory", "task.environment_factory.*"), _absolute_reference
-    ),
-    **dict.fromkeys(("task.wrappers", "task.wrappers.name"), _absolute_reference),
-    **dict.fromkeys(("strategy", "strategy.name", "sampler", "sampler.name"), _absolute_reference),
-    **dict.fromkeys(("strategy.mutation", "strategy.mutation.name"), _absolute_reference),
-    **dict.fromkeys(("task.chat_template", "task.response_template", "population.like"), _absolute),
-    "agent.adapter": _absolute,
+    "task.dataset.train": _absolute_file,
+    "task.dataset.validation": _absolute_file,
+    "task.dataset.test": _absolute_file,
+    "task.reward": _absolute_reference,
+    "task.parallel_env": _absolute_reference,
+    "task.score": _absolute_reference,
+    "task.tools": _absolute_reference,
+    "task.environment_factory": _absolute_reference,
+    "task.environment_factory.*": _absolute_reference,
+    "task.wrappers": _absolute_reference,
+    "task.wrappers.name": _absolute_reference,
+    "task.chat_template": _absolute,
+    "task.response_template": _absolute,
+    "strategy": _absolute_reference,
+    "strategy.name": _absolute_reference,
+    "strategy.mutation": _absolute_reference,
+    "strategy.mutation.name": _absolute_reference,
+    "sampler": _absolute_reference,
+    "sampler.name": _absolute_reference,
     "sampler.adapters_dir": _absolute,
+    "population.like": _absolute,
+    "agent.adapter": _absolute,
 }
 """Functions that make a file path absolute, by dotted path of its setting.
 

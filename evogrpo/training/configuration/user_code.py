@@ -1,4 +1,4 @@
-"""User code that a configuration names: functions and classes by reference, and installed plugins by name."""
+"""User code that a configuration names: functions and classes by reference, plugins by name."""
 
 import hashlib
 import importlib
@@ -46,17 +46,12 @@ def load_named(reference: str, what: str, category: str = "function") -> Callabl
             f'A {what} must be given as "path.py:{category}" or "module:{category}", got'
             f" {shown(reference)}."
         )
-    if source.endswith(".py"):
-        module = _run_file(Path(source), what)
-    else:
-        module = load_module(source)
+    module = _run_file(Path(source), what) if source.endswith(".py") else load_module(source)
+    fits = callable if category == "function" else inspect.isclass
     loaded: Any = getattr(module, name, None)
-    is_category = callable if category == "function" else inspect.isclass
-    if not is_category(loaded):
+    if not fits(loaded):
         names = [
-            key
-            for key, value in vars(module).items()
-            if is_category(value) and not key.startswith("_")
+            key for key, value in vars(module).items() if fits(value) and not key.startswith("_")
         ]
         match = close_match(name, names)
         hint = f" Did you mean {match!r}?" if match else ""
@@ -114,11 +109,10 @@ def _errors_of(what: str) -> Iterator[None]:
     except (Exception, SystemExit) as error:
         message = f"loading {what} raised {class_name(error)}: {one_line(error)}{user_line(error)}"
         if isinstance(error, ModuleNotFoundError):
+            # Suggest a module of the same package, or a top-level one.
             parent, dot, last = (error.name or "").rpartition(".")
-            if parent:
-                search_path = getattr(sys.modules.get(parent), "__path__", None)
-            else:
-                search_path = None
+            package = sys.modules.get(parent)
+            search_path = getattr(package, "__path__", None) if parent else None
             match = close_match(last, [module.name for module in pkgutil.iter_modules(search_path)])
             message += f". Did you mean {parent}{dot}{match}?" if match else "."
             message += ' Install its package, change to its folder, or write "path.py:name".'
@@ -166,20 +160,24 @@ def load_plugin(name: str, what: str, built_in: Collection[str] = ()) -> Callabl
 
 
 def named_sampler(name: str) -> "Callable[..., Sampler]":
-    """Return the factory of a sampler by name: built-in, plugin, `path.py:function` or `module:function`.
+    """Return the factory of a sampler by name.
+
+    The name is built-in, of a plugin, `path.py:function` or `module:function`.
 
     Raises:
         ValueError: If there is none.
     """
-    factory = load_named(name, "sampler") if ":" in name else load_plugin(name, "sampler", (VLLM,))
-    if factory is None and name == VLLM:
-        from evogrpo.members.language.vllm_sampler import VLLMSampler
-
-        return lambda population, **settings: VLLMSampler(**settings)
-    if factory is None:
+    if ":" in name:
+        return load_named(name, "sampler")
+    factory = load_plugin(name, "sampler", (VLLM,))
+    if factory is not None:
+        return factory
+    if name != VLLM:
         error = unknown_name_error("sampler", name, [VLLM, *plugin_names()])
         raise ValueError(f'{error}. For your own sampler, write "module:function".')
-    return factory
+    from evogrpo.members.language.vllm_sampler import VLLMSampler
+
+    return lambda population, **settings: VLLMSampler(**settings)
 
 
 def make_sampler(values: Mapping[str, Any], population: "Population") -> "Sampler":
@@ -196,7 +194,7 @@ def make_sampler(values: Mapping[str, Any], population: "Population") -> "Sample
 
 
 def strategy_record(strategy: Strategy) -> dict[str, Any]:
-    """Return the name and the settings of a strategy; the name of a custom one is `module:Class`."""
+    """Return name and settings of a strategy; the name of a custom one is `module:Class`."""
     kind = type(strategy)
     name = next((name for name, built_in in BUILT_IN.items() if built_in is kind), None)
     return {"name": name or reference_to(kind), **strategy.to_json()}
@@ -217,18 +215,17 @@ def named_strategy(values: Mapping[str, Any]) -> Strategy:
     if not isinstance(name, str):
         raise ValueError(f"The name of a strategy must be text, got {shown(name)}.")
     mutation = values.get("mutation")
-    custom_mutation = None
     if isinstance(mutation, str):
         mutation = {"name": mutation}
+    custom_mutation = None
     if isinstance(mutation, Mapping) and "name" in mutation:
         custom_mutation = load_named(str(mutation["name"]), "mutation")
     if mutation is not None:
         values = {**values, "mutation": mutation}
-    own = (
-        load_named(name, "strategy", "class")
-        if ":" in name
-        else load_plugin(name, "strategy", BUILT_IN)
-    )
+    if ":" in name:
+        own: Any = load_named(name, "strategy", "class")
+    else:
+        own = load_plugin(name, "strategy", BUILT_IN)
     if own is None and name not in BUILT_IN:
         raise unknown_name_error("strategy", name, [*BUILT_IN, *plugin_names()])
     strategy = strategy_from_json(values, own, custom_mutation)
@@ -242,12 +239,11 @@ def chosen_strategy(strategy: Strategy | type[Strategy] | str) -> Strategy:
     Raises:
         ValueError: If the argument is none of these.
     """
-    if isinstance(strategy, str | Mapping):
-        return named_strategy({"name": strategy} if isinstance(strategy, str) else strategy)
-    if isinstance(strategy, type):
-        instance = strategy()
-    else:
-        instance = strategy
+    if isinstance(strategy, str):
+        return named_strategy({"name": strategy})
+    if isinstance(strategy, Mapping):
+        return named_strategy(strategy)
+    instance = strategy() if isinstance(strategy, type) else strategy
     check_strategy(instance)
     return instance
 
@@ -288,33 +284,28 @@ def check_resumable(strategy: Strategy) -> None:
             state are not plain JSON values, its settings do not build an equal strategy, or a
             setting is called "name".
     """
-    strategy_class = type(strategy)
-    record = strategy_record(strategy)
+    kind = type(strategy)
     mutation = _custom_mutation(strategy)
-    for role, code in (
-        ("class of its strategy", strategy_class),
-        ("mutation of its strategy", mutation),
-    ):
-        if code is not None and not _is_importable(code):
+    code = {"class of its strategy": kind, "mutation of its strategy": mutation}
+    for role, each in code.items():
+        if each is not None and not _is_importable(each):
             raise ValueError(
                 f"A run can only be resumed if the {role} can be imported, got"
-                f" {reference_to(code)}. Define it at the top level of an imported module, or"
+                f" {reference_to(each)}. Define it at the top level of an imported module, or"
                 " remove run_dir."
             )
     if "name" in strategy.to_json():
         raise ValueError(
-            f"{strategy_class.__name__} has a setting called name, which is reserved. Rename it."
+            f"{kind.__name__} has a setting called name, which is reserved. Rename it."
         )
-    stored = _json_round_trip(record)
-    rebuilt = _json_round_trip(
-        strategy_record(strategy_from_json(stored, strategy_class, mutation))
-    )
+    stored = _stored_record(strategy)
+    rebuilt = _stored_record(strategy_from_json(stored, kind, mutation))
     if rebuilt != stored:
         raise ValueError(
-            f"{strategy_class.__name__}.to_json must return arguments that build an equal strategy,"
-            f" but {stored} build {rebuilt}."
+            f"{kind.__name__}.to_json must return arguments that build an equal strategy, but"
+            f" {stored} build {rebuilt}."
         )
-    _json_round_trip(strategy.state())
+    dump_json(strategy.state(), what="the record of the strategy")
 
 
 def restored_strategy(
@@ -337,27 +328,23 @@ def restored_strategy(
             f"The strategy of this run is the custom class {name}, which is not imported from a"
             " checkpoint. Pass it: evogrpo.resume(..., strategy=ItsClass)."
         )
+    # 1. Rebuild the strategy from its record.
+    kind: type[Strategy] | None
+    mutation = None
     if given is None or isinstance(given, type):
-        strategy_class = given
-        mutation = None
+        kind = given
     else:
         check_strategy(given)
-        strategy_class = type(given)
+        kind = type(given)
         mutation = _custom_mutation(given)
-    # Rebuild the strategy from its record; a given instance must be equal to it.
-    stored = strategy_from_json(record, strategy_class, mutation)
-    if given is None or isinstance(given, type):
-        strategy = stored
-    else:
-        strategy = given
-    expected, actual = (
-        _json_round_trip(strategy_record(candidate)) for candidate in (stored, strategy)
-    )
-    # Modules may have moved since, so only the settings and the names of class and mutation are
-    # compared.
+    stored = strategy_from_json(record, kind, mutation)
+    # 2. A given instance must be equal to it. Modules may have moved since, so only the settings
+    #    and the names of class and mutation are compared.
+    strategy = stored if given is None or isinstance(given, type) else given
+    actual = _stored_record(strategy)
     if (
-        expected != actual
-        or strategy_class not in (None, type(stored))
+        actual != _stored_record(stored)
+        or kind not in (None, type(stored))
         or _names(record) != _names(actual)
     ):
         raise ValueError(
@@ -369,25 +356,21 @@ def restored_strategy(
 
 def _names(record: Mapping[str, Any]) -> list[str]:
     """Return the names of a strategy and of its custom mutation, if any, without their modules."""
-    named = [
-        each
-        for each in (record, record.get("mutation"))
-        if isinstance(each, Mapping) and "name" in each
-    ]
-    return [str(each["name"]).rpartition(":")[2] for each in named]
+    records = [record, record.get("mutation")]
+    named = [each["name"] for each in records if isinstance(each, Mapping) and "name" in each]
+    return [str(name).rpartition(":")[2] for name in named]
 
 
 def _custom_mutation(strategy: Strategy) -> Callable[..., Any] | None:
     """Return the function or class of a built-in strategy's custom mutation, or None."""
     mutation: Any = getattr(strategy, "mutation", None)
-    if (
-        type(strategy) not in BUILT_IN.values()
-        or mutation is None
-        or isinstance(mutation, Mutation)
-    ):
+    built_in = type(strategy) in BUILT_IN.values()
+    if not built_in or mutation is None or isinstance(mutation, Mutation):
         return None
     return definition_of(mutation)
 
 
-def _json_round_trip(values: Mapping[str, Any]) -> Any:
-    return load_json(dump_json(values, what="the record of the strategy"))
+def _stored_record(strategy: Strategy) -> dict[str, Any]:
+    """Return the record of a strategy as a checkpoint holds it."""
+    text = dump_json(strategy_record(strategy), what="the record of the strategy")
+    return dict(load_json(text))

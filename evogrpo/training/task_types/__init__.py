@@ -23,15 +23,15 @@ from evogrpo.training.configuration.sections import Config
 from evogrpo.training.configuration.user_code import VLLM
 from evogrpo.training.forecast import MemoryNeed
 from evogrpo.training.schedule import Schedule
-from evogrpo.training.task_types.networks import NetworkTask, PreparedNetworks
+from evogrpo.training.task_types.networks import NetworkTask, NetworkTaskType
 from evogrpo.training.video import RecordedEpisode
 from evogrpo.validation import refuse_unknown
 
 if TYPE_CHECKING:
-    from evogrpo.training.task_types.language import PreparedLanguage
+    from evogrpo.training.task_types.language import LanguageTask
 
 
-class LanguageTask:
+class LanguageTaskType:
     """Task type of language models, whose packages are imported on use.
 
     Attributes:
@@ -57,23 +57,26 @@ class LanguageTask:
     completions = 16
 
     def check(self, config: Config) -> None:
-        """Raise ValueError for a limit on environment steps, or for sharding or vLLM with full fine-tuning."""
-        config.schedule.check_timesteps(step_based=False)
+        """Raise ValueError for sharding or vLLM with full fine-tuning."""
         vllm = config.sampler is not None and config.sampler["name"] == VLLM
         if config.agent.full_finetuning and (vllm or config.base_parts > 1):
             raise ValueError(
                 "agent.full_finetuning supports neither base_parts nor vLLM. Remove them."
             )
 
-    def prepare(self, config: Config) -> "PreparedLanguage":
-        """Check a configuration against the device, the model's architecture and tokenizer, and the task.
+    def build(self, config: Config, env: Any = None) -> "LanguageTask":
+        """Check a configuration against device, architecture, tokenizer and task.
+
+        Args:
+            config: The configuration.
+            env: Environment to use instead of the configured one.
 
         Raises:
             ValueError: If one of them does not fit.
         """
-        from evogrpo.training.task_types.language import prepare
+        from evogrpo.training.task_types.language import build
 
-        return prepare(config)
+        return build(config, env)
 
     def memory_need(self, population: Population, env: Any, schedule: Schedule) -> MemoryNeed:
         """Estimate the memory from the base model, the members and the longest prompt."""
@@ -103,17 +106,17 @@ class LanguageTask:
         return f"evogrpo.GRPO.load({str(best)!r}{base_argument}).generate(prompts)"
 
     def next_command(self, run_dir: Path) -> tuple[str, tuple[str | Path, ...]]:
-        """Return the purpose and the words of the command to print after a run: export of the best member."""
+        """Return purpose and words of the command to print after a run: export of the best."""
         return "export member", ("export", run_dir, "FOLDER")
 
 
-TaskType: TypeAlias = LanguageTask | NetworkTask
-PreparedRun: TypeAlias = "PreparedLanguage | PreparedNetworks"
-"""Run whose configuration was checked against the machine, the task and the members."""
-_NETWORKS = NetworkTask(word="networks", tasks=(EnvironmentTask,), algorithm=GRPO)
-_TEAMS = NetworkTask(word="joint", tasks=(ParallelTask,), algorithm=MultiAgentGRPO)
+TaskType: TypeAlias = LanguageTaskType | NetworkTaskType
+Task: TypeAlias = "LanguageTask | NetworkTask"
+"""Configured task that was checked against the machine and the environment."""
+_NETWORKS = NetworkTaskType(word="networks", tasks=(EnvironmentTask,), algorithm=GRPO)
+_TEAMS = NetworkTaskType(word="joint", tasks=(ParallelTask,), algorithm=MultiAgentGRPO)
 TASK_TYPES: Mapping[str, TaskType] = {
-    each.word: each for each in (LanguageTask(), _NETWORKS, _TEAMS)
+    each.word: each for each in (LanguageTaskType(), _NETWORKS, _TEAMS)
 }
 _TYPE_OF: Mapping[type[Any], TaskType] = {
     task: each for each in TASK_TYPES.values() for task in each.tasks
@@ -127,7 +130,7 @@ def task_type_of(task: object) -> TaskType:
 
 
 def select_task(section: object) -> tuple[type[Any], TaskType]:
-    """Return the class and the task type of a task section, by the one key of `_TASKS` that it sets.
+    """Return class and task type of a task section, by the one key of `_TASKS` that it sets.
 
     Raises:
         ValueError: If the section sets no such key or several.

@@ -1,11 +1,11 @@
-"""Preparation and cost of runs of language models: members are LoRA adapters on a base model, or own all weights."""
+"""Tasks of language models: checks before the weights are loaded, costs, and members."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import Tensor
 
 from evogrpo.algorithms.grpo import GRPO
 from evogrpo.algorithms.population import Population
@@ -53,9 +53,8 @@ from evogrpo.training.forecast import (
     gigabytes,
     possible_values,
     processes_per_device,
-    samples_text,
-    schedule_rows,
     sizes_text,
+    work_rows,
 )
 from evogrpo.training.run_dir import StoredRun
 from evogrpo.training.run_state import RunState
@@ -106,8 +105,8 @@ class Memory:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreparedLanguage:
-    """Prepared run of language models, without loaded weights.
+class LanguageTask:
+    """Checked task of language models, without loaded weights.
 
     Attributes:
         config: The configuration, with the chosen precision.
@@ -134,120 +133,161 @@ class PreparedLanguage:
     def facts(self) -> dict[str, str]:
         """Return facts about model, task and members."""
         config = self.config
+        facts = {"model": f"{self.model} on {self.device} in {config.precision}{self._sharding()}"}
         trained = self.trained.summary(self.outline.model)
-        return {
-            "model": f"{self.model} on {self.device} in {config.precision}{self._sharding_text()}",
-            **({"adapters": f"train {trained}"} if trained else {}),
-            **({} if config.sampler is None else {"sampler": config.sampler["name"]}),
-            "task": f"{config.task.label}: {sizes_text(self.env)} questions",
-            "population": (
-                f"{pluralize(config.population.size, 'member')}, {self.trained.description}"
-                + (f" that starts from {config.agent.adapter}" if config.agent.adapter else "")
-            ),
-        }
+        if trained:
+            facts["adapters"] = f"train {trained}"
+        if config.sampler is not None:
+            facts["sampler"] = config.sampler["name"]
+        facts["task"] = f"{config.task.label}: {sizes_text(self.env)} questions"
+        members = pluralize(config.population.size, "member")
+        facts["population"] = f"{members}, {self.trained.description}"
+        if config.agent.adapter:
+            facts["population"] += f" that starts from {config.agent.adapter}"
+        return facts
+
+    def _sharding(self) -> str:
+        """Return a note on the sharding of the base model, if it was requested."""
+        requested = self.config.base_parts
+        if requested == 1:
+            return ""
+        size = processes().size
+        if size == 1:
+            return ", not sharded: there is one process"
+        parts = shard_count(requested)
+        layout = "a full copy in every process"
+        if parts > 1:
+            layout = f"each copy sharded over {parts} processes"
+        note = f" ({requested} do not divide {size})" if parts != requested else ""
+        return f", {layout}{note}"
 
     def forecast(self) -> Forecast:
-        """Return the costs of the run: upper bounds where completions may end early or hyperparameters evolve."""
+        """Return the costs of the run.
+
+        They are upper bounds where completions may end early or hyperparameters evolve.
+        """
         config = self.config
-        env = self.env
-        outline = self.outline.model
-        device = self.device
-        # 1. Work: optimizer steps and tokens.
-        schedule = config.schedule
         members = config.population.size
-        optimizer_steps = [
-            epochs * math.ceil(config.schedule.samples_per_step / batch)
-            for epochs in possible_values(config, "update_epochs")
-            for batch in possible_values(config, "batch_size")
-        ]
-        fewest = min(optimizer_steps)
-        most = max(optimizer_steps)
-        batch = env.open("train", range(env.size("train")))
-        longest = max(map(len, batch.prompts))
-        turns = batch.max_turns
-        row = max_row_tokens(config.agent, turns, min(map(len, batch.prompts)), context_of(outline))
-        groups = schedule.samples_per_step // min(possible_values(config, "group_size"))
-        per_step = members * _member_tokens(config, groups, longest, row)
-        in_all = ""
-        if schedule.generations is not None:
-            in_all = (
-                f", {count_text(schedule.generations * schedule.steps_per_generation * per_step)}"
-                " in all"
-            )
-        # 2. Memory: members and the share of the base model.
-        weights = self.trained.size
+        model = self.outline.model
+        samples = config.schedule.samples_per_step
+        batch = self.env.open("train", range(self.env.size("train")))
+        lengths = [len(prompt) for prompt in batch.prompts]
+        # 1. Optimizer steps of a learning step.
+        epochs = possible_values(config, "update_epochs")
+        batch_sizes = possible_values(config, "batch_size")
+        fewest = min(epochs) * math.ceil(samples / max(batch_sizes))
+        most = max(epochs) * math.ceil(samples / min(batch_sizes))
+        steps = pluralize(most, "step")
+        if fewest < most:
+            steps = f"{fewest} to {steps}"
+        micro_batch = config.agent.micro_batch_tokens
+        size = f"at most {pluralize(micro_batch or DEFAULT_MICRO_BATCH_TOKENS, 'token')}"
+        if micro_batch is None and self.device.startswith("cuda"):  # chosen when the run starts
+            size = "as many tokens as fit into memory"
+        # 2. Memory: the share of the base model, and the members.
         parts = shard_count(config.base_parts)
         precision = FLOAT if config.precision == "float32" else 2
         if config.precision in PACKAGES:
-            precision = default_dtype(device).itemsize
-            base = quantised_bytes(outline, config.precision, precision)
+            precision = default_dtype(self.device).itemsize
+            base = quantised_bytes(model, config.precision, precision)
         else:
-            base = parameters_per_rank(outline, parts) * precision
+            base = parameters_per_rank(model, parts) * precision
         memory = peak_memory(
-            outline,
+            model,
             agent=config.agent,
             members=members,
-            samples=config.schedule.samples_per_step,
-            validation=schedule.questions("validation", env),
-            weights=weights,
-            longest_prompt=longest,
-            turns=turns,
+            samples=samples,
+            validation=config.schedule.questions("validation", self.env),
+            weights=self.trained.size,
+            longest_prompt=max(lengths),
+            turns=batch.max_turns,
             precision=precision,
             base=base,
-            device=device,
+            device=self.device,
         )
         # 3. Rows of the plan.
-        first = " ".join(map(str, self.trial.tokens[:12]))
-        none = "none (does the function return a value?)"
-        earned = {
-            name: none if value is None else number_text(value)
-            for name, value in self.trial.rewards.items()
+        in_base = sum(weights.numel() for weights in model.parameters())
+        rows = {
+            **self._trial_rows(),
+            **work_rows(config, self.env, "completions"),
+            "optimizer": f"{steps} per member and learning step, in micro-batches of {size}",
+            "tokens": self._tokens_row(lengths, batch.max_turns),
+            "parameters": (
+                f"{_millions_text(in_base)} in the base,"
+                f" {_millions_text(self.trained.size)} in each member"
+            ),
+            "memory": (
+                f"about {gigabytes(memory.total)} at the peak: base {gigabytes(memory.base)} +"
+                f" members {gigabytes(memory.members)} + the larger of learning"
+                f" {gigabytes(memory.learning)} (activations, logits and gradients) and sampling"
+                f" {gigabytes(memory.sampling)} (KV cache); without Python and its libraries"
+            ),
         }
-        if fewest == most:
-            steps = pluralize(most, "step")
-        else:
-            steps = f"{fewest} to {pluralize(most, 'step')}"
-        micro_batch = config.agent.micro_batch_tokens
-        size = f"at most {pluralize(micro_batch or DEFAULT_MICRO_BATCH_TOKENS, 'token')}"
-        if micro_batch is None and device.startswith("cuda"):  # chosen when the run starts
-            size = "as many tokens as fit into memory"
+        return Forecast(rows=rows, memory=_memory_need(memory, self.device))
+
+    def _trial_rows(self) -> dict[str, str]:
+        """Return the rows of the plan on the first prompt, its rewards and the end tokens."""
+        tokens = self.trial.tokens
+        first = " ".join(str(token) for token in tokens[:12])
+        if len(tokens) > 12:
+            first += " …"
+        rewards = []
+        for name, value in self.trial.rewards.items():
+            text = "none (does the function return a value?)"
+            if value is not None:
+                text = number_text(value)
+            rewards.append(f"{name} {text}")
+        tokenizer = self.outline.tokenizer
+        ends = self.config.agent.eos_token_ids or sorted(
+            end_ids_of(self.outline.model).union(self.env.action_space.end_ids)
+        )
+        end_tokens = [f"{end} {shorten(str(tokenizer.decode([end])), 40)!r}" for end in ends]
+        prompt = shorten(self.trial.prompt, 400)
+        return {
+            "first prompt": f"{prompt!r}, {pluralize(len(tokens), 'token')}: {first}",
+            "rewards": f"{', '.join(rewards)} for {SAMPLE_COMPLETIONS[0]!r}",
+            "end tokens": ", ".join(end_tokens),
+        }
+
+    def _tokens_row(self, lengths: Sequence[int], turns: int) -> str:
+        """Return the row of the plan on the tokens of sampling, updates and the reference pass.
+
+        Args:
+            lengths: Tokens of each prompt.
+            turns: Maximum number of completions of a conversation.
+        """
+        config = self.config
+        schedule = config.schedule
+        samples = schedule.samples_per_step
+        longest = max(lengths)
+        row = max_row_tokens(config.agent, turns, min(lengths), context_of(self.outline.model))
+        # 1. One pass over the samples of a member; the completions of a group share their prompt.
+        groups = samples // min(possible_values(config, "group_size"))
+        one_pass = groups * longest + samples * row
+        # 2. Sampling, where dynamic sampling may resample all groups.
+        tokens = (1 + config.agent.objective.dynamic_sampling) * one_pass
+        # 3. Updates. A group that is split between two optimizer steps runs its prompt twice.
+        splits = math.ceil(samples / min(possible_values(config, "batch_size"))) - 1
+        tokens += max(possible_values(config, "update_epochs")) * (one_pass + splits * longest)
+        # 4. The pass of the reference policy.
+        if config.hyperparameters.beta > 0 or "beta" in config.search_space:
+            tokens += one_pass
+        tokens *= config.population.size
+        in_all = ""
+        if schedule.generations is not None:
+            steps = schedule.generations * schedule.steps_per_generation
+            in_all = f", {count_text(steps * tokens)} in all"
         bound = "at most"
         limits = f"completions of at most {row}"
         if turns > 1:
             limits = f"conversations of at most {row} in up to {turns} turns"
             if config.agent.max_episode_tokens is None:
                 bound = "about"
-                limits = f"{limits}: replies as long as completions, without max_episode_tokens"
-        rounds = schedule_rows(config, env, "completions")
-        rows = {
-            "first prompt": (
-                f"{shorten(self.trial.prompt, 400)!r},"
-                f" {pluralize(len(self.trial.tokens), 'token')}:"
-                f" {first}{' …' if len(self.trial.tokens) > 12 else ''}"
-            ),
-            "rewards": f"{', '.join(map(' '.join, earned.items()))} for {SAMPLE_COMPLETIONS[0]!r}",
-            "end tokens": self._end_tokens_text(),
-            "samples": samples_text(config, "completions"),
-            "groups": rounds["groups"],
-            "optimizer": f"{steps} per member and learning step, in micro-batches of {size}",
-            "steps": rounds["steps"],
-            "tokens": (
-                f"{bound} {count_text(per_step)} per learning step{in_all} (prompts of at most"
-                f" {longest}, {limits}; updates included, evaluations left out)"
-            ),
-            "parameters": (
-                f"{_millions_text(sum(map(Tensor.numel, outline.parameters())))} in the base, "
-                f"{_millions_text(weights)} in each member"
-            ),
-            "memory": (
-                f"about {gigabytes(memory.total)} at the peak: base {gigabytes(memory.base)} +"
-                f" members {gigabytes(memory.members)} ({members} × weights and two moments, twice,"
-                f" float32) + the larger of learning {gigabytes(memory.learning)} (activations and"
-                f" logits of a micro-batch, gradients) and sampling {gigabytes(memory.sampling)}"
-                " (KV cache); without Python and its libraries"
-            ),
-        }
-        return Forecast(rows=rows, memory=_memory_need(memory, device))
+                limits += ": replies as long as completions, without max_episode_tokens"
+        return (
+            f"{bound} {count_text(tokens)} per learning step{in_all} (prompts of at most"
+            f" {longest}, {limits}; updates included, evaluations left out)"
+        )
 
     @property
     def longest_sample(self) -> int:
@@ -262,25 +302,24 @@ class PreparedLanguage:
 
     def population(self) -> Population:
         """Load the base model and make the founders."""
+        config = self.config
+        options = {**vars(config.agent), **config.founder_options()}
         # `lora` became an object of peft; an adapter has its own.
-        options = {**vars(self.config.agent)}
         del options["lora"]
-        options["lora_config"] = None if options["adapter"] else self.lora
-        tokenizer = self.outline.tokenizer
+        if not options["adapter"]:
+            options["lora_config"] = self.lora
         # Padding is masked, so any token can be used.
-        if tokenizer.pad_token_id is None:
-            padding = tokenizer.eos_token_id
-        else:
-            padding = tokenizer.pad_token_id
+        padding = self.outline.tokenizer.pad_token_id
+        if padding is None:
+            padding = self.outline.tokenizer.eos_token_id
         return GRPO.population(
-            self.config.population.size,
+            config.population.size,
             self.env.observation_space,
             self.env.action_space,
             actor_network=self._base(),
             pad_token_id=int(padding or 0),
             source=self.model,
             **options,
-            **self.config.founder_options(),
         )
 
     def restore(self, saved: StoredRun) -> tuple[Population, RunState]:
@@ -288,42 +327,82 @@ class PreparedLanguage:
         return saved.restore(self._base())
 
     def _base(self) -> "PreTrainedModel":
-        """Load the base model in the precision that `prepare` chose."""
+        """Load the base model in the chosen precision."""
         precision = self.config.precision
-        if precision in PACKAGES:
-            dtype: Any = precision
-        else:
-            dtype = getattr(torch, precision)
-        return load_base(
-            self.model, dtype=dtype, device=self.device, parts=self.config.base_parts
-        ).model
+        dtype: Any = precision if precision in PACKAGES else getattr(torch, precision)
+        parts = self.config.base_parts
+        return load_base(self.model, dtype=dtype, device=self.device, parts=parts).model
 
-    def _end_tokens_text(self) -> str:
-        """Return the tokens that end a completion."""
-        config = self.config.agent
-        tokenizer = self.outline.tokenizer
-        ends = config.eos_token_ids or sorted(
-            end_ids_of(self.outline.model).union(self.env.action_space.end_ids)
-        )
-        return ", ".join(
-            f"{token} {shorten(str(tokenizer.decode([token])), 40)!r}" for token in ends
-        )
 
-    def _sharding_text(self) -> str:
-        """Return a note on the sharding of the base model, if it was requested."""
-        requested = self.config.base_parts
-        parts = shard_count(self.config.base_parts)
-        if requested == 1:
-            return ""
-        if processes().size == 1:
-            return ", not sharded: there is one process"
-        if parts == 1:
-            layout = "a full copy in every process"
-        else:
-            layout = f"each copy sharded over {parts} processes"
-        return f", {layout}" + (
-            f" ({requested} do not divide {processes().size})" if parts != requested else ""
+def build(config: Config, env: PromptEnvironment | None = None) -> LanguageTask:
+    """Check a configuration against device, architecture, tokenizer and task."""
+    agent = config.agent
+    assert config.model is not None  # it has a default
+    # 1. Check the device, the initial adapter and the architecture of the base model.
+    device = available_device(config.device)
+    start = None if agent.adapter is None else read_adapter(agent.adapter)
+    if start is not None:
+        lora = start.lora_config
+    elif agent.full_finetuning:
+        lora = None
+    else:
+        lora = lora_from_json(plain(agent.lora))
+    outline = load_outline(config.model)
+    check_causal_class(outline.model)
+    check_sharding(outline.model, config.base_parts, device)
+    parts = shard_count(config.base_parts)
+    if config.sampler is None and parts > 1:
+        raise ValueError(NEEDS_SAMPLER)
+    check_quantised(config.precision, device, parts)
+    # 2. Choose what members train.
+    trained = choose_trained(outline.model, lora, outline=True)
+    if start is not None and isinstance(trained, LoraTargets):
+        start.flat(trained.targets)  # raises ValueError if the adapter is of another base model
+    # 3. Build the environment. By default, prompts leave room for a completion in the model's
+    #    context.
+    context = context_of(outline.model)
+    if env is None:
+        max_prompt_length = config.task.max_prompt_length
+        if max_prompt_length is None and context is not None:
+            max_prompt_length = context - agent.max_output_tokens
+            if max_prompt_length < 1:
+                raise ValueError(
+                    f"agent.max_output_tokens must be below the model's context of {context}"
+                    f" tokens, got {agent.max_output_tokens}."
+                )
+        config.task.set_templates(outline.tokenizer)
+        env = config.task.environment(
+            outline.tokenizer, seed=config.task_seed, max_prompt_length=max_prompt_length
         )
+    assert env is not None
+    # 4. Try the reward functions, and check all tokens against the model.
+    try:
+        trial = env.preflight()
+    except RewardError as error:
+        env.close()
+        raise ValueError(
+            f"{error}{user_line(error.__cause__) if error.__cause__ else ''}"
+        ) from error
+    check_token_ids(outline.model, [env.largest_token], "tokens of prompts")
+    check_token_ids(outline.model, agent.eos_token_ids or (), "eos_token_ids")
+    if not (agent.eos_token_ids or end_ids_of(outline.model) or env.action_space.end_ids):
+        raise ValueError(
+            "agent.eos_token_ids must be given: neither the model nor its tokenizer has an end"
+            " token."
+        )
+    check_context(context, env.longest_prompt + agent.max_output_tokens)
+    # 5. Choose the precision, the same on all ranks.
+    precision = choose_precision(config.precision, outline.model, device, full=lora is None)
+    return LanguageTask(
+        trial=trial,
+        config=replace(config, precision=processes().broadcast(precision)),
+        model=config.model,
+        outline=outline,
+        env=env,
+        device=device,
+        lora=lora,
+        trained=trained,
+    )
 
 
 def max_row_tokens(agent: LanguageOptions, turns: int, prompt: int, context: int | None) -> int:
@@ -339,35 +418,11 @@ def max_row_tokens(agent: LanguageOptions, turns: int, prompt: int, context: int
     """
     if turns == 1:
         return agent.max_output_tokens
-    # a reply between two completions
+    # There is a reply between two completions.
     tokens = agent.max_episode_tokens or (2 * turns - 1) * agent.max_output_tokens
     if context is None:
         return tokens
     return max(agent.max_output_tokens, min(tokens, context - prompt))
-
-
-def _member_tokens(config: Config, groups: int, longest_prompt: int, row_tokens: int) -> int:
-    """Return the maximum number of tokens of one member's learning step: sampling, updates, and the reference pass.
-
-    Args:
-        config: Configuration of the run.
-        groups: Maximum number of groups of a learning step.
-        longest_prompt: Tokens of the longest prompt.
-        row_tokens: Result of `max_row_tokens`.
-    """
-    completions = config.schedule.samples_per_step * row_tokens
-    one_pass = groups * longest_prompt + completions  # groups share their prompt
-    epochs = max(possible_values(config, "update_epochs"))
-    splits = (
-        math.ceil(config.schedule.samples_per_step / min(possible_values(config, "batch_size"))) - 1
-    )
-    # Dynamic sampling may resample all groups.
-    sampling = (1 + config.agent.objective.dynamic_sampling) * one_pass
-    # A group that is split between two optimizer steps runs its prompt twice.
-    updates = epochs * (one_pass + splits * longest_prompt)
-    has_reference = config.hyperparameters.beta > 0 or "beta" in config.search_space
-    total: int = sampling + updates + (one_pass if has_reference else 0)
-    return total
 
 
 def peak_memory(
@@ -403,23 +458,22 @@ def peak_memory(
         device: Device of the members.
     """
     budget = agent.micro_batch_tokens or DEFAULT_MICRO_BATCH_TOKENS
-    # Tokens of the longest row, and rows of all members together.
+    # 1. Members: weights, two moments and a reference, and the vectors beside them.
+    vectors = members * (3 + (agent.objective.reference == "snapshot"))
+    vectors += VECTORS_BESIDE_MEMBERS + max(vectors, VECTORS_OF_EXPORT)
+    # 2. Learning: activations and logits of a micro-batch, and one gradient of each member.
+    logits_rows = REDUCED_LOGITS_ROWS if agent.reduce_memory_peak else budget
+    learning = learning_bytes(model, budget, logits_rows, precision)
+    # 3. Sampling: KV caches of the rows of all members that are sampled at once.
     width = longest_prompt + max_row_tokens(agent, turns, longest_prompt, context_of(model))
     rows = members * max(samples, validation)
     cached = width * min(rows, rows_at_once(width, device.partition(":")[0]))
     if turns > 1:  # the caches kept from the last turn, and those kept for the next one
         cached += 2 * min(width * rows, CACHED_TOKENS)
-    # weights, two moments and a reference
-    vectors = members * (3 + (agent.objective.reference == "snapshot"))
     return Memory(
         base=base,
-        members=(vectors + VECTORS_BESIDE_MEMBERS + max(vectors, VECTORS_OF_EXPORT))
-        * weights
-        * FLOAT,
-        learning=learning_bytes(
-            model, budget, REDUCED_LOGITS_ROWS if agent.reduce_memory_peak else budget, precision
-        )
-        + members * weights * FLOAT,
+        members=vectors * weights * FLOAT,
+        learning=learning + members * weights * FLOAT,
         sampling=sampling_bytes(model, cached, precision),
     )
 
@@ -430,82 +484,10 @@ def _millions_text(count: int) -> str:
     return count_text(count)
 
 
-def prepare(config: Config) -> PreparedLanguage:
-    """Check a configuration against the device, the model's architecture and tokenizer, and the task."""
-    # 1. Check the device, the initial adapter and the architecture of the base model.
-    assert config.model is not None  # it has a default
-    device = available_device(config.device)
-    if config.agent.adapter is None:
-        start = None
-    else:
-        start = read_adapter(config.agent.adapter)
-    if config.agent.full_finetuning:
-        fresh = None
-    else:
-        fresh = lora_from_json(plain(config.agent.lora))
-    lora = start.lora_config if start else fresh
-    outline = load_outline(config.model)
-    check_causal_class(outline.model)
-    check_sharding(outline.model, config.base_parts, device)
-    if config.sampler is None and shard_count(config.base_parts) > 1:
-        raise ValueError(NEEDS_SAMPLER)
-    check_quantised(config.precision, device, shard_count(config.base_parts))
-    # 2. Choose what members train.
-    trained = choose_trained(outline.model, lora, outline=True)
-    if start is not None and isinstance(trained, LoraTargets):
-        start.flat(trained.targets)  # raises ValueError if the adapter is of another base model
-    # 3. Build the environment. By default, prompts leave room for a completion in the model's
-    #    context.
-    max_prompt_length = config.task.max_prompt_length
-    context = context_of(outline.model)
-    if max_prompt_length is None and context is not None:
-        max_prompt_length = context - config.agent.max_output_tokens
-        if max_prompt_length < 1:
-            raise ValueError(
-                f"agent.max_output_tokens must be below the model's context of {context} tokens,"
-                f" got {config.agent.max_output_tokens}."
-            )
-    config.task.set_templates(outline.tokenizer)
-    env = config.task.environment(
-        outline.tokenizer, seed=config.task_seed, max_prompt_length=max_prompt_length
-    )
-    # 4. Try the reward functions, and check all tokens against the model.
-    try:
-        trial = env.preflight()
-    except RewardError as error:
-        env.close()
-        raise ValueError(
-            f"{error}{user_line(error.__cause__) if error.__cause__ else ''}"
-        ) from error
-    check_token_ids(outline.model, [env.largest_token], "tokens of prompts")
-    check_token_ids(outline.model, config.agent.eos_token_ids or (), "eos_token_ids")
-    if not (config.agent.eos_token_ids or end_ids_of(outline.model) or env.action_space.end_ids):
-        raise ValueError(
-            "agent.eos_token_ids must be given: neither the model nor its tokenizer has an end"
-            " token."
-        )
-    check_context(context, env.longest_prompt + config.agent.max_output_tokens)
-    # 5. Choose the precision, the same on all ranks.
-    precision = processes().broadcast(
-        choose_precision(config.precision, outline.model, device, full=lora is None)
-    )
-    return PreparedLanguage(
-        trial=trial,
-        config=replace(config, precision=precision),
-        model=config.model,
-        outline=outline,
-        env=env,
-        device=device,
-        lora=lora,
-        trained=trained,
-    )
-
-
 def memory_need(population: Population, env: Any, schedule: Schedule) -> MemoryNeed:
     """Estimate the memory from the base model, the members and the longest prompt."""
     members: Any = population.members
     model = members.bank.base.model
-    validation = schedule.questions("validation", env)
     device = str(members.device)
     prompts = env.open("train", range(env.size("train")))
     memory = peak_memory(
@@ -513,9 +495,9 @@ def memory_need(population: Population, env: Any, schedule: Schedule) -> MemoryN
         agent=members.settings,
         members=members.size,
         samples=schedule.samples_per_step,
-        validation=validation,
+        validation=schedule.questions("validation", env),
         weights=members.bank.trained.size,
-        longest_prompt=max(map(len, prompts.prompts)),
+        longest_prompt=max(len(prompt) for prompt in prompts.prompts),
         turns=prompts.max_turns,
         precision=next(model.parameters()).element_size(),
         base=base_bytes(model),

@@ -1,4 +1,4 @@
-"""Task types of small networks: one agent in a Gymnasium environment, or several in a PettingZoo environment."""
+"""Task types of small networks: one agent in Gymnasium, or several in PettingZoo environments."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -35,9 +35,8 @@ from evogrpo.training.forecast import (
     gigabytes,
     possible_values,
     processes_per_device,
-    samples_text,
-    schedule_rows,
     sizes_text,
+    work_rows,
 )
 from evogrpo.training.run_dir import StoredRun
 from evogrpo.training.run_state import RunState
@@ -61,8 +60,8 @@ saves 9 % of the time at 4,500 parameters, 5 % at 17,000 and 25 % at 67,000.
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreparedNetworks:
-    """Prepared run of small networks, for one agent or several.
+class NetworkTask:
+    """Checked task of small networks, for one agent or several.
 
     Attributes:
         config: The configuration.
@@ -83,118 +82,93 @@ class PreparedNetworks:
     @property
     def one_thread(self) -> bool:
         """True if the networks are so small that a second thread is not worth its core."""
-        images = any(
-            ObservationEncoder(spec.observation_space).images
-            for spec in self.mapping.specs.values()
-        )
-        return (
-            torch.device(self.device).type == "cpu"
-            and self.parameters <= ONE_THREAD_PARAMETERS
-            and not images
-        )
-
-    def restore(self, saved: StoredRun) -> tuple[Population, RunState]:
-        """Restore the members of a stored run."""
-        return saved.restore(device=self.device)
+        if torch.device(self.device).type != "cpu" or self.parameters > ONE_THREAD_PARAMETERS:
+            return False
+        specs = self.mapping.specs.values()
+        return not any(ObservationEncoder(spec.observation_space).images for spec in specs)
 
     def facts(self) -> dict[str, str]:
         """Return facts about environment, agents, policies and members."""
         config = self.config
         env = self.env
-        task = self.config.task
         specs = self.mapping.specs
-        time_limit = ""
-        in_all = ""
-        if config.agent.normalise_observations:
-            normalised = ", normalised"
-        else:
-            normalised = ""
+        normalised = ", normalised" if config.agent.normalise_observations else ""
+        starts = f"{sizes_text(env)} starts"
         if env.uses_default_limit:
-            time_limit = "; the environment sets no time limit; episodes are truncated after "
-            time_limit += f"{env.max_episode_steps:,} steps (task.max_episode_steps)"
+            starts += (
+                "; the environment sets no time limit; episodes are truncated after"
+                f" {env.max_episode_steps:,} steps (task.max_episode_steps)"
+            )
+        facts = {}
+        in_all = ""
+        # 1. The environment of several agents, or of one.
         if isinstance(env, PettingZooGroups):
             in_all = " in all"
-            facts = {
-                "environment": f"{task.label}: {sizes_text(env)} starts{time_limit}",
-                "fitness": env.score_label,
-                "agents": (
-                    f"{len(env.agents)}; each learns from "
-                    f"{'the sum of all rewards' if task.credit == 'team' else 'its own reward'}"
-                    f"{'; its id is part of the observation' if task.agent_ids else ''}"
-                ),
-                "policies": "; ".join(
-                    f"{policy} for {', '.join(spec.agents)} (observations"
-                    f" {_space(spec.observation_space)}{normalised}, actions"
-                    f" {_space(spec.action_space)})"
-                    for policy, spec in specs.items()
-                ),
-            }
+            team = config.task.credit == "team"
+            agents = "the sum of all rewards" if team else "its own reward"
+            if config.task.agent_ids:
+                agents += "; its id is part of the observation"
+            policies = []
+            for policy, spec in specs.items():
+                observed = f"observations {_space(spec.observation_space)}{normalised}"
+                acted = f"actions {_space(spec.action_space)}"
+                policies.append(f"{policy} for {', '.join(spec.agents)} ({observed}, {acted})")
+            facts["environment"] = f"{config.task.label}: {starts}"
+            facts["fitness"] = env.score_label
+            facts["agents"] = f"{len(env.agents)}; each learns from {agents}"
+            facts["policies"] = "; ".join(policies)
         else:
-            each = "episode" if env.recreate_env else "parallel episode"
+            played = "one environment per parallel episode"
             if env.native:
-                native = "vectorised natively"
-            else:
-                native = f"one environment per {each}"
-            facts = {
-                "environment": f"{task.label}, {native}: {sizes_text(env)} starts{time_limit}",
-                "observations": f"{_space(env.observation_space)}{normalised}",
-                "actions": _space(env.action_space),
-            }
+                played = "vectorised natively"
+            elif env.recreate_env:
+                played = "one environment per episode"
+            facts["environment"] = f"{config.task.label}, {played}: {starts}"
+            facts["observations"] = f"{_space(env.observation_space)}{normalised}"
+            facts["actions"] = _space(env.action_space)
             if env.reseed_noise:
                 facts["noise"] = "random after reset; each episode of a group has its own seed"
-        if len(specs) == 1:
-            networks = "a network"
-        else:
-            networks = f"{len(specs)} networks"
-        return {
-            **facts,
-            "population": (
-                f"{pluralize(config.population.size, 'member')}, each {networks}"
-                f" ({'; '.join(self.networks)}, {count_text(self.parameters)} parameters{in_all})"
-                f" on {self.device}"
-            ),
-        }
+        # 2. The members.
+        networks = "a network" if len(specs) == 1 else f"{len(specs)} networks"
+        facts["population"] = (
+            f"{pluralize(config.population.size, 'member')}, each {networks}"
+            f" ({'; '.join(self.networks)}, {count_text(self.parameters)} parameters{in_all})"
+            f" on {self.device}"
+        )
+        return facts
 
     def forecast(self) -> Forecast:
-        """Return the costs of the run: upper bounds where episodes may end early or hyperparameters evolve."""
-        # 1. Work: environment steps, and optimizer steps of each policy.
+        """Return the costs of the run.
+
+        They are upper bounds where episodes may end early or hyperparameters evolve.
+        """
         config = self.config
-        members = self.config.population.size
+        members = config.population.size
         longest = self.env.max_episode_steps
+        # 1. Environment steps, and optimizer steps of each policy.
         per_member = longest * config.schedule.samples_per_step
         smallest = min(possible_values(config, "batch_size"))
         epochs = max(possible_values(config, "update_epochs"))
-        optimizer = {
-            policy: epochs * math.ceil(per_member * len(spec.agents) / smallest)
-            for policy, spec in self.mapping.specs.items()
-        }
-        # 2. Words for one agent or for several.
-        joint = networks = by_agent = ""
-        steps = [f"at most {pluralize(most, 'step')}" for most in optimizer.values()]
-        if DEFAULT_POLICY not in optimizer:
+        one_agent = DEFAULT_POLICY in self.mapping.specs
+        optimizer = []
+        for policy, spec in self.mapping.specs.items():
+            most = epochs * math.ceil(per_member * len(spec.agents) / smallest)
+            of_policy = "" if one_agent else f" of {policy}"
+            optimizer.append(f"at most {pluralize(most, 'step')}{of_policy}")
+        joint = by_agent = ""
+        if not one_agent:
             actions = per_member * members * len(self.mapping.observation_spaces)
             joint = "joint "
-            networks = "s"
             by_agent = f", {count_text(actions)} actions of single agents"
-            steps = [
-                f"at most {pluralize(most, 'step')} of {policy}"
-                for policy, most in optimizer.items()
-            ]
-        # 3. Memory, and rows of the plan.
+        # 2. Memory, and rows of the plan.
         need = _memory_need(self.mapping, self.env, config.schedule, members, self.parameters)
-        rounds = schedule_rows(config, self.env, f"{joint}episodes")
         rows = {
-            "samples": samples_text(config, f"{joint}episodes"),
-            "groups": rounds["groups"],
+            **work_rows(config, self.env, f"{joint}episodes"),
             "environment": (
                 f"at most {count_text(per_member * members)} {joint}steps per learning step for all"
                 f" members (episodes of {longest} steps{by_agent})"
             ),
-            "optimizer": f"{', '.join(steps)} per member and learning step",
-            "steps": rounds["steps"],
-            "parameters": (
-                f"{count_text(self.parameters)} in each member's network{networks} at the start"
-            ),
+            "optimizer": f"{', '.join(optimizer)} per member and learning step",
             "memory": (
                 f"at most {gigabytes(need.size)} (an estimate, for episodes of full length): copies"
                 " of the observations of a learning step or an evaluation; Python and its"
@@ -216,12 +190,16 @@ class PreparedNetworks:
         """Make the founders."""
         return _population(self.config, self.env, self.config.population.size, self.device)
 
+    def restore(self, saved: StoredRun) -> tuple[Population, RunState]:
+        """Restore the members of a stored run."""
+        return saved.restore(device=self.device)
+
 
 @dataclass(frozen=True, kw_only=True)
-class NetworkTask:
+class NetworkTaskType:
     """Task type of small networks.
 
-    See `evogrpo.training.task_types.LanguageTask` for the attributes.
+    See `evogrpo.training.task_types.LanguageTaskType` for the attributes.
 
     Attributes:
         algorithm: Class of the agents.
@@ -241,25 +219,46 @@ class NetworkTask:
     def check(self, config: Config) -> None:
         """Raise ValueError for settings of language models."""
         key = f"where task.{config.task.key} is given"
-        for name, default in {
-            "model": None,
-            "base_parts": 1,
-            "precision": "auto",
-            "sampler": None,
-        }.items():
-            if getattr(config, name) != default:
+        unused = {"model": None, "base_parts": 1, "precision": "auto", "sampler": None}
+        for name, default in unused.items():
+            value = getattr(config, name)
+            if value != default:
                 raise ValueError(
-                    f"{name} must be left out {key}, as small networks have no base model, got "
-                    f"{shown(getattr(config, name))}."
+                    f"{name} must be left out {key}, as small networks have no base model, got"
+                    f" {shown(value)}."
                 )
         if config.logging.completions:
             raise ValueError(
                 f"logging.completions must be 0 {key}, got {config.logging.completions}."
             )
 
-    def prepare(self, config: Config) -> PreparedNetworks:
-        """Check a configuration against the environment and the device."""
-        return prepare_in(config, config.task.environment(seed=config.task_seed))
+    def build(
+        self, config: Config, env: GymnasiumGroups | PettingZooGroups | None = None
+    ) -> NetworkTask:
+        """Check a configuration against the device and the environment.
+
+        Args:
+            config: The configuration.
+            env: Environment to use instead of the configured one.
+
+        Raises:
+            ValueError: If the device is not available, the environment cannot be created, or a
+                setting is incompatible with it.
+        """
+        if env is None:
+            env = config.task.environment(seed=config.task_seed)
+        assert env is not None
+        device = "cpu" if config.device is None else available_device(config.device)
+        example: Any = _population(config, env, 1, "cpu").members
+        networks = [policy.bank.description(0) for policy in example.policies.values()]
+        return NetworkTask(
+            config=config,
+            env=env,
+            mapping=example.mapping,
+            device=device,
+            parameters=_parameters(example.state(0)),
+            networks=tuple(dict.fromkeys(networks)),
+        )
 
     def memory_need(self, population: Population, env: Any, schedule: Schedule) -> MemoryNeed:
         """Estimate the memory from the environment's spaces and its maximum number of steps."""
@@ -282,39 +281,12 @@ class NetworkTask:
 
     def usage(self, best: Path) -> str:
         """Return the expression that acts with the best member."""
-        if self.algorithm is GRPO:
-            seen = "observation"
-        else:
-            seen = "observations"
+        seen = "observation" if self.algorithm is GRPO else "observations"
         return f"evogrpo.{self.algorithm.__name__}.load({str(best)!r}).predict({seen})"
 
     def next_command(self, run_dir: Path) -> tuple[str, tuple[str | Path, ...]]:
-        """Return the purpose and the words of the command to print after a run: a video of the best member."""
+        """Return purpose and words of the command to print after a run: a video of the best."""
         return "watch it", ("video", run_dir)
-
-
-def prepare_in(config: Config, env: GymnasiumGroups | PettingZooGroups) -> PreparedNetworks:
-    """Check a configuration against the device and an environment.
-
-    Raises:
-        ValueError: If the device is not available, or a setting is incompatible with the
-            environment.
-    """
-    if config.device is None:
-        device = "cpu"
-    else:
-        device = available_device(config.device)
-    example: Any = _population(config, env, 1, "cpu").members
-    return PreparedNetworks(
-        config=config,
-        env=env,
-        mapping=example.mapping,
-        device=device,
-        parameters=_parameters(example.state(0)),
-        networks=tuple(
-            dict.fromkeys(policy.bank.description(0) for policy in example.policies.values())
-        ),
-    )
 
 
 def _memory_need(
@@ -324,21 +296,23 @@ def _memory_need(
     members: int,
     parameters: int,
 ) -> MemoryNeed:
-    """Estimate the peak memory, for episodes of full length; `parameters` are those of one member."""
-    longest = env.max_episode_steps
-    samples = schedule.samples_per_step
+    """Estimate the peak memory for episodes of full length.
+
+    `parameters` are those of one member.
+    """
     observation_bytes = sum(
         np.dtype(leaf.dtype).itemsize * math.prod(leaf.shape or ())
         for space in mapping.observation_spaces.values()
         for leaf in leaf_spaces(space)
     )
     validation = schedule.questions("validation", env)
-    episodes = members * max(COPIES * samples, (COPIES - 1) * validation)
+    episodes = members * max(COPIES * schedule.samples_per_step, (COPIES - 1) * validation)
+    steps = episodes * env.max_episode_steps
     # Weights, a gradient, two moments, the copy of the best, and a copy of weights and moments
     # before a learning step.
+    train_states = 8 * 4 * members * parameters
     return MemoryNeed(
-        size=int(episodes * longest * (observation_bytes + ACTION_BYTES))
-        + 8 * 4 * members * parameters,
+        size=int(steps * (observation_bytes + ACTION_BYTES)) + train_states,
         device="cpu",
         savings=SAVINGS,
         processes=processes_per_device("cpu"),
@@ -348,7 +322,7 @@ def _memory_need(
 def _population(
     config: Config, env: GymnasiumGroups | PettingZooGroups, size: int, device: str
 ) -> Population:
-    """Create the founders: agents for a Gymnasium environment, or teams for a PettingZoo environment."""
+    """Create the founders: agents for Gymnasium, or teams for PettingZoo."""
     options = {"device": device, **vars(config.agent), **config.founder_options()}
     if isinstance(env, GymnasiumGroups):
         return GRPO.population(size, env.observation_space, env.action_space, **options)
