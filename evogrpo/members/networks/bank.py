@@ -246,11 +246,10 @@ class StackedBank(StackedTrainStates):
 
     def cost(self, batch: Batch) -> dict[int, int]:
         """Return the environment steps that one pass over the batch processes, by slot."""
-        steps: dict[int, int] = {}
-        counts = batch.action_mask.sum(1).tolist()
-        for slot, count in zip(batch.member_ids.tolist(), counts, strict=True):
-            steps[slot] = steps.get(slot, 0) + count
-        return dict(sorted(steps.items()))
+        member_ids = batch.member_ids.cpu()
+        steps = torch.zeros(self.size, dtype=torch.int64)
+        steps.index_add_(0, member_ids, batch.action_mask.sum(1).cpu())
+        return {slot: int(steps[slot]) for slot in member_ids.unique().tolist()}
 
     # ---- learning
 
