@@ -1,6 +1,5 @@
 """Agent: a slot in a population, an identity, and its hyperparameters."""
 
-import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Self
@@ -248,14 +247,6 @@ class Agent(NamesMissing, HyperparameterAttributes):
         agent = cls.__new__(cls)
         Agent.__init__(agent, members, slot, index, hyperparameters)
         return agent
-
-    @classmethod
-    def members_class(cls, kind: str) -> type[Members]:
-        """Return the class of a kind of members, one of `kinds`."""
-        found = cls.kinds[kind]
-        if isinstance(found, str):
-            found = pkgutil.resolve_name(found)
-        return found
 
     @staticmethod
     def copy_attributes(agent: "Agent", clone: "Agent") -> "Agent":

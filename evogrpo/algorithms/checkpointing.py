@@ -1,6 +1,7 @@
 """Checkpoints of agents and populations: saving, validation and loading."""
 
 import dataclasses
+import pkgutil
 from collections import UserDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -322,7 +323,10 @@ def _open(
         tensor_bytes=sum(tensor.nbytes for tensor in tensors.values()),
         folder=folder,
     )
-    return algorithm.members_class(kind).from_checkpoint(
+    members_class = algorithm.kinds[kind]
+    if isinstance(members_class, str):
+        members_class = pkgutil.resolve_name(members_class)
+    return members_class.from_checkpoint(
         saved, actor_network=actor_network, device=device, accelerator=accelerator
     )
 

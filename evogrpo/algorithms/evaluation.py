@@ -1,16 +1,14 @@
 """Evaluation on held-out questions: all members at once, or in racing rounds."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from evogrpo.envs.protocol import GroupEnvironment, Split
 from evogrpo.envs.text.prompt_environment import PromptEnvironment
 from evogrpo.evolution.fitness import (
-    GREEDY_EVALUATION,
     Fitness,
     FitnessConfig,
     clearly_behind,
@@ -201,53 +199,6 @@ def measure_fitness(
     leader = max((measured[row] for row in running), key=lambda fitness: fitness.mean)
     fitness = [on_all_questions(each, leader) for each in measured]
     return dict(zip(slots, fitness, strict=True)), tokens
-
-
-def evaluate_states(
-    members: Members,
-    states: Sequence[Mapping[str, Tensor] | None],
-    env: GroupEnvironment,
-    *,
-    questions: Sequence[int] | None = None,
-    config: FitnessConfig = GREEDY_EVALUATION,
-    stop: Stop = NEVER,
-) -> tuple[list[Fitness], int]:
-    """Return the fitness of train states on the test split, and the tokens processed.
-
-    Args:
-        members: Members whose policies have these states. The first slot holds them during the
-            evaluation.
-        states: Train states; None = the untrained base.
-        env: Provides questions and rewards.
-        questions: Positions of the questions; None = all. Those without a reward for all states are
-            left out.
-        config: Greedy or sampled answers.
-        stop: See `EvaluationRequest`.
-    """
-    rewards = []
-    tokens = 0
-    positions = tuple(range(env.size("test")) if questions is None else questions)
-    # The base has the observation statistics of a new member.
-    untrained = members.new_member().state(0)
-    before = members.state(0)
-    try:
-        for state in states:
-            members.load_state(0, untrained if state is None else state)
-            request = EvaluationRequest(
-                split="test",
-                questions=positions,
-                slots=(0,),
-                base=state is None,
-                answers=config.answers if config.sampled else None,
-                stop=stop,
-            )
-            scores, spent = evaluate_questions(members, env, request)
-            rewards.append(scores)
-            tokens += sum(spent)
-    finally:
-        members.load_state(0, before)
-    answered = common_scores(np.concatenate(rewards), "test")
-    return [Fitness.from_scores(row) for row in answered.tolist()], tokens
 
 
 def common_questions(

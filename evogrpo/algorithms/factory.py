@@ -214,7 +214,7 @@ def _language_members(
     from peft import LoraConfig
 
     from evogrpo.members.language.compatibility import check_causal_class
-    from evogrpo.members.language.lora import default_lora, read_adapter
+    from evogrpo.members.language.lora import read_adapter
     from evogrpo.members.language.members import LanguageMembers
 
     # 1. Check the model and the arguments that it needs.
@@ -238,7 +238,7 @@ def _language_members(
     if full and (lora is not None or start is not None):
         raise ValueError("full_finetuning trains all weights. Leave out lora_config and adapter.")
     if lora is None and start is None and not full:
-        lora = default_lora()
+        lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
     # 3. Build the settings, the first member's hyperparameters and the members.
     given = {**_named(_LANGUAGE, options), "pad_token_id": pad_token_id}
     settings = LanguageSettings(**given)

@@ -27,7 +27,6 @@ from evogrpo.algorithms.factory import (
 )
 from evogrpo.algorithms.learning.learning_step import learn
 from evogrpo.algorithms.population import Population
-from evogrpo.algorithms.single_environment import SingleEnvironment
 from evogrpo.compat.agilerl import AgileRLMethods
 from evogrpo.config.agent import JointSettings, LanguageSettings, NetworkSettings
 from evogrpo.config.hyperparameters import Hyperparameters
@@ -39,6 +38,7 @@ from evogrpo.config.search_space import (
     common_samples,
 )
 from evogrpo.distributed import processes
+from evogrpo.envs.control.gymnasium_groups import SingleEnvironment
 from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
 from evogrpo.envs.control.policy_mapping import AgentSpaces
 from evogrpo.envs.protocol import SPLITS, GroupEnvironment, Split

@@ -1,5 +1,6 @@
 """Population: agents that share one bank, learn in the same batches and evolve."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -170,7 +171,7 @@ class Population(NamesMissing, Sequence[Any]):
         sampled = sample_groups(
             self.members, env, learners, groups, block=full_block, purpose="sample", stop=stop
         )
-        group_rewards = sampled.mean_group_rewards()
+        group_rewards = _mean_group_rewards(sampled)
         # 3. Replace groups without learning signal (dynamic sampling).
         if max_refills:
             used = {
@@ -385,3 +386,17 @@ def _checked(report: LearnReport) -> LearnReport:
         optimizer_steps=whole_between("LearnReport.optimizer_steps", report.optimizer_steps, 0),
         tokens=whole_between("LearnReport.tokens", report.tokens, 0),
     )
+
+
+def _mean_group_rewards(sampled: RolloutBatch) -> dict[int, dict[int, float]]:
+    """Return the mean raw reward of each group, by slot and position of its start."""
+    groups: dict[tuple[int, int], list[float]] = {}
+    slots = sampled.member_ids.tolist()
+    starts = sampled.start_ids.tolist()
+    for slot, start, reward in zip(slots, starts, sampled.scores.rewards.tolist(), strict=True):
+        if math.isfinite(reward):  # NaN = no reward applies
+            groups.setdefault((slot, start), []).append(reward)
+    means: dict[int, dict[int, float]] = {}
+    for (slot, start), rewards in groups.items():
+        means.setdefault(slot, {})[start] = math.fsum(rewards) / len(rewards)
+    return means

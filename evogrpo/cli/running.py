@@ -192,14 +192,6 @@ def _adopted(config: Config, run_dir: Path) -> list[str]:
     return [f"{name}={json.dumps(value)}" for name, value in values.items()]
 
 
-def resume_command(args: argparse.Namespace) -> int:
-    """Resume a stored run."""
-    overrides = list(args.overrides)
-    if args.generations is not None:
-        overrides.append(f"generations={args.generations}")
-    return resume_run(args.run_dir, overrides, args)
-
-
 def resume_run(
     run_dir: Path, overrides: Sequence[str], args: argparse.Namespace, given: Config | None = None
 ) -> int:

@@ -141,8 +141,11 @@ def replay(args: argparse.Namespace) -> int:
 def resume(args: argparse.Namespace) -> int:
     """Resume a stored run."""
     with _show_imports():
-        from evogrpo.cli.running import resume_command
-    return resume_command(args)
+        from evogrpo.cli.running import resume_run
+    overrides = list(args.overrides)
+    if args.generations is not None:
+        overrides.append(f"generations={args.generations}")
+    return resume_run(args.run_dir, overrides, args)
 
 
 def _overrides(args: argparse.Namespace) -> list[str]:

@@ -25,7 +25,7 @@ from evogrpo.envs.source_code import (
     is_user_code,
     modules_of,
     normalised,
-    outer_names,
+    stored_names,
 )
 from evogrpo.text import class_name
 from evogrpo.warnings import warn
@@ -219,7 +219,7 @@ class _Description:
         if not self._is_new(node):
             return
         self.texts.append(normalised(node))
-        for name in outer_names(node):
+        for name in _outer_names(node):
             # A variable of an enclosing function hides a global one of the same name.
             inner = [each for function in functions for each in bindings(function).get(name, ())]
             for statement in inner:
@@ -372,3 +372,13 @@ def check_fingerprint(
             " allow_changed_data=True)."
         )
     return differences
+
+
+def _outer_names(node: ast.AST) -> list[str]:
+    """Return the names that a function, class or statement reads from around it, sorted."""
+    nodes = list(ast.walk(node))
+    # A name that is bound anywhere inside counts as a local variable.
+    used = {each.id for each in nodes if isinstance(each, ast.Name)}
+    arguments = {each.arg for each in nodes if isinstance(each, ast.arg)}
+    declared = {name for each in nodes if isinstance(each, ast.Global) for name in each.names}
+    return sorted((used - stored_names(node) - arguments) | declared)

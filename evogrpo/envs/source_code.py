@@ -16,7 +16,6 @@ from typing import Any
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
-_ASSIGNMENTS = (ast.Assign, ast.AnnAssign, ast.AugAssign)
 
 _PURE_CALLS = (
     *("bool", "float", "frozenset", "int", "len", "max", "min"),
@@ -181,16 +180,6 @@ def stored_names(node: ast.AST) -> set[str]:
             elif isinstance(each, ast.Attribute):
                 found.add(f".{each.attr}")
     return found
-
-
-def outer_names(node: ast.AST) -> list[str]:
-    """Return the names that a function, class or statement reads from around it, sorted."""
-    nodes = list(ast.walk(node))
-    # A name that is bound anywhere inside counts as a local variable.
-    used = {each.id for each in nodes if isinstance(each, ast.Name)}
-    arguments = {each.arg for each in nodes if isinstance(each, ast.arg)}
-    declared = {name for each in nodes if isinstance(each, ast.Global) for name in each.names}
-    return sorted((used - stored_names(node) - arguments) | declared)
 
 
 def _statements(scope: ast.AST) -> Iterator[ast.stmt]:

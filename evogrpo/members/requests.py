@@ -1,6 +1,5 @@
 """Requests to members for samples and evaluations, and the rewarded samples."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -117,19 +116,6 @@ class RolloutBatch:
     scoring_seconds: float = 0.0
 
     __repr__ = short_repr
-
-    def mean_group_rewards(self) -> dict[int, dict[int, float]]:
-        """Return the mean raw reward of each group, by slot and position of its start."""
-        groups: dict[tuple[int, int], list[float]] = {}
-        slots = self.member_ids.tolist()
-        starts = self.start_ids.tolist()
-        for slot, start, reward in zip(slots, starts, self.scores.rewards.tolist(), strict=True):
-            if math.isfinite(reward):  # NaN = no reward applies
-                groups.setdefault((slot, start), []).append(reward)
-        means: dict[int, dict[int, float]] = {}
-        for (slot, start), rewards in groups.items():
-            means.setdefault(slot, {})[start] = math.fsum(rewards) / len(rewards)
-        return means
 
 
 HELD_OUT = "held-out answers"

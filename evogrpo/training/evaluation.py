@@ -5,8 +5,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from evogrpo.algorithms.evaluation import evaluate_states, measure_fitness
-from evogrpo.evolution.fitness import GREEDY, ROLLOUTS, Fitness, difference, paired_difference
+import numpy as np
+from torch import Tensor
+
+from evogrpo.algorithms.evaluation import common_scores, evaluate_questions, measure_fitness
+from evogrpo.envs.protocol import GroupEnvironment
+from evogrpo.evolution.fitness import (
+    GREEDY,
+    ROLLOUTS,
+    Fitness,
+    FitnessConfig,
+    difference,
+    paired_difference,
+)
+from evogrpo.interruption import Stop
+from evogrpo.members.members import Members
+from evogrpo.members.requests import EvaluationRequest
 from evogrpo.records import LearnReport
 from evogrpo.reporting.records import (
     BaselineReport,
@@ -200,11 +214,11 @@ def run_test(run: "Trainer") -> TestReport:
     began = run.clock.now()
     questions = run.schedule.questions("test", run.env)
     assert best is not None  # checked by the caller
-    (before, after), tokens = evaluate_states(
+    (before, after), tokens = _evaluate_states(
         run.population.members,
         [None, best.state],
         run.env,
-        questions=range(questions),
+        questions=questions,
         config=run.fitness,
         stop=run.stop_request,
     )
@@ -222,6 +236,51 @@ def run_test(run: "Trainer") -> TestReport:
         cost=_add_cost(run, tokens, began),
     )
     return run.run_state.tested
+
+
+def _evaluate_states(
+    members: Members,
+    states: Sequence[Mapping[str, Tensor] | None],
+    env: GroupEnvironment,
+    *,
+    questions: int,
+    config: FitnessConfig,
+    stop: Stop,
+) -> tuple[list[Fitness], int]:
+    """Return the fitness of train states on the test split, and the tokens processed.
+
+    Args:
+        members: Members whose policies have these states. The first slot holds them during the
+            evaluation.
+        states: Train states; None = the untrained base.
+        env: Provides questions and rewards.
+        questions: Number of questions. Those without a reward for all states are left out.
+        config: Greedy or sampled answers.
+        stop: See `EvaluationRequest`.
+    """
+    rewards = []
+    tokens = 0
+    # The base has the observation statistics of a new member.
+    untrained = members.new_member().state(0)
+    before = members.state(0)
+    try:
+        for state in states:
+            members.load_state(0, untrained if state is None else state)
+            request = EvaluationRequest(
+                split="test",
+                questions=tuple(range(questions)),
+                slots=(0,),
+                base=state is None,
+                answers=config.answers if config.sampled else None,
+                stop=stop,
+            )
+            scores, spent = evaluate_questions(members, env, request)
+            rewards.append(scores)
+            tokens += sum(spent)
+    finally:
+        members.load_state(0, before)
+    answered = common_scores(np.concatenate(rewards), "test")
+    return [Fitness.from_scores(row) for row in answered.tolist()], tokens
 
 
 def estimate(fitness: Fitness) -> Estimate:

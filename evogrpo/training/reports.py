@@ -2,7 +2,7 @@
 
 import math
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from subprocess import SubprocessError
@@ -22,6 +22,7 @@ from evogrpo.reporting.records import (
     StepReport,
 )
 from evogrpo.training.evaluation import Measured, estimate
+from evogrpo.training.run_dir import POPULATION_METRICS
 
 if TYPE_CHECKING:
     from evogrpo.training.trainer import Trainer
@@ -264,3 +265,68 @@ def generation_report(
         samples_per_step=run_state.samples_per_step,
         steps_per_generation=run_state.steps_per_generation,
     )
+
+
+# ---- scalars of TensorBoard
+
+
+def _member_scalars(members: Mapping[int, Mapping[str, float | None]]) -> dict[str, float]:
+    """Return scalars by tag: metrics of each member, best and mean of `POPULATION_METRICS`.
+
+    Args:
+        members: Metrics of each member, by slot; None = not finite.
+    """
+    curves = {
+        f"{name}/slot_{slot}": value
+        for slot, each in members.items()
+        for name, value in each.items()
+        if value is not None
+    }
+    for name in POPULATION_METRICS:
+        values = [value for each in members.values() if (value := each.get(name)) is not None]
+        if values:
+            curves |= {f"{name}/best": max(values), f"{name}/mean": sum(values) / len(values)}
+    return curves
+
+
+def step_curves(report: StepReport) -> dict[str, float]:
+    """Return TensorBoard scalars of a learning step by tag: metrics, speed, seconds by phase."""
+    if report.seconds:
+        speed = {"tokens_per_second": report.tokens / report.seconds}
+    else:
+        speed = {}
+    seconds = {f"seconds/{phase}": value for phase, value in report.phases.items()}
+    waiting = {f"seconds/waiting_{rank}": value for rank, value in enumerate(report.waiting)}
+    members = _member_scalars({slot: each.metrics for slot, each in report.learned.items()})
+    return {**members, **speed, **seconds, **waiting}
+
+
+def generation_curves(
+    members: Sequence[MemberReport], evolving: Collection[str]
+) -> dict[str, float]:
+    """Return scalars of an evaluation by tag: fitness, its cost, and hyperparameters.
+
+    Args:
+        members: Reports of the members.
+        evolving: Names of the evolving hyperparameters. Others are logged if members differ in
+            them.
+    """
+    values = {member.slot: member.hyperparameters.to_json() for member in members}
+    first = next(iter(values.values()), {})
+    shown = [
+        name
+        for name in first
+        if name in evolving or any(own[name] != first[name] for own in values.values())
+    ]
+    curves: dict[int, dict[str, float | None]] = {}
+    for member in members:
+        numbers = {
+            name: own for name in shown if not isinstance(own := values[member.slot][name], str)
+        }
+        others = {f"measured_{name}": each.mean for name, each in member.measured.items()}
+        if member.evaluation is None:
+            cost = {}
+        else:
+            cost = {"evaluation_cost": float(member.evaluation.tokens)}
+        curves[member.slot] = {"fitness": member.fitness, **others, **cost, **numbers}
+    return _member_scalars(curves)

@@ -11,7 +11,7 @@ import json
 import os
 import uuid
 from collections import ChainMap
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ from evogrpo.evolution.fitness import FitnessConfig
 from evogrpo.evolution.history import Generation, MemberRecord
 from evogrpo.evolution.strategies import Strategy
 from evogrpo.extras import install_hint
-from evogrpo.reporting.records import Example, GenerationReport, MemberReport, StepReport
+from evogrpo.reporting.records import Example, GenerationReport
 from evogrpo.safe_parsing import read_regular
 from evogrpo.storage.atomic_files import (
     check_new_folder,
@@ -117,6 +117,12 @@ class RunRecord:
     config: Mapping[str, Any] | None
 
 
+POPULATION_METRICS = ("fitness", "reward")
+"""Metrics with further scalars, the best and the mean of all members; each has one chart in
+TensorBoard.
+"""
+
+
 # ---- exports
 
 
@@ -131,74 +137,6 @@ def _completion_row(example: Example) -> dict[str, Any]:
     row = {"step": example.step, "index": example.index, **fields}
     row |= {f"rewards/{name}": value for name, value in rewards.items()}
     return row | {name: value for name, value in logged.items() if name not in row}
-
-
-POPULATION_METRICS = ("fitness", "reward")
-"""Metrics with further scalars, the best and the mean of all members; each has one chart in
-TensorBoard.
-"""
-
-
-def step_curves(report: StepReport) -> dict[str, float]:
-    """Return TensorBoard scalars of a learning step by tag: metrics, speed, seconds by phase."""
-    if report.seconds:
-        speed = {"tokens_per_second": report.tokens / report.seconds}
-    else:
-        speed = {}
-    seconds = {f"seconds/{phase}": value for phase, value in report.phases.items()}
-    waiting = {f"seconds/waiting_{rank}": value for rank, value in enumerate(report.waiting)}
-    members = _member_scalars({slot: each.metrics for slot, each in report.learned.items()})
-    return {**members, **speed, **seconds, **waiting}
-
-
-def _member_scalars(members: Mapping[int, Mapping[str, float | None]]) -> dict[str, float]:
-    """Return scalars by tag: metrics of each member, best and mean of `POPULATION_METRICS`.
-
-    Args:
-        members: Metrics of each member, by slot; None = not finite.
-    """
-    curves = {
-        f"{name}/slot_{slot}": value
-        for slot, each in members.items()
-        for name, value in each.items()
-        if value is not None
-    }
-    for name in POPULATION_METRICS:
-        values = [value for each in members.values() if (value := each.get(name)) is not None]
-        if values:
-            curves |= {f"{name}/best": max(values), f"{name}/mean": sum(values) / len(values)}
-    return curves
-
-
-def generation_curves(
-    members: Sequence[MemberReport], evolving: Collection[str]
-) -> dict[str, float]:
-    """Return scalars of an evaluation by tag: fitness, its cost, and hyperparameters.
-
-    Args:
-        members: Reports of the members.
-        evolving: Names of the evolving hyperparameters. Others are logged if members differ in
-            them.
-    """
-    values = {member.slot: member.hyperparameters.to_json() for member in members}
-    first = next(iter(values.values()), {})
-    shown = [
-        name
-        for name in first
-        if name in evolving or any(own[name] != first[name] for own in values.values())
-    ]
-    curves: dict[int, dict[str, float | None]] = {}
-    for member in members:
-        numbers = {
-            name: own for name in shown if not isinstance(own := values[member.slot][name], str)
-        }
-        others = {f"measured_{name}": each.mean for name, each in member.measured.items()}
-        if member.evaluation is None:
-            cost = {}
-        else:
-            cost = {"evaluation_cost": float(member.evaluation.tokens)}
-        curves[member.slot] = {"fitness": member.fitness, **others, **cost, **numbers}
-    return _member_scalars(curves)
 
 
 # ---- the directory

@@ -46,8 +46,14 @@ from evogrpo.training.evaluation import (
     run_test,
     update_best,
 )
-from evogrpo.training.reports import count_step, generation_report, provenance
-from evogrpo.training.run_dir import RunDir, generation_curves, step_curves
+from evogrpo.training.reports import (
+    count_step,
+    generation_curves,
+    generation_report,
+    provenance,
+    step_curves,
+)
+from evogrpo.training.run_dir import RunDir
 from evogrpo.training.run_state import Clock, Limits, RunState, as_generation
 from evogrpo.training.schedule import Schedule, check_run, warn_without_effect
 from evogrpo.validation import dump, refuse_unknown

@@ -17,7 +17,7 @@ from evogrpo.training.configuration.reading import parse_config
 from evogrpo.training.display import RunDisplay
 from evogrpo.training.evolve import Run
 from evogrpo.training.forecast import work_rows
-from evogrpo.training.run_dir import generation_curves
+from evogrpo.training.reports import generation_curves
 from tests.envs import joint_probes
 from tests.tiny_steps import cart_pole, start_run, step_population, step_run
 from tests.tiny_teams import team_env, team_population

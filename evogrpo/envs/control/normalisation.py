@@ -107,37 +107,3 @@ class ObservationStatistics:
             value = np.clip((flat - shift[:, columns]) * scale[:, columns], -limit, limit)
             changed[number] = value.astype(flat.dtype).reshape(leaves[number].shape)
         return changed
-
-
-def episode_statistics(
-    members: int,
-    leaves: Leaves,
-    numbers: Sequence[int],
-    present: NDArray[np.bool_],
-    member_ids: NDArray[np.int64],
-) -> ObservationStatistics:
-    """Return the statistics of the raw observations of these episodes.
-
-    Args:
-        members: Number of members p.
-        leaves: `[n, t, ...]` raw observations.
-        numbers: Positions of the leaves that are normalised.
-        present: `[n, t]` True where there is an observation.
-        member_ids: `[n]` member of each row.
-    """
-    count = np.bincount(member_ids, weights=present.sum(1), minlength=members).astype(np.float64)
-    chosen = [leaves[number] for number in numbers]
-    # Two passes over each member's observations: the mean, then the deviations from it.
-    means = []
-    deviations = []
-    for member in range(members):
-        rows = member_ids == member
-        values = np.concatenate(
-            [leaf.reshape(*present.shape, -1)[rows][present[rows]] for leaf in chosen],
-            axis=1,
-            dtype=np.float64,
-        )
-        mean = values.mean(0) if len(values) else np.zeros(values.shape[1])
-        means.append(mean)
-        deviations.append(((values - mean) ** 2).sum(0))
-    return ObservationStatistics(count=count, mean=np.stack(means), m2=np.stack(deviations))

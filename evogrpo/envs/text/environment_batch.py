@@ -1,5 +1,6 @@
 """EnvironmentBatch: conversations in which completions call tools of an environment."""
 
+import inspect
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,7 +20,6 @@ from evogrpo.envs.text.tools import (
     Schema,
     Tool,
     ToolTurn,
-    call_tool,
     finished,
     parse_completion,
     tool_call,
@@ -31,6 +31,9 @@ from evogrpo.records import Conversation
 from evogrpo.text import class_name, one_line, pluralize, printable, shown
 from evogrpo.validation import finite_number, plain_scalar
 from evogrpo.warnings import warn
+
+_MANY = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+"""Kinds of parameters that take any arguments, which the schema of a tool does not describe."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,7 +283,7 @@ class EnvironmentBatch(SingleTurnBatch):
         results = []
         failures = 0
         for name, arguments in turn.calls:
-            content, failed = call_tool(tools, name, arguments)
+            content, failed = _call_tool(tools, name, arguments)
             results.append({"role": "tool", "name": name, "content": content})
             failures += failed
         return results, failures
@@ -370,3 +373,36 @@ def _reward_value(value: Any, conversation: Conversation) -> Any:
 
 def _number(value: Any) -> Any:
     return float(value) if isinstance(value, bool) else value
+
+
+def _call_tool(tools: Mapping[str, Tool], name: str, arguments: Any) -> tuple[str, bool]:
+    """Return the result of a call as text, or the text of its error, and True if there was one.
+
+    The tool is not called if it or one of the arguments does not exist.
+
+    Raises:
+        ConnectionError: If the tool raises it: the server of the environment is lost.
+    """
+    try:
+        if name not in tools:
+            raise ValueError(f"Tool {name} not found.")
+        if not isinstance(arguments, Mapping):
+            raise ValueError(f"The arguments of {name} must be an object.")
+        parameters = inspect.signature(tools[name]).parameters
+        # The schema names no others, so the model has made them up.
+        described = [each for each in parameters if parameters[each].kind not in _MANY]
+        unknown = [each for each in arguments if each not in described]
+        if unknown:
+            raise ValueError(
+                f"Tool {name} has no argument {unknown[0]}. Its arguments are:"
+                f" {', '.join(parameters)}."
+            )
+        result = str(finished(tools[name](**arguments)))
+        failed = False
+    # The conversation is excluded: it is not the model's fault.
+    except ConnectionError:
+        raise
+    except Exception as error:  # noqa: BLE001 (the model reads it)
+        result = str({"error": str(error)})
+        failed = True
+    return result.encode("utf-8", "replace").decode(), failed

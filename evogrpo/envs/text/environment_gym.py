@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Unpack
 
+from evogrpo.chat_templates import QUESTION, render_chat
 from evogrpo.envs.fingerprint import code_hash
 from evogrpo.envs.protocol import Split
 from evogrpo.envs.text.datasets import AnyTable, check_table
@@ -18,12 +19,14 @@ from evogrpo.envs.text.templates import (
     Tokenizer,
     check_messages,
     numbered,
+    render_reply,
     row_options,
 )
 from evogrpo.envs.text.tools import (
     Schema,
     Tool,
-    check_tool_template,
+    parse_completion,
+    tool_call,
     tool_methods,
     tool_schema,
 )
@@ -231,7 +234,7 @@ class EnvironmentGym(PromptEnvironment):
         super().__init__(train_dataset, test_dataset, tokenizer, rewards=rewards, **options)
         # 4. Check that the chat template renders tools.
         some_schemas = next(filter(None, self._schemas.values()), [])
-        check_tool_template(self.tokenizer, self._options, some_schemas)
+        _check_tool_template(self.tokenizer, self._options, some_schemas)
 
     def _first_environment(self, name: str | None) -> Any:
         """Return an environment of the pool that has been checked."""
@@ -385,3 +388,38 @@ class EnvironmentGym(PromptEnvironment):
         environment, observation = self._pool.start(self._name(row), self._reset_arguments(row))
         self._pool.give(self._name(row), environment)
         return observation
+
+
+def _check_tool_template(tokenizer: Tokenizer, options: Options, schemas: Sequence[Schema]) -> None:
+    """Raise ValueError if the chat template or the parser is not suitable for tools.
+
+    Args:
+        tokenizer: A transformers tokenizer.
+        options: Keyword arguments of the template.
+        schemas: Schemas of some tools.
+    """
+    # 1. The template must show tools, calls and results, and leave earlier turns unchanged once a
+    #    result follows.
+    name = "name_of_a_tool"
+    content = "result_of_a_tool"
+    result = {"role": "tool", "name": name, "content": content}
+    before, after = render_reply([QUESTION, tool_call(name)], [result], tokenizer, options)
+    # Equal texts: the template ignores tools.
+    without_tools = render_chat(tokenizer, [QUESTION], **options, tools=None)
+    with_tools = render_chat(tokenizer, [QUESTION], **options, tools=schemas or None)
+    if name not in before or content not in after or with_tools == without_tools:
+        raise ValueError(
+            "The tokenizer's chat_template does not render tools, calls and results. Set"
+            " tokenizer.chat_template, or task.chat_template in a configuration, to one that does."
+        )
+    # 2. The parser must read the calls that it writes.
+    if getattr(tokenizer, "response_template", None) is None:
+        written = before[before.rfind("<tool_call>") :]
+        (call,) = tokenizer([written], add_special_tokens=False)["input_ids"]
+        if parse_completion(tokenizer, call, (), ()).calls != ((name, {}),):
+            raise ValueError(
+                "The tokenizer has no response_template, and its chat_template does not write tool"
+                " calls as JSON in <tool_call> tags. Set task.response_template to a JSON file (in"
+                " Python tokenizer.response_template);"
+                " trl.chat_template_utils.add_response_schema(tokenizer) sets one for known models."
+            )

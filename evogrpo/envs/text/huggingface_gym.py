@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import Any, Unpack
 
 import numpy as np
@@ -11,12 +12,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from evogrpo.envs.protocol import SPLITS, Split, deal_starts
-from evogrpo.envs.text.datasets import AnyTable
+from evogrpo.envs.text.datasets import DEFAULT_SIZES, AnyTable
 from evogrpo.envs.text.prompt_batch import SingleTurnBatch
 from evogrpo.envs.text.prompt_environment import PromptEnvironment, PromptOptions
-from evogrpo.envs.text.reasoning import reasoning_questions
 from evogrpo.envs.text.reward_functions import RewardFn, RewardFunc, make_rewards
 from evogrpo.envs.text.templates import Message, Tokenizer, check_template
+from evogrpo.extras import require
 from evogrpo.records import single_turn_conversations
 from evogrpo.text import shown
 from evogrpo.validation import lists_options, names_unknown, refuse_unknown, whole_between
@@ -25,6 +26,49 @@ PromptTensors = dict[str, Tensor]
 StepResult = tuple[
     list[PromptTensors], Tensor, NDArray[np.bool_], NDArray[np.bool_], dict[str, Any]
 ]
+TRAIN_SIZE = 2000  # questions generated for training by default
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReasoningReward:
+    """Reward function of a task in TRL's form.
+
+    A class, so that it can be pickled for worker processes.
+
+    Attributes:
+        __name__: Name of the task.
+        task: The reasoning-gym dataset.
+        answer_tag: Tag with the answer to score; None = the whole completion.
+    """
+
+    __name__: str
+    task: Any
+    answer_tag: str | None
+
+    def __call__(
+        self,
+        *,
+        completions: Sequence[Sequence[Mapping[str, str]]],
+        question: Sequence[str],
+        answer: Sequence[str],
+        metadata: Sequence[Mapping[str, Any]],
+        **_: object,
+    ) -> list[float]:
+        """Return the score of each completion."""
+        rewards = []
+        for number, completion in enumerate(completions):
+            # The prompt has messages, so the completion is one message.
+            given = completion[0]["content"].strip()
+            if self.answer_tag is not None:
+                extract_answer = import_module("reasoning_gym.utils").extract_answer
+                given = extract_answer(completion[0]["content"], tag_name=self.answer_tag)
+            entry = {
+                "question": question[number],
+                "answer": answer[number],
+                "metadata": metadata[number],
+            }
+            rewards.append(float(self.task.score_answer(given, entry=entry)))
+        return rewards
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +216,7 @@ class HuggingFaceGym(PromptEnvironment):
             ValueError: If the task or one of its settings is unknown.
             ImportError: If reasoning-gym is not installed.
         """
-        tables, reward = reasoning_questions(
+        tables, reward = _reasoning_questions(
             name, sizes or {}, seed, system_prompt, answer_tag, task_options
         )
         return cls(tables, None, tokenizer, reward_funcs=reward, seed=seed, **(gym_options or {}))
@@ -330,3 +374,42 @@ class HuggingFaceGym(PromptEnvironment):
         if padded and pad in self.action_space.end_ids:
             completion.append(pad)  # the first of them has ended the completion
         return completion
+
+
+def _reasoning_questions(
+    name: str,
+    sizes: Mapping[Split, int],
+    seed: int,
+    system_prompt: str | None,
+    answer_tag: str | None,
+    task_options: Mapping[str, Any],
+) -> tuple[dict[Split, list[dict[str, Any]]], ReasoningReward]:
+    """Return the questions of a task by split, and its reward.
+
+    See `HuggingFaceGym.from_reasoning_gym`.
+    """
+    require(f"Task {name!r}", "reasoning_gym")
+    refuse_unknown("split in sizes", sizes, SPLITS)
+    refuse_unknown("reasoning-gym task", [name], import_module("reasoning_gym.factory").DATASETS)
+    # One dataset for all splits, so that they have different questions.
+    counts: dict[Split, int] = {"train": TRAIN_SIZE, **DEFAULT_SIZES, **sizes}
+    total = sum(counts.values())
+    create_dataset = import_module("reasoning_gym").create_dataset
+    try:
+        task = create_dataset(name, size=total, seed=seed, **task_options)
+    except (TypeError, AssertionError) as error:
+        raise ValueError(f"Invalid settings of task {name!r}, {task_options}: {error}") from error
+    system = []
+    if system_prompt is not None:
+        system = [{"role": "system", "content": system_prompt}]
+    tables: dict[Split, list[dict[str, Any]]] = {}
+    number = 0
+    for split in SPLITS:
+        tables[split] = []
+        for _ in range(counts[split]):
+            entry = task[number]
+            # The reward reads the other columns: question, answer and metadata.
+            prompt = [*system, {"role": "user", "content": entry["question"]}]
+            tables[split].append({"prompt": prompt, **entry})
+            number += 1
+    return tables, ReasoningReward(__name__=name, task=task, answer_tag=answer_tag)

@@ -1,6 +1,7 @@
 """PromptEnvironment: base class of environments with a prompt dataset and reward functions."""
 
 import math
+import re
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -40,7 +41,6 @@ from evogrpo.envs.text.templates import (
     dated_template,
     fill_template,
     inserts_date,
-    is_written_messages,
     numbered,
     row_options,
     tokenize,
@@ -453,7 +453,7 @@ class PromptEnvironment:
         if not isinstance(question, str):
             return check_messages(question, f"{row_name}: prompt"), options
         # CSV files contain messages as text, which the chat template would not see.
-        if is_written_messages(question):
+        if re.match(r"""\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:""", question):
             raise ValueError(
                 f"{row_name} has messages that are written as text as prompt:"
                 f" {shown(question, 80)}. Read them with json.loads, so that they get the chat"

@@ -96,11 +96,6 @@ def check_messages(messages: object, where: str) -> list[Message]:
     return plain
 
 
-def is_written_messages(text: str) -> bool:
-    """Return True for messages that are written as text: as JSON, or as Python prints them."""
-    return re.match(r"""\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:""", text) is not None
-
-
 def special_tokens(tokenizer: Tokenizer) -> list[str]:
     """Return the special tokens of a tokenizer, which it finds in any text."""
     # Some are declared, others added with a flag.

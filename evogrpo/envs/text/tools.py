@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from evogrpo.chat_templates import QUESTION, render_chat
-from evogrpo.envs.text.templates import Message, Options, Tokenizer, render_reply
+from evogrpo.envs.text.templates import Message, Tokenizer
 from evogrpo.envs.text.user_functions import end_fork
 
 Tool = Callable[..., Any]
@@ -198,78 +197,7 @@ def tool_call(name: str) -> Message:
     return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
-def check_tool_template(tokenizer: Tokenizer, options: Options, schemas: Sequence[Schema]) -> None:
-    """Raise ValueError if the chat template or the parser is not suitable for tools.
-
-    Args:
-        tokenizer: A transformers tokenizer.
-        options: Keyword arguments of the template.
-        schemas: Schemas of some tools.
-    """
-    # 1. The template must show tools, calls and results, and leave earlier turns unchanged once a
-    #    result follows.
-    name = "name_of_a_tool"
-    content = "result_of_a_tool"
-    result = {"role": "tool", "name": name, "content": content}
-    before, after = render_reply([QUESTION, tool_call(name)], [result], tokenizer, options)
-    # Equal texts: the template ignores tools.
-    without_tools = render_chat(tokenizer, [QUESTION], **options, tools=None)
-    with_tools = render_chat(tokenizer, [QUESTION], **options, tools=schemas or None)
-    if name not in before or content not in after or with_tools == without_tools:
-        raise ValueError(
-            "The tokenizer's chat_template does not render tools, calls and results. Set"
-            " tokenizer.chat_template, or task.chat_template in a configuration, to one that does."
-        )
-    # 2. The parser must read the calls that it writes.
-    if getattr(tokenizer, "response_template", None) is None:
-        written = before[before.rfind("<tool_call>") :]
-        (call,) = tokenizer([written], add_special_tokens=False)["input_ids"]
-        if parse_completion(tokenizer, call, (), ()).calls != ((name, {}),):
-            raise ValueError(
-                "The tokenizer has no response_template, and its chat_template does not write tool"
-                " calls as JSON in <tool_call> tags. Set task.response_template to a JSON file (in"
-                " Python tokenizer.response_template);"
-                " trl.chat_template_utils.add_response_schema(tokenizer) sets one for known models."
-            )
-
-
 # ---- calls
-
-_MANY = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-"""Kinds of parameters that take any arguments, which the schema of a tool does not describe."""
-
-
-def call_tool(tools: Mapping[str, Tool], name: str, arguments: Any) -> tuple[str, bool]:
-    """Return the result of a call as text, or the text of its error, and True if there was one.
-
-    The tool is not called if it or one of the arguments does not exist.
-
-    Raises:
-        ConnectionError: If the tool raises it: the server of the environment is lost.
-    """
-    try:
-        if name not in tools:
-            raise ValueError(f"Tool {name} not found.")
-        if not isinstance(arguments, Mapping):
-            raise ValueError(f"The arguments of {name} must be an object.")
-        parameters = inspect.signature(tools[name]).parameters
-        # The schema names no others, so the model has made them up.
-        described = [each for each in parameters if parameters[each].kind not in _MANY]
-        unknown = [each for each in arguments if each not in described]
-        if unknown:
-            raise ValueError(
-                f"Tool {name} has no argument {unknown[0]}. Its arguments are:"
-                f" {', '.join(parameters)}."
-            )
-        result = str(finished(tools[name](**arguments)))
-        failed = False
-    # The conversation is excluded: it is not the model's fault.
-    except ConnectionError:
-        raise
-    except Exception as error:  # noqa: BLE001 (the model reads it)
-        result = str({"error": str(error)})
-        failed = True
-    return result.encode("utf-8", "replace").decode(), failed
 
 
 def finished(value: Any) -> Any:

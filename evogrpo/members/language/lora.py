@@ -80,11 +80,6 @@ class Target:
         return a, b
 
 
-def default_lora() -> LoraConfig:
-    """Return the default: rank 16 on all linear layers except the vocabulary head."""
-    return LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
-
-
 def lora_to_json(config: LoraConfig | None) -> dict[str, Any] | None:
     """Return the supported fields as plain JSON values; None if members train all weights."""
     if config is None:

@@ -1,6 +1,6 @@
 """Small networks of all members for one policy, and the batches that they learn from."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -13,12 +13,9 @@ from torch import nn
 
 from evogrpo.config.agent import JointSettings, NetworkSettings
 from evogrpo.config.network import NothingToChangeError, mutate_architecture
+from evogrpo.envs.control.conversion import Leaves
 from evogrpo.envs.control.episodes import PolicyEpisodes
-from evogrpo.envs.control.normalisation import (
-    ObservationStatistics,
-    episode_statistics,
-    normalised_leaves,
-)
+from evogrpo.envs.control.normalisation import ObservationStatistics, normalised_leaves
 from evogrpo.evolution.history import ArchitectureChange
 from evogrpo.members.networks.bank import StackedBank, to_tensors
 from evogrpo.members.networks.networks import ModuleNetwork, split
@@ -151,7 +148,7 @@ class StackedPolicy:
         if self.statistics is not None:
             space = self.observation_space
             leaves = flatten(space, observations)
-            summary = episode_statistics(
+            summary = _episode_statistics(
                 self.bank.size, leaves, normalised_leaves(space), acted, member_ids
             )
             flat = unflatten(space, [leaf.reshape(acted.size, *leaf.shape[2:]) for leaf in leaves])
@@ -299,3 +296,37 @@ class _PolicyModule(nn.Module):
             value.flatten().expand(outputs.shape[0], -1) for value in self.parameters(recurse=False)
         ]
         return torch.cat([outputs, *free], dim=1)
+
+
+def _episode_statistics(
+    members: int,
+    leaves: Leaves,
+    numbers: Sequence[int],
+    present: NDArray[np.bool_],
+    member_ids: NDArray[np.int64],
+) -> ObservationStatistics:
+    """Return the statistics of the raw observations of these episodes.
+
+    Args:
+        members: Number of members p.
+        leaves: `[n, t, ...]` raw observations.
+        numbers: Positions of the leaves that are normalised.
+        present: `[n, t]` True where there is an observation.
+        member_ids: `[n]` member of each row.
+    """
+    count = np.bincount(member_ids, weights=present.sum(1), minlength=members).astype(np.float64)
+    chosen = [leaves[number] for number in numbers]
+    # Two passes over each member's observations: the mean, then the deviations from it.
+    means = []
+    deviations = []
+    for member in range(members):
+        rows = member_ids == member
+        values = np.concatenate(
+            [leaf.reshape(*present.shape, -1)[rows][present[rows]] for leaf in chosen],
+            axis=1,
+            dtype=np.float64,
+        )
+        mean = values.mean(0) if len(values) else np.zeros(values.shape[1])
+        means.append(mean)
+        deviations.append(((values - mean) ** 2).sum(0))
+    return ObservationStatistics(count=count, mean=np.stack(means), m2=np.stack(deviations))
