@@ -14,11 +14,10 @@ from pydantic import Field
 from evogrpo.text import shown
 from evogrpo.validation import REAL, WHOLE, Flag, Real, Whole, finite_number, settings
 
+# Measures of fitness: greedy or sampled answers to validation questions, or training rewards.
 GREEDY = "greedy"
 SAMPLED = "sampled"
 ROLLOUTS = "rollouts"
-MEASURES = (GREEDY, SAMPLED, ROLLOUTS)
-"""Measures of fitness: greedy or sampled answers to validation questions, or training rewards."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,7 +204,7 @@ class FitnessConfig:
 
     @property
     def selection_measure(self) -> str:
-        """Measure used by selection: one of `MEASURES`."""
+        """Measure used by selection: greedy, sampled or rollouts."""
         if self.uses_validation:
             return self.validation_measure
         return ROLLOUTS
