@@ -393,6 +393,22 @@ class PolicyBankTestCase(ABC):
         assert torch.equal(part[~mask], torch.zeros(int((~mask).sum())))
         torch.testing.assert_close(part[mask], bank.log_probs(batch)[mask], rtol=1e-4, atol=1e-4)
 
+    def test_divergences_compare_whole_distributions_with_earlier_ones(self) -> None:
+        bank = self.make_bank(SIZE)
+        batch = self.act(bank, range(SIZE))
+        before = bank.distributions(batch)
+        assert bank.divergences(batch, before).abs().max() < 1e-5
+        self.learn(bank, batch)
+        divergences = bank.divergences(batch, before)
+        mask = batch.action_mask
+        assert torch.equal(divergences[~mask], torch.zeros(int((~mask).sum())))
+        assert bool((divergences[mask] > -1e-6).all())
+        for slot in range(SIZE):
+            own = batch.member_ids == slot
+            alone = self.bank_of(bank.state(slot)).divergences(self.alone(batch, slot), before[own])
+            torch.testing.assert_close(divergences[own], alone, rtol=1e-3, atol=1e-6)
+            assert float(divergences[own][mask[own]].mean()) > 0
+
     @pytest.mark.parametrize("differentiable", [True, False])
     def test_the_loss_gets_entropies_with_or_without_a_gradient(self, differentiable: bool) -> None:
         bank = self.make_bank(SIZE)

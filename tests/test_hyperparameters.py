@@ -51,6 +51,7 @@ class TestHyperparameters:
     @pytest.mark.parametrize("name", HYPERPARAMETER_NAMES)
     def test_none_is_accepted_where_it_has_a_meaning(self, name):
         if name in (
+            "clip_coef",
             "clip_low",
             "clip_high",
             "advantage_clip",

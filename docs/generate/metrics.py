@@ -9,9 +9,9 @@ from evogrpo.reporting.data_frames import COLUMNS, FLAG, REAL, TEXT, WHOLE
 NAMES: Mapping[str, str] = {
     "loss": "mean loss over the optimizer steps",
     "learning_rate": "learning rate of the last optimizer step, schedule included",
-    "step_kl": "KL(before || after) of the learning step per action, in nats, on some samples; needs target_kl",
+    "step_kl": "exact KL(before || after) of the learning step per action, in nats, on some samples; needs target_kl",
     "step_passes": "passes of the learning step: above 1 if it was repeated with another learning rate",
-    "calibrated_lr": "learning rate found by the search, before the warm-up; only in the learning step that found it",
+    "calibrated_lr": "learning rate found by a search, before the warm-up; only in the learning step that found it",
     "grad_norm": "mean 2-norm of the gradient before clipping",
     "reward": "mean reward of the samples that have one; with credit 'agent', reward of one agent rather than the team",
     "reward_std": "mean over groups of the sample standard deviation of rewards",

@@ -96,7 +96,7 @@ class Agent(NamesMissing, HyperparameterAttributes):
         names = [
             name
             for name in record
-            if name in ("lr", "clip_coef", "group_size") or record[name] != defaults[name]
+            if name in ("lr", "group_size") or record[name] != defaults[name]
         ]
         values = ", ".join(f"{name}={record[name]}" for name in names)
         if self.fitness is None:

@@ -97,7 +97,11 @@ def _hyperparameters_text(schedule: BestSchedule) -> str:
         # A calibrated rate changes within a generation; `lr` is only the first guess.
         if name == "lr" and schedule.calibrated is not None:
             first, last = map(number_text, schedule.calibrated)
-            texts.append(f"lr {first} to {last} (calibrated, first and last)")
+            text = f"lr {first} to {last} (calibrated, first and last)"
+            kl = schedule.member.metrics.get("step_kl")
+            if kl is not None:
+                text += f" with a KL of {number_text(kl)}"
+            texts.append(text)
         elif value is not None:
             texts.append(f"{name} {number_text(value)}")
     return ", ".join(texts)

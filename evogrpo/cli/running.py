@@ -429,7 +429,7 @@ def _start_text(config: Config) -> str:
     """Describe the starting values of evolving and non-default hyperparameters."""
     values = config.hyperparameters.to_json()
     defaults = Hyperparameters(**task_type_of(config.task).hyperparameters).to_json()
-    names = {*(config.search_space or ("lr", "clip_coef", "group_size"))}
+    names = {*(config.search_space or ("lr", "group_size"))}
     names.update(name for name in values if values[name] != defaults[name])
     # Resolve loss types and advantages that are None, which means the objective's.
     start = config.agent.objective.resolved(config.hyperparameters, config.search_space).to_json()

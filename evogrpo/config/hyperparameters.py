@@ -22,6 +22,7 @@ from evogrpo.validation import (
 
 __all__ = [
     "CATEGORIES",
+    "DEFAULT_CLIP",
     "DEFAULT_TARGET_KL",
     "HYPERPARAMETER_NAMES",
     "Hyperparameters",
@@ -34,6 +35,16 @@ Value = int | float | str | None
 """Value of a hyperparameter: a number, a name, or None where that has a meaning."""
 DEFAULT_TARGET_KL = 0.01
 """KL of a learning step, in nats per action, of agents without a learning rate."""
+DEFAULT_CLIP = 0.2
+"""Clip coefficient of members without `target_kl` that have none of their own."""
+MAX_CLIP = 0.9
+"""Largest clip coefficient that follows `target_kl`."""
+CLIP_DEVIATIONS = math.sqrt(2.0)
+"""Clip coefficient of calibrated members, in standard deviations of a step's log-ratios.
+
+The log-ratios of a small step of KL k are nearly normal, with variance 2 k. At this bound, 16 % of
+them are clipped, and `DEFAULT_TARGET_KL` gives `DEFAULT_CLIP`.
+"""
 
 
 @settings
@@ -42,7 +53,9 @@ class Hyperparameters:
 
     Attributes:
         lr: AdamW learning rate, greater than 0; with `target_kl` the first guess.
-        clip_coef: Half-width of the clipping interval of the probability ratio, in (0, 1).
+        clip_coef: Half-width of the clipping interval of the probability ratio, in (0, 1); None =
+            2 sqrt(`target_kl`), so that it follows the size of learning steps, or 0.2 without
+            `target_kl`.
         group_size: Completions (episodes) per initial state, from 2 to 1,000,000.
         beta: Weight of the KL to the reference policy, at least 0; with 0 there is no reference
             pass.
@@ -72,7 +85,7 @@ class Hyperparameters:
     # Numbers of repetitions have a maximum, because a typing error would otherwise look like a
     # hang.
     lr: PositiveFloat = 1e-4
-    clip_coef: Annotated[float, Field(gt=0, lt=1), REAL] = 0.2
+    clip_coef: Annotated[float, Field(gt=0, lt=1), REAL] | None = None
     group_size: Annotated[int, Field(ge=2, le=1_000_000), WHOLE] = 8
     beta: NonNegativeFloat = 0.0
     # Below this temperature, logits / temperature overflow float32.
@@ -92,16 +105,13 @@ class Hyperparameters:
     @property
     def clip_bounds(self) -> tuple[float, float]:
         """Half-widths of the clipping interval below and above a ratio of 1."""
-        return (
-            self.clip_coef if self.clip_low is None else self.clip_low,
-            self.clip_coef if self.clip_high is None else self.clip_high,
-        )
+        return self.number("clip_low"), self.number("clip_high")
 
     def number(self, name: str) -> float:
         """Return the value of a numeric hyperparameter, or the number that None means.
 
         None means `clip_coef` for `clip_low` and `clip_high`, and infinity for `advantage_clip` and
-        `target_kl`.
+        `target_kl`; for `clip_coef` see there.
 
         Raises:
             ValueError: If `name` is unknown or not numeric.
@@ -115,7 +125,11 @@ class Hyperparameters:
             return int(value)
         if name in ("advantage_clip", "target_kl"):
             return math.inf
-        return self.clip_coef
+        if self.clip_coef is not None:
+            return self.clip_coef
+        if self.target_kl is None:
+            return DEFAULT_CLIP
+        return min(CLIP_DEVIATIONS * math.sqrt(2.0 * self.target_kl), MAX_CLIP)
 
     def to_json(self) -> dict[str, Value]:
         """Return the values by name, as plain JSON values."""

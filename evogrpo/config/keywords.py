@@ -16,7 +16,7 @@ class HyperparameterKeywords(TypedDict, total=False):
     """Keyword arguments that set hyperparameters."""
 
     lr: Literal["auto"] | float
-    clip_coef: float
+    clip_coef: float | None
     group_size: int
     beta: float
     temperature: float
@@ -79,7 +79,7 @@ class HyperparameterAttributes:
     __slots__ = ()
 
     lr: float
-    clip_coef: float
+    clip_coef: float | None
     group_size: int
     beta: float
     temperature: float

@@ -521,11 +521,10 @@ def default_space(
             do not evolve.
         rows_are_samples: See `without_effect`.
     """
-    names = [
-        name for name in DEFAULT_SEARCHED if name != "target_kl" or first.target_kl is not None
-    ]
+    names = list(DEFAULT_SEARCHED)
     if first.target_kl is None:
-        names.insert(0, "lr")
+        names.remove("target_kl")
+        names += ["lr", "clip_coef"]
     low, high = ranges["group_size"].bounds
     sizes: list[int] = []
     if samples_per_step is not None:

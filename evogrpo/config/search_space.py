@@ -9,6 +9,7 @@ from pydantic import Field, GetCoreSchemaHandler
 from pydantic_core import core_schema
 
 from evogrpo.config.hyperparameters import (
+    DEFAULT_CLIP,
     DEFAULT_TARGET_KL,
     HYPERPARAMETER_NAMES,
     Hyperparameters,
@@ -161,12 +162,13 @@ class RLParameter:
         return fields
 
 
-DEFAULT_SEARCHED = ("target_kl", "clip_coef", "group_size", "update_epochs")
+DEFAULT_SEARCHED = ("target_kl", "group_size", "update_epochs")
 """Hyperparameters that evolve by default.
 
 They have the largest effect, and no value that is good for all tasks.
 
-`lr` evolves in place of `target_kl` if the algorithm does not use that.
+`lr` and `clip_coef` evolve in place of `target_kl` if members do not use that; a clip range that
+is not set follows `target_kl`.
 """
 
 _COMMON = {
@@ -352,6 +354,8 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
         has_lr = "lr" in chosen or "lr" in self
         if "target_kl" not in chosen and ("target_kl" in self or not has_lr):
             defaults = {**defaults, "target_kl": DEFAULT_TARGET_KL}
+        if "clip_coef" in self:
+            defaults = {"clip_coef": DEFAULT_CLIP, **defaults}
         record = Hyperparameters(**{**defaults, **chosen})
         # 3. Move defaults into the space. Values that the caller has chosen are not moved.
         moved: dict[str, Any] = {}

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol
 
 from torch import Tensor
 
@@ -90,13 +90,21 @@ one, reference.
 
 
 # The learning step changes these columns in place; children inherit them, checkpoints store them.
-RUNNING_STATS = ("kl_factor", "reward_count", "reward_mean", "reward_m2", "lr_factor", "lr_ceiling")
+RUNNING_STATS = (
+    "kl_factor",
+    "reward_count",
+    "reward_mean",
+    "reward_m2",
+    "lr_factor",
+    "lr_ceiling",
+    "lr_searched_for",
+)
 """Columns of `PolicyBank.running_stats`: factor on beta (adaptive KL); count, mean and sum of
-squared deviations of the raw rewards so far (running reward normalisation); factor on lr and its
-largest value (`target_kl`).
+squared deviations of the raw rewards so far (running reward normalisation); factor on lr, its
+largest value, and a number of the hyperparameters that they were found with (`target_kl`).
 """
 
-INITIAL_RUNNING_STATS = (1.0, 0.0, 0.0, 0.0, 1.0, 0.0)
+INITIAL_RUNNING_STATS = (1.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0)
 """Running statistics of a new member."""
 
 
@@ -127,7 +135,7 @@ class PolicyBank(Protocol):
 
     @property
     def running_stats(self) -> Tensor:
-        """`[p, 6]` float64 on the CPU, modified in place: the columns `RUNNING_STATS`.
+        """`[p, 7]` float64 on the CPU, modified in place: the columns `RUNNING_STATS`.
 
         Inherited and saved.
         """
@@ -146,6 +154,24 @@ class PolicyBank(Protocol):
         """Return `[n, t]` entropies of the action distributions in nats, without gradient.
 
         0 where masked.
+        """
+
+    def distributions(self, batch: Batch, *, reference: bool = False) -> Tensor:
+        """Return what determines the action distributions, `[n, t, ...]`, without gradient.
+
+        Only `divergences` and `update` of the same bank can read it. 0 where masked.
+
+        Args:
+            batch: Rows of any members, in any order.
+            reference: Use the reference policies.
+        """
+
+    def divergences(self, batch: Batch, before: Tensor) -> Tensor:
+        """Return exact KL(before || current policy) `[n, t]` in nats, without gradient; 0 where masked.
+
+        Args:
+            batch: Rows of any members, in any order.
+            before: Result of `distributions` for these rows, under earlier weights.
         """
 
     def reference_log_probs(self, batch: Batch) -> Tensor:
@@ -204,22 +230,6 @@ class PolicyBank(Protocol):
 
         Raises:
             ValueError: If keys, shapes or dtypes do not match; the slot is then unchanged.
-        """
-
-
-@runtime_checkable
-class SupportsDistributions(Protocol):
-    """A bank that returns whole distributions of actions, which an exact KL compares.
-
-    Its `update` takes them as `reference_distributions`; see `LossFunction`.
-    """
-
-    def distributions(self, batch: Batch, *, reference: bool) -> Tensor:
-        """Return `[n, t, o]` parameters of the distributions, without gradient; 0 where masked.
-
-        Args:
-            batch: Rows of any members, in any order.
-            reference: Use the reference policy instead of the members' policies.
         """
 
 

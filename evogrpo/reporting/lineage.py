@@ -196,7 +196,7 @@ def birth_text(member: MemberRecord | MemberReport, evolvable: Iterable[str]) ->
         return origin_text(member.parent, member.changes)
     own = member.hyperparameters
     step_size = "lr" if own.target_kl is None else "target_kl"
-    names = list(evolvable) or [step_size, "clip_coef", "group_size"]
+    names = list(evolvable) or [step_size, "group_size"]
     values = [f"{name} {number_text(getattr(own, name))}" for name in names]
     return f"founder with {', '.join(values)}"
 

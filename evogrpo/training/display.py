@@ -135,8 +135,9 @@ class RunDisplay(Callback):
             if "calibrated_lr" in member.metrics:
                 trials = pluralize(int(member.metrics["step_passes"] or 0), "trial")
                 lr = number_text(member.metrics["calibrated_lr"])
+                kl = number_text(member.metrics["step_kl"])
                 self._console.print(
-                    f"#{member.index}: learning rate calibrated to {lr} after {trials}"
+                    f"#{member.index}: learning rate calibrated to {lr} after {trials}, KL {kl}"
                 )
         # 2. A log gets at most one line a second, and always the last step of a generation.
         state = self._trainer.run_state
@@ -184,7 +185,7 @@ class RunDisplay(Callback):
         best = trainer.run_state.best
         table = generation_table(
             report,
-            list(population.space) or [step_size, "clip_coef", "group_size"],
+            list(population.space) or [step_size, "group_size"],
             width,
             self.terms,
             best_so_far=best is None or best.generation == report.generation,

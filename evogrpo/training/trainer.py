@@ -437,6 +437,7 @@ class Trainer:
             if "calibrated_lr" in member.metrics:
                 lr = member.metrics["calibrated_lr"]
                 passes = member.metrics["step_passes"]
+                kl = member.metrics["step_kl"]
                 self._event(
                     "calibrated",
                     step=report.step,
@@ -444,6 +445,7 @@ class Trainer:
                     index=member.index,
                     lr=lr,
                     passes=passes,
+                    kl=kl,
                 )
         self._learning_signal.update(learned)
         self._sampler_check.update(learned)

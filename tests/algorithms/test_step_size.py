@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from evogrpo import GRPO, EvolvableAlgorithm, HyperparameterConfig, MultiAgentGRPO, Objective
-from evogrpo.algorithms.learning.step_size import StepControl, measured_step, step_target
-from evogrpo.config.hyperparameters import DEFAULT_TARGET_KL
+from evogrpo.algorithms.learning.step_size import StepControl, step_target
+from evogrpo.config.hyperparameters import DEFAULT_TARGET_KL, Hyperparameters
 from evogrpo.config.optimizer import Optimizer
+from evogrpo.members.bank import RUNNING_STATS
 from tests.tiny_models import tiny_model
 from tests.tiny_steps import cart_pole, step_population
 from tests.tiny_teams import team_env, team_population
@@ -19,57 +20,62 @@ from tests.tiny_training import equal_states, tiny_env, tiny_population
 TARGET = 0.005
 
 
+def search(kl_of, *, factor=1.0, ceiling=0.0, target=TARGET):
+    """Return the control after a step whose KL is a function of the factor, and the last KL."""
+    control = StepControl(factor, ceiling, target=target, target_kl=TARGET)
+    kl = kl_of(control.factor)
+    while control.update(kl):
+        kl = kl_of(control.factor)
+    return control, kl
+
+
 @pytest.mark.parametrize("scale", [1e-10, 0.005, 1e6])
-def test_search_finds_the_learning_rate_of_a_quadratic_kl(scale):
-    """KL grows with the square of the learning rate for small steps."""
-    control = StepControl(1.0, 0.0, target=TARGET, target_kl=TARGET)
-    while control.update(scale * control.factor**2, 0.0):
-        pass
-    assert control.passes <= 7
-    assert TARGET / 1.5 <= scale * control.factor**2 <= 1.5 * TARGET
-    assert control.result() == (control.factor, control.factor)
-    control = StepControl(1.0, 0.0, target=TARGET, target_kl=TARGET)
-    while control.update(TARGET, 0.5 if control.factor > 0.01 else 0.0):
-        pass
-    assert control.factor <= 0.01  # learning rates that clip are avoided
-    assert not control.undone
+@pytest.mark.parametrize("power", [1.0, 2.0, 2.5])
+def test_search_finds_the_learning_rate_of_a_growing_kl(scale, power):
+    """KL grows with the square of the learning rate for small steps, and clipping changes that."""
+    control, kl = search(lambda factor: scale * factor**power)
+    assert control.passes <= 8
+    assert TARGET / 1.2 <= kl <= 1.2 * TARGET
 
 
-@pytest.mark.parametrize("bound", [0.05, 0.1, 0.4, 0.9])
-def test_search_ends_early_where_the_clip_fraction_is_the_limit(bound):
-    control = StepControl(1.0, 0.0, target=TARGET, target_kl=TARGET)
-    while control.update(TARGET * control.factor**2, 0.5 if control.factor > bound else 0.0):
-        pass
-    assert control.passes <= 6
-    assert bound / 1.5 <= control.factor <= bound
+@pytest.mark.parametrize("scale", [0.006, 1e6])
+def test_the_stored_factor_goes_by_the_kl_that_was_reached(scale):
+    control, _ = search(lambda factor: scale * factor**2)
+    factor, ceiling = control.result()
+    assert factor == ceiling
+    assert scale * factor**2 == pytest.approx(TARGET)
+
+
+@pytest.mark.parametrize("jump", [0.01, 0.3, 2.0])
+def test_search_takes_the_smaller_of_two_learning_rates_between_which_the_kl_jumps(jump):
+    control, kl = search(lambda factor: 3 * TARGET if factor > jump else TARGET / 3)
+    assert kl == TARGET / 3
+    assert control.passes <= 9
     assert not control.undone
 
 
 def test_weak_signals_leave_room_and_steps_far_beyond_the_limit_are_left_out():
-    control = StepControl(1.0, 0.0, target=TARGET / 4, target_kl=TARGET)
-    assert not control.update(TARGET / 4, 0.0)
+    control, _ = search(lambda factor: TARGET / 4, target=TARGET / 4)
     assert control.result() == (1.0, 2.0)  # KL of the ceiling: 4 times as much, the whole target
     control = StepControl(1.0, 1.0, target=TARGET, target_kl=TARGET)
-    assert [control.update(math.nan, 0.0) for _ in range(4)] == [True, True, True, False]
+    assert [control.update(math.nan) for _ in range(4)] == [True, True, True, False]
     assert control.undone
     assert control.result()[0] == pytest.approx(1e-4)
 
 
 def test_a_search_that_finds_nothing_starts_again_with_the_next_batch():
-    control = StepControl(3.0, 0.0, target=TARGET, target_kl=TARGET)
-    while control.update(1e3, 0.0):
-        pass
+    control, _ = search(lambda factor: 1e3, factor=3.0)
     assert control.undone
     assert control.result() == (3.0, 0.0)
 
 
 @pytest.mark.parametrize(
     ("kl", "start", "factor"),
-    [(0.015, 1.0, math.sqrt(2 / 3)), (0.0075, 1.0, 1.0), (0.004, 1.0, 1.2), (0.0, 1.25, 1.3)],
+    [(0.01, 1.0, math.sqrt(1 / 2)), (0.0055, 1.0, 1.0), (0.003, 1.0, 1.2), (0.0, 1.25, 1.3)],
 )
 def test_later_steps_move_the_factor_up_to_the_ceiling_without_a_repetition(kl, start, factor):
     control = StepControl(start, 1.3, target=TARGET, target_kl=TARGET)
-    assert not control.update(kl, 0.5)
+    assert not control.update(kl)
     assert control.result()[0] == pytest.approx(factor)
     assert control.result()[1] == 1.3
 
@@ -82,17 +88,16 @@ def test_target_follows_the_effective_number_of_actions():
     assert step_target(TARGET, advantages, transitions=False) == TARGET
 
 
-def test_measured_kl_is_the_exact_one_in_expectation():
-    # All actions of a distribution, each as often as its probability says: the mean of the
-    # estimates is the KL.
-    before = torch.tensor([0.5, 0.3, 0.2]).log()
-    after = torch.tensor([0.4, 0.4, 0.2]).log()
-    counts = torch.tensor([5, 3, 2])
-    rows = [values.repeat_interleave(counts)[None] for values in (before, after)]
-    mask = torch.ones(1, 10, dtype=torch.bool)
-    kl, outside = measured_step(*rows, mask, 0.1, 0.4)
-    assert kl == pytest.approx(float((before.exp() * (before - after)).sum()), rel=1e-5)
-    assert outside == pytest.approx(0.5)  # 0.4 / 0.5 is below 0.9, 0.4 / 0.3 is below 1.4
+@pytest.mark.parametrize("target_kl", [0.0025, 0.01, 0.04])
+def test_the_clip_range_follows_the_step(target_kl):
+    # Log-ratios of a small step of KL k are nearly normal with variance 2 k: the same share of them
+    # lies outside the range at any target.
+    low, high = Hyperparameters(target_kl=target_kl).clip_bounds
+    deviation = math.sqrt(2 * target_kl)
+    assert low == high == pytest.approx(math.sqrt(2) * deviation)
+    assert Hyperparameters(target_kl=0.01).clip_bounds == Hyperparameters().clip_bounds
+    assert Hyperparameters(target_kl=target_kl, clip_coef=0.3).clip_bounds == (0.3, 0.3)
+    assert Hyperparameters(target_kl=100.0).clip_bounds[0] < 1
 
 
 KINDS = {"networks": (step_population, cart_pole), "language": (tiny_population, tiny_env)}
@@ -106,11 +111,15 @@ def step_of(population, env, step=0, **options):
 def learnt(kind, *, target_kls, lrs):
     """Return a population after a learning step, and the reports.
 
-    Without momentum, there is no warm-up.
+    Without momentum, there is no warm-up. All clip alike.
     """
     make, make_env = KINDS[kind]
     population = make(
-        len(lrs), update_epochs=2, group_size=4, optimizer=Optimizer(betas=(0.0, 0.999))
+        len(lrs),
+        update_epochs=2,
+        group_size=4,
+        clip_coef=0.2,
+        optimizer=Optimizer(betas=(0.0, 0.999)),
     )
     for agent, target_kl, lr in zip(population, target_kls, lrs, strict=True):
         agent.target_kl = target_kl
@@ -145,10 +154,72 @@ def test_later_steps_stay_below_the_limit(kind):
     make, make_env = KINDS[kind]
     population = make(1, update_epochs=2, group_size=4, target_kl=TARGET, lr=1.0)
     env = make_env()
-    measured = [step_of(population, env, step)[0].metrics.get("step_kl") for step in range(5)]
-    if kind == "language":  # measuring takes a pass, so that it is done now and then
-        assert [kl is not None for kl in measured] == [step in (0, 4) for step in range(5)]
+    measured = [step_of(population, env, step)[0].metrics.get("step_kl") for step in range(6)]
+    if kind == "language":  # measuring takes passes, so that it is done now and then
+        assert [kl is not None for kl in measured] == [step != 5 for step in range(6)]
     assert all(kl <= 4 * TARGET for kl in measured if kl is not None)
+
+
+def own_divergence(population, batch, before, slot=0):
+    """Return the exact KL per action between two train states of a language model."""
+    bank = population.members.bank
+    rows = torch.cat(
+        [torch.tensor(batch.inputs.prompts)[batch.inputs.prompt_ids], batch.actions], 1
+    )
+    width = rows.shape[1] - batch.actions.shape[1]
+    seen = torch.cat([torch.ones(len(rows), width, dtype=torch.bool), batch.present], 1)
+    after = bank.state(slot)
+    scores = []
+    for state in (before, after):
+        bank.load_state(slot, state)
+        logits = bank.policy(slot)(rows, seen)[:, width - 1 : -1][batch.action_mask]
+        scores.append(torch.distributions.Categorical(logits=logits.double()))
+    return float(torch.distributions.kl_divergence(*scores).mean())
+
+
+def test_reported_kl_is_the_exact_one_over_the_vocabulary():
+    population = tiny_population(1, group_size=4, target_kl=TARGET)
+    rollout = population.collect(tiny_env(), step=0, samples_per_step=16, block=4)
+    before = population.members.bank.state(0)
+    report = population.learn(rollout.experience, step=0)[0]
+    own = own_divergence(population, rollout.experience["default"], before)
+    assert report.metrics["step_kl"] == pytest.approx(own, rel=1e-3)
+
+
+class TestPaths:
+    """Equal values of `target_kl` give equal steps, however a member came to its value."""
+
+    def kl_of_step(self, population, kind, step):
+        return step_of(population, KINDS[kind][1](), step)[0].metrics["step_kl"]
+
+    def started(self, kind, **options):
+        options = {"group_size": 4, "update_epochs": 2, "batch_size": 64} | options
+        return KINDS[kind][0](1, **options)
+
+    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize("change", [{"target_kl": 4 * TARGET}, {"update_epochs": 6}])
+    def test_a_mutated_member_takes_the_step_of_its_new_values(self, kind, change):
+        population = self.started(kind, target_kl=TARGET)
+        self.kl_of_step(population, kind, 0)
+        for name, value in change.items():
+            setattr(population[0], name, value)
+        fresh = self.started(kind, **({"target_kl": TARGET} | change))
+        aim = self.kl_of_step(fresh, kind, 5)
+        assert self.kl_of_step(population, kind, 5) == pytest.approx(aim, rel=0.5)
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_a_clone_takes_the_step_of_its_parent(self, kind):
+        population = KINDS[kind][0](2, group_size=4, target_kl=TARGET)
+        step_of(population, KINDS[kind][1]())
+        before = population.members.banks["default"].running_stats[0].clone()
+        population.members.inherit([0, 0])
+        stats = population.members.banks["default"].running_stats
+        assert torch.equal(stats[1], before)
+
+    def test_an_own_clip_range_does_not_bound_the_step(self):
+        narrow = self.started("language", target_kl=TARGET, clip_coef=0.02)
+        kl = self.kl_of_step(narrow, "language", 0)
+        assert TARGET / 1.2 <= kl <= 1.2 * TARGET
 
 
 def test_a_member_without_signal_takes_no_step():
@@ -167,14 +238,14 @@ def test_a_member_without_signal_takes_no_step():
     assert not torch.equal(before[0]["adapter"], population[0].state()["adapter"])
 
 
-@pytest.mark.parametrize(
-    "lr", [1e8, 1e30]
-)  # a KL far above the limit, and weights that are not finite
-def test_a_step_that_is_left_out_reports_no_updates(lr):
+# A KL far above the limit, and weights that are not finite.
+@pytest.mark.parametrize("factor", [1e8, 1e30])
+def test_a_step_that_is_left_out_reports_no_updates(factor):
     population = tiny_population(1, group_size=4, update_epochs=2, target_kl=TARGET)
     env = tiny_env()
     step_of(population, env)
-    population[0].lr, before = lr, weights(population, 0)
+    population.members.bank.running_stats[0, RUNNING_STATS.index("lr_factor")] = factor
+    before = weights(population, 0)
     report = step_of(population, env, 4)[0]
     assert equal_states(before, weights(population, 0))
     assert (report.optimizer_steps, report.failed, report.metrics["step_kl"]) == (0, None, 0.0)

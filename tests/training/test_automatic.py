@@ -67,7 +67,7 @@ def test_a_dataset_and_a_reward_suffice():
 def test_the_search_space_defaults_to_auto_and_explicit_values_are_fixed(values):
     assert parse_config({**values, "search_space": "auto"}) == parse_config(values)
     given = parse_config({**values, "hyperparameters": {"lr": 3e-4, "group_size": 4}})
-    assert set(given.search_space) == set(DEFAULT_SEARCHED) - {"target_kl", "group_size"}
+    assert set(given.search_space) == {"clip_coef", "update_epochs"}
     assert not parse_config({**values, "search_space": {}}).search_space
     explicit = parse_config({**values, "search_space": {"beta": {"choices": [0, 0.1]}}})
     assert list(explicit.search_space) == ["beta"]
@@ -126,9 +126,11 @@ def test_any_hyperparameter_may_be_auto_in_either_section(values, ranges, sectio
 
 
 def test_ineffective_hyperparameters_do_not_evolve():
-    once = {"update_epochs": 1, "batch_size": 64}  # one optimizer step per rollout clips nothing
+    # One optimizer step per rollout clips nothing.
+    once = {"update_epochs": 1, "batch_size": 64, "lr": 1e-4}
     assert "clip_coef" not in parse_config({**QUESTIONS, "hyperparameters": once}).search_space
-    soft = {"agent": {"objective": {"loss_type": "sapo"}}}  # a soft gate instead of a clip
+    # A soft gate instead of a clip.
+    soft = {"agent": {"objective": {"loss_type": "sapo"}}, "hyperparameters": {"lr": 1e-4}}
     assert "clip_coef" not in parse_config({**QUESTIONS, **soft}).search_space
     indivisible = {
         "schedule": {"generations": 1, "samples_per_step": 34},
@@ -140,7 +142,7 @@ def test_ineffective_hyperparameters_do_not_evolve():
 
 def test_populations_search_missing_hyperparameters():
     members = GRPO.population(4, *SPACES, hp_config="auto", lr=1e-3, samples_per_step=32)
-    assert set(members.space) == set(DEFAULT_SEARCHED) - {"target_kl"}
+    assert set(members.space) == {"clip_coef", "group_size", "update_epochs"}
     assert {agent.hyperparameters.lr for agent in members} == {1e-3}
     assert len({agent.hyperparameters.update_epochs for agent in members}) > 1
     # unknown samples per step
@@ -154,11 +156,11 @@ def test_populations_search_missing_hyperparameters():
     assert GRPO.population(2, **language).space["update_epochs"] == LANGUAGE_RANGES["update_epochs"]
     assert (
         "clip_coef"
-        not in GRPO.population(2, **language, objective=Objective(loss_type="sapo")).space
+        not in GRPO.population(2, **language, lr=1e-4, objective=Objective(loss_type="sapo")).space
     )
     # The objective is valid beside the other options only.
     long = {"max_output_tokens": 512, "objective": Objective(overlong_buffer=200)}
-    assert "clip_coef" in GRPO.population(2, **language, **long).space
+    assert "clip_coef" in GRPO.population(2, **language, **long, lr=1e-4).space
     with pytest.raises(ValueError, match="hp_config must be"):
         GRPO(*SPACES, hp_config="auto")  # a single agent evolves nothing
     with pytest.raises(ValueError, match="hp_config must be"):

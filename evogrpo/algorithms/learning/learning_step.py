@@ -130,12 +130,7 @@ def learn_policy(
     step = _prepare(bank, settings, learners, batch)
     totals = _Totals.of(step)
     step_sizes = StepSizes(
-        bank,
-        step.training_rows,
-        learners,
-        step.objectives,
-        step.losses.advantages,
-        step.has_gradient,
+        bank, step.training_rows, learners, step.losses.advantages, step.has_gradient
     )
     # 2. Minibatches, and the old log-probabilities that they need.
     updates = _schedule_updates(step)
@@ -584,7 +579,7 @@ def compute_advantages(
         batch: Whole groups of whole episodes.
         objective: The run's objective; each member has its own advantage type.
         per_row: Hyperparameters of the batch's rows.
-        running_stats: `[p, 6]` running statistics by slot; updated in place if `reward_norm` is
+        running_stats: Running statistics by slot; updated in place if `reward_norm` is
             "running".
         kl_penalty: `[n, t]` beta times KL, subtracted from rewards; None = KL is not in the
             rewards.

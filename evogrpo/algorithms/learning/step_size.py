@@ -1,13 +1,20 @@
 """Control of the step size: the learning rate follows the KL that a learning step causes.
 
 The right learning rate shows in one learning step, in the KL divergence between the policy before
-and after it. On the first batch that teaches something, the learning rate is searched until the KL
-is near `target_kl`. Later the KL has an upper limit: a step that exceeds it by far is undone and
-repeated with a smaller learning rate. The KL is a limit and not a set point. Held at the target,
+and after it. On the first batch that teaches something, and again whenever a hyperparameter of the
+member has changed, the learning rate is searched until the KL is near `target_kl`. Later the KL has
+an upper limit: a step that exceeds it by far is undone and repeated with a smaller learning rate.
+The learning rate may fall below the one that was found, but not rise above it: held at the target,
 the KL of a fading signal would consist of noise.
+
+The KL is the exact divergence between whole distributions over actions, or over the vocabulary.
+Estimates from the sampled actions would be too large, because the step has just changed the
+probabilities of these actions.
 """
 
+import json
 import math
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -15,47 +22,47 @@ import torch
 from torch import Tensor
 
 from evogrpo.algorithms.learning.training_rows import TrainingRows
-from evogrpo.config.hyperparameters import DEFAULT_TARGET_KL
-from evogrpo.config.objective import Objective
-from evogrpo.functional.loss_types import LOSS_TYPES
+from evogrpo.config.hyperparameters import DEFAULT_TARGET_KL, Hyperparameters
 from evogrpo.members.bank import RUNNING_STATS, PolicyBank
 from evogrpo.members.requests import Learner
-from evogrpo.records import UpdateReport
+from evogrpo.records import Batch, UpdateReport
+from evogrpo.warnings import warn
 
-MAX_SEARCH_PASSES = 7
-"""Maximum number of passes that search the learning rate on the first batch."""
+MAX_SEARCH_PASSES = 8
+"""Maximum number of passes that search the learning rate on one batch."""
 MAX_REPEATS = 3
-"""Maximum number of times that a later step is repeated before it is left out."""
-MAX_CLIP_FRACTION = 0.1
-"""Maximum fraction of actions outside the clip range in the search. A clipped ratio saturates the KL.
-
-Losses that clip the mean ratio of a completion have no such limit.
-"""
+"""Maximum number of times that a step is repeated after the search before it is left out."""
+SEARCH_TOLERANCE = 1.2
+"""Largest factor between the KL and the target that ends the search."""
+LEFT_OUT = 4.0
+"""Multiple of the target above which a later step is undone."""
 FULL_SIGNAL_ACTIONS = 1000
-"""Effective number of actions from which on a small network may take a step of the whole target."""
+"""Effective number of actions from which on a network's step has the whole target."""
 MEASURED_STEPS = 4
-"""Interval in learning steps at which the KL of language models is measured, once they are
-calibrated.
-"""
-MEASURED_COMPLETIONS, MEASURED_ACTIONS = 16, 2048
-"""Maximum number of completions, and of actions of small networks, that the KL is measured on."""
-STEP_SIZE = [RUNNING_STATS.index("lr_factor"), RUNNING_STATS.index("lr_ceiling")]
-"""Columns of the running statistics that hold `StepControl.factor` and `ceiling`, for `DEFAULT_TARGET_KL`.
+"""Interval in learning steps at which the KL of calibrated language models is measured.
 
-A changed `target_kl` takes effect at once; see `_scale`.
+The first steps are measured, too, because the momentum of AdamW is still growing.
+"""
+SEARCH_COMPLETIONS, MEASURED_COMPLETIONS, MEASURED_ACTIONS = 64, 8, 2048
+"""Maximum number of completions that the KL is measured on in the search and later, and of actions
+of small networks.
+"""
+STEP_SIZE = [RUNNING_STATS.index(name) for name in ("lr_factor", "lr_ceiling", "lr_searched_for")]
+"""Columns of the running statistics: `StepControl.factor` and `ceiling` for `DEFAULT_TARGET_KL`,
+and the number of the hyperparameters that they were found with.
 """
 
 
 class StepControl:
-    """Search of the learning rate for one learning step of one policy.
+    """Control of the learning rate in one learning step of one policy.
 
     Use: take the step with `factor`, measure, call `update`; while it returns True, restore the
     train state and repeat.
 
     Args:
         factor: Factor on the learning rate.
-        ceiling: Largest factor; 0 until a learning rate was found.
-        target: KL per action, in nats, that a step aims for; see `step_target`.
+        ceiling: Largest factor; 0 searches one.
+        target: KL per action, in nats, that the step aims for; see `step_target`.
         target_kl: Hyperparameter `target_kl`, in nats per action.
 
     Attributes:
@@ -64,6 +71,7 @@ class StepControl:
         passes: Number of passes measured so far.
         undone: True if the last pass exceeded the limit and must not be kept.
         calibrated: True if a learning rate was found in an earlier step.
+        target: As given.
     """
 
     def __init__(self, factor: float, ceiling: float, *, target: float, target_kl: float) -> None:
@@ -73,85 +81,97 @@ class StepControl:
         self.passes = 0
         self.undone = False
         self._first = factor
-        self._target = target
+        self.target = target
         self._target_kl = target_kl
-        # largest factor found too small, smallest found too large
+        # The largest factor found too small, and the smallest found too large.
         self._low = 0.0
         self._high = math.inf
+        # The factor and the KL of the latest pass.
+        self._latest: tuple[float, float] | None = None
 
-    def update(self, kl: float, clip_fraction: float) -> bool:
-        """Record the measurement of a pass, set the next factor, and return True if the step must be repeated.
+    def update(self, kl: float) -> bool:
+        """Record the measurement of a pass, set the next factor, and return True to repeat the step.
 
         Args:
             kl: Mean KL(before || after) per action, in nats; NaN and infinity count as too large.
-            clip_fraction: Fraction of actions whose probability ratio is outside the clip range.
         """
         self.passes += 1
-        kl = kl if math.isfinite(kl) else math.inf
+        # Rounding may make the KL of equal policies negative.
+        kl = max(kl, 0.0) if math.isfinite(kl) else math.inf
         if not self.calibrated and self.passes <= MAX_SEARCH_PASSES:
-            return self._search(kl, clip_fraction)
+            return self._search(kl)
         return self._limit(kl)
 
     def result(self) -> tuple[float, float]:
         """Return factor and ceiling after the learning step."""
         if self.calibrated:
             return self.factor, self.ceiling
-        if self.undone:  # the next batch starts a new search
+        if self.undone:
+            # The next batch starts a new search.
             return self._first, 0.0
         # With a weak signal, the target is a part of `target_kl`, but the ceiling is the factor for
         # all of it. KL grows with the square of the learning rate.
-        return self.factor, self.factor / math.sqrt(self._target / self._target_kl)
+        return self.factor, self.factor / math.sqrt(self.target / self._target_kl)
 
-    def _search(self, kl: float, clip_fraction: float) -> bool:
-        """Move the factor until the KL is within a factor of 1.5 of the target."""
-        too_large = kl > 1.5 * self._target or clip_fraction > MAX_CLIP_FRACTION
-        # KL grows with the square of the learning rate, as long as the clipping does not bind.
-        if kl > 0:
-            change = math.sqrt(self._target / kl)
-        else:
-            change = math.inf
-        if not too_large and kl >= self._target / 1.5:
-            self.factor *= change  # for the next step
-            return False
+    def _search(self, kl: float) -> bool:
+        """Move the factor until the KL is near the target."""
+        change = self._change_to_target(kl)
+        # 1. Keep the largest factor that is too small and the smallest that is too large.
+        too_large = kl > self.target
         if too_large:
-            self._high = self.factor
+            self._high = min(self._high, self.factor)
         else:
-            self._low = self.factor
-        # Where the clip fraction is the limit, the KL stays below the target, and the bounds
-        # approach each other.
-        found = self._high < 1.5 * self._low
-        if not too_large and (found or self.passes == MAX_SEARCH_PASSES):
-            return False  # the step is smaller than it could be, which is safe
-        if found:
+            self._low = max(self._low, self.factor)
+        # 2. End near the target. Where the KL jumps between two learning rates, the smaller one is
+        #    used, which is safe. The factor of the next step goes by the KL that was reached.
+        near = self.target / SEARCH_TOLERANCE <= kl <= self.target * SEARCH_TOLERANCE
+        narrow = self._high < 1.05 * self._low
+        last = self.passes == MAX_SEARCH_PASSES
+        if near or (not too_large and (narrow or last)):
+            if kl > 0:
+                next_factor = self.factor * math.sqrt(self.target / kl)
+                self.factor = min(next_factor, math.sqrt(self.factor * self._high))
+            return False
+        # 3. Otherwise take the guess if it lies between the two factors, or their middle.
+        if self._low > 0.0 and (narrow or last):
             self.factor = self._low
-        elif self._low > 0.0 and math.isfinite(self._high):
-            guess = self.factor * change
-            inside = 1.1 * self._low < guess < self._high / 1.1
-            if inside:
-                self.factor = guess
-            else:
-                self.factor = math.sqrt(self._low * self._high)
-        else:
-            low, high = (1 / 30, 1 / 3) if too_large else (1.5, 30.0)
+        elif self._low == 0.0 or math.isinf(self._high):
+            low, high = (0.01, 0.9) if too_large else (1.1, 100.0)
             self.factor *= min(max(change, low), high)
+        else:
+            guess = self.factor * change
+            inside = self._low < guess < self._high
+            self.factor = guess if inside else math.sqrt(self._low * self._high)
         return True
 
-    def _limit(self, kl: float) -> bool:
-        """Undo a pass whose KL exceeds twice the limit, which is twice the target.
+    def _change_to_target(self, kl: float) -> float:
+        """Return the factor on the learning rate that should move this KL to the target.
 
-        Otherwise adapt the next factor.
+        KL grows with the square of a small learning rate. Two passes show the actual power.
         """
-        limit = 2.0 * self._target
-        ratio = limit / kl if kl > 0 else math.inf
-        if kl > 2.0 * limit:
-            self.factor *= max(0.8 * math.sqrt(ratio), 0.1)
-            # passes of the search are not repeats
+        power = 2.0
+        if self._latest is not None and 0.0 < kl < math.inf:
+            factor, earlier = self._latest
+            power = math.log(kl / earlier) / math.log(self.factor / factor)
+            power = min(max(power, 0.7), 4.0)
+        if 0.0 < kl < math.inf:
+            self._latest = self.factor, kl
+        if kl == 0.0:
+            return math.inf
+        return float((self.target / kl) ** (1.0 / power))
+
+    def _limit(self, kl: float) -> bool:
+        """Undo a pass whose KL exceeds the limit by far; otherwise adapt the next factor."""
+        change = math.sqrt(self.target / kl) if kl > 0 else math.inf
+        if kl > LEFT_OUT * self.target:
+            self.factor *= max(0.8 * change, 0.1)
+            # Passes of the search are not repeats.
             searched = 0 if self.calibrated else MAX_SEARCH_PASSES
             self.undone = self.passes - searched > MAX_REPEATS
             return not self.undone
-        if kl > limit:
-            self.factor *= max(math.sqrt(ratio), 0.5)
-        elif kl < 0.5 * limit and self.calibrated:
+        if kl > SEARCH_TOLERANCE * self.target:
+            self.factor *= max(change, 0.5)
+        elif kl < self.target / SEARCH_TOLERANCE and self.calibrated:
             self.factor = min(1.2 * self.factor, self.ceiling)
         return False
 
@@ -174,37 +194,15 @@ def step_target(target_kl: float, advantages: Tensor, *, transitions: bool) -> f
     return target_kl * min(1.0, effective / FULL_SIGNAL_ACTIONS)
 
 
-def measured_step(
-    before: Tensor, after: Tensor, mask: Tensor, clip_low: float, clip_high: float
-) -> tuple[float, float]:
-    """Return the KL(before || after) per action, in nats, and the fraction of actions outside the clip range.
-
-    Args:
-        before: `[n, t]` log-probabilities of sampled actions before the learning step.
-        after: `[n, t]` after it.
-        mask: `[n, t]` True where an action counts.
-        clip_low: Distance from 1 to the lower clipping bound of the probability ratio.
-        clip_high: Distance from 1 to its upper bound.
-
-    Source: Schulman, "Approximating KL divergence" (2020), the estimator k3.
-    """
-    log_ratio = (after - before)[mask].double()
-    excess = torch.expm1(log_ratio)
-    outside = (excess < -clip_low) | (excess > clip_high)
-    return float((excess - log_ratio).mean()), float(outside.double().mean())
-
-
 class StepSizes:
     """Step sizes of the members with `target_kl`, in one learning step of one policy.
 
     Args:
         bank: The policies, before the learning step.
-        training_rows: Training rows and their old log-probabilities.
+        training_rows: Training rows.
         learners: The members that learn, by slot.
-        objectives: Their objectives, by slot.
         advantages: `[n, t]` of the training rows.
-        has_gradient: `[n]` True for rows whose old log-probabilities are known after the first
-            pass.
+        has_gradient: `[n]` True for rows that the members can learn from.
 
     Attributes:
         idle: Slots of members whose advantages are all 0. They take no optimizer step, as AdamW
@@ -219,14 +217,12 @@ class StepSizes:
         bank: PolicyBank,
         training_rows: TrainingRows,
         learners: Mapping[int, Learner],
-        objectives: Mapping[int, Objective],
         advantages: Tensor,
         has_gradient: Tensor,
     ) -> None:
         self._bank = bank
         self._training_rows = training_rows
         self._learners = learners
-        self._objectives = objectives
         self.idle = set[int]()
         self.undone = set[int]()
         self.metrics = dict[int, dict[str, float]]()
@@ -239,34 +235,42 @@ class StepSizes:
             target_kl = learner.hyperparameters.target_kl
             if target_kl is None:
                 continue
-            # 1. Find the member's rows with a gradient. If all advantages are 0, it takes no step.
-            rows = ((samples.member_ids == slot) & has_gradient).nonzero()[:, 0]
-            signal = advantages[rows][samples.action_mask[rows]]
+            # 1. If all advantages are 0, the member takes no step.
+            own = samples.member_ids == slot
+            learned = own & has_gradient
+            signal = advantages[learned][samples.action_mask[learned]]
             if not bool(signal.any()):
                 self.idle.add(slot)
                 continue
-            # 2. Start from the stored factor, which is for DEFAULT_TARGET_KL.
-            factor, ceiling = (bank.running_stats[slot, STEP_SIZE] * _scale(target_kl)).tolist()
+            # 2. Start from the stored factor. With other hyperparameters, search again from there.
+            stored = bank.running_stats[slot, STEP_SIZE].tolist()
+            factor, ceiling = (each * _scale(target_kl) for each in stored[:2])
+            if stored[2] != _number(learner.hyperparameters):
+                ceiling = 0.0
             self._set_factor(slot, factor)
-            if ceiling > 0.0 and not transitions and learner.step % MEASURED_STEPS:
-                continue  # measuring takes a pass over some completions
-            # 3. Control the step by the KL of some rows.
-            target = step_target(target_kl, signal, transitions=transitions)
-            self._controls[slot] = StepControl(factor, ceiling, target=target, target_kl=target_kl)
+            # 3. Measuring takes two passes over some completions, so later steps are not all
+            #    measured.
+            searched = ceiling == 0.0
             if transitions:
                 count = MEASURED_ACTIONS
             else:
-                count = MEASURED_COMPLETIONS
-            self._rows[slot] = rows[
-                torch.linspace(0, len(rows) - 1, min(count, len(rows))).long().to(rows.device)
-            ]
+                count = SEARCH_COMPLETIONS if searched else MEASURED_COMPLETIONS
+                warming_up = learner.step < MEASURED_STEPS
+                if not (searched or warming_up or learner.step % MEASURED_STEPS == 0):
+                    continue
+            target = step_target(target_kl, signal, transitions=transitions)
+            self._controls[slot] = StepControl(factor, ceiling, target=target, target_kl=target_kl)
+            # Evenly spaced rows, also those that teach nothing: the KL is that of all actions.
+            rows = (own & samples.action_mask.any(1)).nonzero()[:, 0]
+            chosen = torch.linspace(0, len(rows) - 1, min(count, len(rows))).long()
+            self._rows[slot] = rows[chosen.to(rows.device)]
+        # 4. Remember train states and action distributions before the step.
         self._states = {slot: bank.state(slot) for slot in self._controls}
-
-    def _set_factor(self, slot: int, factor: float) -> None:
-        given = self._learners[slot].hyperparameters
-        self.hyperparameters[slot] = (
-            given if factor == 1.0 else replace(given, lr=given.lr * factor)
-        )
+        self._before = dict[int, Tensor]()
+        if self._controls:
+            slots = list(self._controls)
+            before = bank.distributions(self._measured_rows(slots))
+            self._before = dict(zip(slots, self._split(before, slots), strict=True))
 
     def repeat(self, updates: Mapping[int, Sequence[UpdateReport]]) -> set[int]:
         """Measure the last pass; return the slots that repeat it, with their train states restored.
@@ -275,8 +279,8 @@ class StepSizes:
             updates: Reports of the pass's optimizer steps, by slot; only of members that took the
                 pass.
         """
-        # 1. Compute log-probabilities after the pass. A member that fails in its first optimizer
-        #    step has failed for another reason than its step size.
+        # 1. Compute the divergences of the measured rows. A member that fails in its first
+        #    optimizer step has failed for another reason than its step size.
         slots = [
             slot
             for slot, steps in updates.items()
@@ -284,51 +288,84 @@ class StepSizes:
         ]
         if not slots:
             return set()
-        after = self._bank.log_probs(
-            self._training_rows.select_for_pass(torch.cat([self._rows[slot] for slot in slots]))
-        )
+        rows = self._measured_rows(slots)
+        before = torch.cat([self._before[slot] for slot in slots])
+        divergences = self._bank.divergences(rows, before)
         again = set[int]()
-        for slot, log_probs in zip(
-            slots, after.split([len(self._rows[slot]) for slot in slots]), strict=True
-        ):
+        for slot, own in zip(slots, self._split(divergences, slots), strict=True):
             # 2. Measure the KL between the policies before and after the pass.
             control = self._controls[slot]
-            rows = self._rows[slot]
-            before = self._training_rows.old[rows]
-            mask = self._training_rows.samples.action_mask[rows]
-            kl, clipped = measured_step(
-                before, log_probs, mask, *self._learners[slot].hyperparameters.clip_bounds
-            )
+            mask = self._training_rows.samples.action_mask[self._rows[slot]]
+            kl = float(own[mask].double().mean())
             if not all(math.isfinite(report.grad_norm) for report in updates[slot]):
                 kl = math.inf
-            # The bounds of a completion's mean ratio are no bounds for ratios of single actions,
-            # which vary far more.
-            if LOSS_TYPES[self._objectives[slot].loss_type].ratio == "completion":
-                clipped = 0.0
             # 3. Set the next learning rate. A pass that is repeated or left out is undone.
             lr = self.hyperparameters[slot].lr
-            repeated = control.update(kl, clipped)
+            repeated = control.update(kl)
             self._set_factor(slot, control.factor)
             if repeated or control.undone:
                 self._bank.load_state(slot, self._states[slot])
-            if control.undone:
-                self.undone.add(slot)
             # 4. Repeat the pass, or store the step size and report.
             if repeated:
                 again.add(slot)
-            else:
-                scale = _scale(self._learners[slot].hyperparameters.target_kl or 0.0)
-                stored = torch.tensor(control.result(), dtype=torch.float64) / scale
-                self._bank.running_stats[slot, STEP_SIZE] = stored
-                self.metrics[slot] = {
-                    "step_kl": 0.0 if control.undone else kl,
-                    "step_passes": float(control.passes),
-                }
-                if not control.calibrated and not control.undone:
-                    self.metrics[slot]["calibrated_lr"] = lr
+                continue
+            if control.undone:
+                self.undone.add(slot)
+                kl = 0.0
+            self._store(slot, control)
+            self.metrics[slot] = {"step_kl": kl, "step_passes": float(control.passes)}
+            if not control.calibrated and not control.undone:
+                self.metrics[slot]["calibrated_lr"] = lr
+                _warn_short_step(self._learners[slot].hyperparameters, kl, control.target)
         return again
+
+    def _set_factor(self, slot: int, factor: float) -> None:
+        given = self._learners[slot].hyperparameters
+        self.hyperparameters[slot] = (
+            given if factor == 1.0 else replace(given, lr=given.lr * factor)
+        )
+
+    def _store(self, slot: int, control: StepControl) -> None:
+        """Store factor and ceiling for `DEFAULT_TARGET_KL` and the member's hyperparameters."""
+        hyperparameters = self._learners[slot].hyperparameters
+        scale = _scale(hyperparameters.target_kl or 0.0)
+        stored = [each / scale for each in control.result()]
+        stored.append(_number(hyperparameters))
+        self._bank.running_stats[slot, STEP_SIZE] = torch.tensor(stored, dtype=torch.float64)
+
+    def _measured_rows(self, slots: Sequence[int]) -> Batch:
+        """Return the measured rows of some members for a pass."""
+        return self._training_rows.select_for_pass(torch.cat([self._rows[slot] for slot in slots]))
+
+    def _split(self, values: Tensor, slots: Sequence[int]) -> tuple[Tensor, ...]:
+        """Split values of the measured rows by member."""
+        parts: tuple[Tensor, ...] = values.split([len(self._rows[slot]) for slot in slots])
+        return parts
 
 
 def _scale(target_kl: float) -> float:
-    """Return the factor from stored step sizes to those for this target: KL grows with the square of the step."""
+    """Return the factor from stored step sizes to those for this target.
+
+    KL grows with the square of the step.
+    """
     return math.sqrt(target_kl / DEFAULT_TARGET_KL)
+
+
+def _warn_short_step(hyperparameters: Hyperparameters, kl: float, target: float) -> None:
+    """Warn if clipping keeps a calibrated step below its target."""
+    following = replace(hyperparameters, clip_coef=None, clip_low=None, clip_high=None)
+    if kl >= target / 1.5 or following == hyperparameters:
+        return
+    low, high = hyperparameters.clip_bounds
+    warn(
+        f"Clipping to [{1 - low:g}, {1 + high:g}] holds learning steps at a KL of {kl:.2g}, below"
+        f" the target of {target:.2g}. Leave out clip_coef, clip_low and clip_high: they follow"
+        " target_kl.",
+        rank_zero_only=False,
+    )
+
+
+def _number(hyperparameters: Hyperparameters) -> float:
+    """Return a number that differs for different hyperparameters, above 0."""
+    text = json.dumps(hyperparameters.to_json())
+    return float(1 + zlib.crc32(text.encode()))

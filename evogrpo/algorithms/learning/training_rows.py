@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from evogrpo.members.bank import PolicyBank, SupportsDistributions
+from evogrpo.members.bank import PolicyBank
 from evogrpo.records import Batch
 
 
@@ -61,9 +61,6 @@ class TrainingRows:
             old: Use the policies that sampled, which must not have changed since; otherwise the
                 reference.
         """
-        assert isinstance(self._bank, SupportsDistributions), (
-            "LanguageSettings refuses kl_estimator 'full'"
-        )
         if not len(rows):
             return
         computed = self._bank.distributions(self.select_for_pass(rows), reference=not old)

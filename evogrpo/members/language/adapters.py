@@ -272,7 +272,7 @@ class AdapterStates:
         lora_config: As passed.
         trained: As passed.
         weights: `[p, k]`, one row per slot.
-        running_stats: `[p, 6]` float64 on the CPU; see `evogrpo.members.bank.RUNNING_STATS`.
+        running_stats: `[p, 7]` float64 on the CPU; see `evogrpo.members.bank.RUNNING_STATS`.
         reference: `[p, k]`, or None without own references.
         changes: Counters by slot that increase whenever the weights change.
         size: Number of slots.

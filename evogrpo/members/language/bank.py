@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from peft import LoraConfig
@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.optimizer import Optimizer
 from evogrpo.distributed import Processes
-from evogrpo.functional.log_probs import chunked_log_probs
+from evogrpo.functional.log_probs import chunked_log_probs, scale_logits
 from evogrpo.members.bank import LossFunction, PolicyVersion, Update
 from evogrpo.members.devices import DEFAULT_MICRO_BATCH_TOKENS
 from evogrpo.members.fast_llama.weight_layout import fast_paths_disabled
@@ -506,6 +506,26 @@ class AdapterBank(AdapterSampler):
         entropy_gradient: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """Return log-probabilities and entropies `[n, t]` of a micro-batch, by one forward pass."""
+        passed = self._pass(whole, part, policy)
+        model = passed.model
+        with model.autocast():
+            log_probs, entropies = chunked_log_probs(
+                passed.hidden,
+                model.head,
+                passed.actions,
+                passed.temperature,
+                passed.early,
+                self.end_ids,
+                self.logits_rows,
+                entropy_gradient=entropy_gradient,
+                weight=model.head_matrix(passed.hidden),
+                train_head=model is not self.base and torch.is_grad_enabled(),
+            )
+        width = whole.actions.shape[1]
+        return passed.scatter(log_probs, width), passed.scatter(entropies, width)
+
+    def _pass(self, whole: Batch, part: MicroBatch, policy: PolicyVersion) -> "_Pass":
+        """Run a micro-batch up to the vocabulary head."""
         if self.base.lockstep:
             self.processes.check_stop(whole.stop)
         whole.stop.check()
@@ -521,39 +541,108 @@ class AdapterBank(AdapterSampler):
         early = torch.zeros_like(mask)
         if inputs.min_new_tokens:
             early = positions_in_turn(batch.chosen[:, :used]) < inputs.min_new_tokens
-        # 2. Hidden states `[k, used, h]` that predict the actions, then the actions'
-        #    log-probabilities and entropies.
+        # 2. Hidden states `[k, used, h]` that predict the actions.
         members = _scoring_slots(batch, policy)
         pairs, pair_of_row = distinct_prefixes(members, inputs.prompt_ids.to(members.device))
         prompts = [inputs.prompts[prompt] for _, prompt in pairs]
         slots = [slot for slot, _ in pairs]
         fed = batch.actions[:, : used - 1]
         present = batch.present[:, : used - 1]
-        actions = batch.actions[:, :used]
         temperature = inputs.temperature.to(mask.device)[:, None].expand(mask.shape)
         model = self.model_of(policy, slots[0])
         make_hook = self.hook_factory(policy)
         with model.autocast():
             hidden = model.hidden(prompts, slots, pair_of_row, fed, present, members, make_hook)
-            hidden = hidden[mask]  # [actions, h]
-            log_probs, entropies = chunked_log_probs(
-                hidden,
-                model.head,
-                actions[mask],
-                temperature[mask],
-                early[mask],
-                self.end_ids,
-                self.logits_rows,
-                entropy_gradient=entropy_gradient,
-                weight=model.head_matrix(hidden),
-                train_head=model is not self.base and torch.is_grad_enabled(),
-            )
-        # 3. Scatter to `[k, t]`, then copy to identical rows.
-        zeros = torch.zeros(batch.actions.shape, device=mask.device)
-        places = mask.nonzero(as_tuple=True)
-        log_probs = zeros.index_put(places, log_probs)[part.run_as]
-        entropies = zeros.index_put(places, entropies)[part.run_as]
-        return log_probs, entropies
+        return _Pass(
+            model=model,
+            mask=mask,
+            hidden=hidden[mask],
+            actions=batch.actions[:, :used][mask],
+            temperature=temperature[mask],
+            early=early[mask],
+            run_as=part.run_as,
+        )
+
+    # ---- whole distributions
+
+    def distributions(self, batch: Batch, *, reference: bool = False) -> Tensor:
+        """Return what determines the next-token distributions, `[n, t, ...]`, without gradient.
+
+        These are the hidden states before the vocabulary head. Members that train the head have
+        log-probabilities of the whole vocabulary.
+
+        Args:
+            batch: Rows of any members, in any order.
+            reference: Not supported.
+        """
+        assert not reference, "LanguageSettings refuses kl_estimator 'full'"
+
+        def read(passed: _Pass, part: MicroBatch) -> Tensor:
+            if passed.model is self.base:
+                return passed.hidden
+            return self._log_softmax(passed, passed.hidden)
+
+        return self._read(batch, read)
+
+    def divergences(self, batch: Batch, before: Tensor) -> Tensor:
+        """Return exact KL(before || policy) `[n, t]` over the vocabulary, without gradient.
+
+        Args:
+            batch: Rows of any members, in any order.
+            before: Result of `distributions` for these rows, under earlier weights.
+        """
+
+        def read(passed: _Pass, part: MicroBatch) -> Tensor:
+            earlier = before[part.run][:, : passed.mask.shape[1]][passed.mask]
+            found = []
+            for start in range(0, len(earlier), self.logits_rows):
+                rows = slice(start, start + self.logits_rows)
+                first = earlier[rows]
+                if passed.model is self.base:
+                    first = self._log_softmax(passed, first, rows)
+                second = self._log_softmax(passed, passed.hidden[rows], rows)
+                found.append((first.exp() * (first - second)).sum(1))
+            return torch.cat(found)
+
+        return self._read(batch, read)
+
+    def _log_softmax(self, passed: "_Pass", hidden: Tensor, rows: slice = slice(None)) -> Tensor:
+        """Return log-probabilities `[c, v]` of the whole vocabulary, float32, all finite."""
+        with passed.model.autocast():
+            logits = passed.model.logits(hidden)
+        scaled = scale_logits(
+            logits.clone(), passed.temperature[rows], passed.early[rows], self.end_ids
+        )
+        # 0 * -inf would be NaN.
+        return scaled.log_softmax(1).clamp(min=-1e30)
+
+    @torch.no_grad()
+    def _read(self, batch: Batch, read: Callable[["_Pass", MicroBatch], Tensor]) -> Tensor:
+        """Return values `[n, t, ...]` computed from forward passes, 0 where masked.
+
+        With several ranks, each of them computes all of the few rows.
+        """
+
+        def compute() -> Tensor:
+            found: Tensor | None = None
+            with self.base.in_lockstep():
+                for part in self._plan(batch, self.micro_batch_tokens, "weights"):
+                    passed = self._pass(batch, part, "weights")
+                    values = passed.scatter(read(passed, part), batch.actions.shape[1])
+                    if found is None:
+                        found = values.new_zeros(len(batch), *values.shape[1:])
+                    found[part.rows] = values
+            assert found is not None
+            return found
+
+        while True:
+            try:
+                with self.base.working(), self.processes.section():
+                    return compute()
+            except torch.OutOfMemoryError as error:
+                if self.micro_batch_tokens == 1:
+                    raise
+                self._halve(error)
 
     # ---- export
 
@@ -578,6 +667,34 @@ class AdapterBank(AdapterSampler):
     def policy(self, slot: int, *, base: bool = False) -> nn.Module:
         """Return one member as a module; it reads the weights of the bank."""
         return MemberPolicy(self, slot, base=base)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Pass:
+    """Forward pass of a micro-batch up to the vocabulary head, for its c counted actions.
+
+    Attributes:
+        model: The model, with its head.
+        mask: `[k, used]` True for the actions.
+        hidden: `[c, h]` hidden states that predict them.
+        actions: `[c]` token ids.
+        temperature: `[c]`.
+        early: `[c]` True where the end of the sequence was forbidden.
+        run_as: `[n]` row of the pass that each row of the micro-batch repeats.
+    """
+
+    model: CausalModel
+    mask: Tensor
+    hidden: Tensor
+    actions: Tensor
+    temperature: Tensor
+    early: Tensor
+    run_as: Tensor
+
+    def scatter(self, values: Tensor, width: int) -> Tensor:
+        """Return values `[c, ...]` of the actions as `[n, width, ...]`, 0 elsewhere."""
+        zeros = values.new_zeros(len(self.mask), width, *values.shape[1:])
+        return zeros.index_put(self.mask.nonzero(as_tuple=True), values)[self.run_as]
 
 
 def _scoring_slots(batch: Batch, policy: PolicyVersion) -> Tensor:

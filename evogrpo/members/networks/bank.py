@@ -204,7 +204,7 @@ class StackedBank(StackedTrainStates):
     def _reference(self) -> PolicyVersion:
         return "reference" if self.own_reference else "base"
 
-    def distributions(self, batch: Batch, *, reference: bool) -> Tensor:
+    def distributions(self, batch: Batch, *, reference: bool = False) -> Tensor:
         """Return `[n, t, o]` parameters of the action distributions, without gradient.
 
         0 where masked.
@@ -224,6 +224,23 @@ class StackedBank(StackedTrainStates):
             batch, self._reference if reference else "weights", read, [(width,)]
         )
         return values
+
+    @torch.no_grad()
+    def divergences(self, batch: Batch, before: Tensor) -> Tensor:
+        """Return exact KL(before || policy) `[n, t]`, without gradient; 0 where masked.
+
+        Args:
+            batch: Rows of any members, in any order.
+            before: Result of `distributions` for these rows, under earlier weights.
+        """
+        mask = batch.action_mask
+        counted = mask.flatten().nonzero()[:, 0]
+        outputs = _take(self.distributions(batch), places=counted)
+        *_, divergences = self._read_scores(
+            batch, counted, outputs, entropy_gradient=False, reference=before, reverse_kl=True
+        )
+        zeros = divergences.new_zeros(mask.numel())
+        return zeros.index_copy(0, counted, divergences).view(mask.shape)
 
     def _scores(self, batch: Batch, version: PolicyVersion) -> list[Tensor]:
         """Return log-probabilities and entropies `[n, t]` without gradient; 0 where masked."""

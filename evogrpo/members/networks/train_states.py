@@ -267,7 +267,7 @@ class StackedTrainStates:
 
     Attributes:
         size: Number of slots.
-        running_stats: `[p, 6]` float64 on the CPU: running statistics; see
+        running_stats: `[p, 7]` float64 on the CPU: running statistics; see
             `evogrpo.members.bank.RUNNING_STATS`.
         extra_stats: `[p, s]` float64 on the CPU: additional running statistics, changed in place;
             saved and inherited.
