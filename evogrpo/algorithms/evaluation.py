@@ -1,21 +1,16 @@
 """Evaluation on held-out questions: all members at once, or in racing rounds."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evogrpo.envs.protocol import GroupEnvironment, Split
 from evogrpo.envs.text.prompt_environment import PromptEnvironment
-from evogrpo.evolution.fitness import (
-    Fitness,
-    FitnessConfig,
-    clearly_behind,
-    on_all_questions,
-    rounds,
-    still_racing,
-)
+from evogrpo.evolution.fitness import Fitness, FitnessConfig, paired_difference
 from evogrpo.interruption import NEVER, Stop
 from evogrpo.members.members import Members
 from evogrpo.members.requests import EvaluationRequest
@@ -199,6 +194,97 @@ def measure_fitness(
     leader = max((measured[row] for row in running), key=lambda fitness: fitness.mean)
     fitness = [on_all_questions(each, leader) for each in measured]
     return dict(zip(slots, fitness, strict=True)), tokens
+
+
+# ---- races
+
+FIRST_ROUND = 8
+"""Number of questions after the first round; it doubles with each further round."""
+
+
+def rounds(questions: int, *, racing: bool) -> Iterator[tuple[int, int]]:
+    """Yield the questions of each round as (first, end).
+
+    A single round without racing or with few questions.
+    """
+    first = 0
+    last = FIRST_ROUND if racing else questions
+    while last < questions:
+        yield first, last
+        first = last
+        last = 2 * last
+    yield first, questions
+
+
+def clearly_behind(leader: NDArray[np.float64], other: NDArray[np.float64], error: float) -> bool:
+    """Return True if a member is significantly worse than the leader at error level `error`.
+
+    Args:
+        leader: `[n]` the leader's scores.
+        other: `[n]` the member's scores on the same questions; NaN where either has none.
+        error: Error probability of this comparison.
+    """
+    differences = (leader - other)[np.isfinite(leader - other)]
+    if len(differences) < 2 or differences.mean() <= 0:
+        return False
+    # Add one artificial difference that contradicts the others: without it, a few equal differences
+    # would have no variance and look certain.
+    contradicted = np.append(differences, -np.abs(differences).max())
+    standard_error = contradicted.std(ddof=1) / math.sqrt(len(contradicted))
+    return bool(contradicted.mean() > t_quantile(1 - error, len(differences)) * standard_error)
+
+
+def t_quantile(probability: float, degrees: int) -> float:
+    """Return a quantile of Student's t, accurate to a thousandth for 7 degrees of freedom or more.
+
+    Source: Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.5.
+    """
+    z = NormalDist().inv_cdf(probability)
+    terms: Sequence[float] = (
+        z,
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+    )
+    return math.fsum(term / degrees**power for power, term in enumerate(terms))
+
+
+def still_racing(scores: NDArray[np.float64], error: float) -> list[int]:
+    """Return the members that are not clearly behind the leader, with the leader.
+
+    Args:
+        scores: `[members, n]` scores on the same questions; NaN where a member has none.
+        error: Error probability of each comparison.
+    """
+    scored = np.isfinite(scores)
+    means = np.where(scored, scores, 0.0).sum(axis=1) / np.maximum(scored.sum(axis=1), 1)
+    leader = int(np.where(scored.any(axis=1), means, -np.inf).argmax())
+    return [
+        row
+        for row, member_scores in enumerate(scores)
+        if row == leader or not clearly_behind(scores[leader], member_scores, error)
+    ]
+
+
+def on_all_questions(fitness: Fitness, leader: Fitness) -> Fitness:
+    """Estimate a member's fitness on all questions of its race.
+
+    The estimate is the leader's mean plus the mean paired difference on the common questions. The
+    member's own mean would be biased, because these questions may be easier or harder than the
+    others. The variances of both are added, as if they were independent.
+    """
+    if len(fitness.scores) == len(leader.scores):
+        return fitness
+    lag, standard_error = paired_difference(fitness, leader)
+    return replace(
+        fitness,
+        mean=leader.mean + lag,
+        standard_error=math.hypot(leader.standard_error, standard_error),
+    )
+
+
+# ---- scores that count
 
 
 def common_questions(

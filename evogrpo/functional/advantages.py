@@ -9,7 +9,6 @@ from evogrpo.functional.rewards import (
     consecutive_ids,
     group_statistics,
     place_on_last_action,
-    subtract_kl,
 )
 
 Coefficient = float | Tensor
@@ -403,3 +402,21 @@ def whiten(values: Tensor, mask: Tensor, member_ids: Tensor) -> Tensor:
     centred = values.double() - statistics.mean[member_of_action]
     deviation = (statistics.std[member_of_action] ** 2 + 1e-8).sqrt()
     return torch.where(mask, centred / deviation, 0.0).to(values.dtype)
+
+
+def subtract_kl(step_rewards: Tensor, penalty: Tensor, mask: Tensor) -> Tensor:
+    """Subtract a KL penalty from the reward of every action: r_t - beta kl_t.
+
+    Args:
+        step_rewards: `[n, t]`; NaN = no reward is given here, which counts as 0.
+        penalty: `[n, t]` beta times an estimate of the KL divergence to the reference, without
+            gradient.
+        mask: `[n, t]` booleans, True = counts.
+
+    Returns:
+        `[n, t]` step rewards; NaN where the mask is False, and in rows to which no reward applies.
+
+    Source: Ziegler et al. (arXiv:1909.08593), equation 2; ROLL, `add_token_level_kl`.
+    """
+    applies = mask & (mask & ~step_rewards.isnan()).any(1, keepdim=True)
+    return torch.where(applies, step_rewards.nan_to_num(nan=0.0) - penalty, torch.nan)

@@ -1,6 +1,6 @@
-"""Lineage of a run: best member, ancestors, hyperparameter schedule, and the tree of births."""
+"""Lineage of a run: best member, ancestors, births, and hyperparameter schedule."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -199,54 +199,3 @@ def birth_text(member: MemberRecord | MemberReport, evolvable: Iterable[str]) ->
     names = list(evolvable) or [step_size, "group_size"]
     values = [f"{name} {number_text(getattr(own, name))}" for name in names]
     return f"founder with {', '.join(values)}"
-
-
-def tree_lines(
-    births: Sequence[MemberRecord], path: Collection[int]
-) -> list[tuple[int, MemberRecord]]:
-    """Return the lines of a printed lineage: the indentation and the member of each.
-
-    One child of a member, its heir, continues its line without indentation; other children are
-    indented below it. The heir is the child on the best member's path, or the child with most
-    descendants. Indentation therefore grows with the logarithm of the number of members.
-
-    Args:
-        births: All births in order of index; a parent comes before its children.
-        path: Indices of the best member's ancestors and itself.
-
-    Raises:
-        ValueError: If a child is older than its parent.
-    """
-    # 1. List the children of each member. If its parent is missing from the journal, a member is
-    #    the first of a tree.
-    children: dict[int | None, list[MemberRecord]] = {birth.index: [] for birth in births}
-    children[None] = []
-    for birth in births:
-        if birth.parent is not None and birth.parent >= birth.index:
-            raise ValueError(
-                f"A parent must be older than its child, got #{birth.parent} of #{birth.index}."
-            )
-        children[birth.parent if birth.parent in children else None].append(birth)
-    # 2. Count the descendants of each member and itself, children before their parents.
-    sizes: dict[int, int] = {}
-    for birth in reversed(births):
-        sizes[birth.index] = 1 + sum(sizes[child.index] for child in children[birth.index])
-    # 3. Add the lines of each founder. The recursion is as deep as the indentation.
-    lines: list[tuple[int, MemberRecord]] = []
-
-    def add_lines(member: MemberRecord, indent: int) -> None:
-        """Add the lines of a member, of its other children indented by one, and of its heirs."""
-        while True:
-            lines.append((indent, member))
-            below = children[member.index]
-            if not below:
-                return
-            heir = max(below, key=lambda child: (child.index in path, sizes[child.index]))
-            for child in below:
-                if child is not heir:
-                    add_lines(child, indent + 1)
-            member = heir
-
-    for founder in children[None]:
-        add_lines(founder, 0)
-    return lines

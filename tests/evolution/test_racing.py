@@ -5,15 +5,15 @@ import math
 import numpy as np
 import pytest
 
-from evogrpo.evolution import Fitness, paired_difference
-from evogrpo.evolution.fitness import (
+from evogrpo.algorithms.evaluation import (
     FIRST_ROUND,
-    difference,
     on_all_questions,
     rounds,
     still_racing,
     t_quantile,
 )
+from evogrpo.evolution import Fitness, paired_difference
+from evogrpo.evolution.fitness import difference
 
 
 @pytest.mark.parametrize("questions", [2, 8, 9, 16, 33, 64, 1000])

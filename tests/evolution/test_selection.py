@@ -6,7 +6,7 @@ import pytest
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.evolution.fitness import Fitness, paired_difference
 from evogrpo.evolution.history import Generation, MemberRecord, SlotRecord
-from evogrpo.evolution.selection import tournament
+from evogrpo.evolution.strategies.tournament import tournament
 
 QUESTIONS = 64
 

@@ -5,13 +5,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from evogrpo.functional.advantages import subtract_kl
 from evogrpo.functional.loss_types import REWARD_NORMS
 from evogrpo.functional.rewards import (
     difficulty_mask,
     normalise_rewards,
     overlong_penalty,
     place_on_last_action,
-    subtract_kl,
     update_running_statistics,
 )
 

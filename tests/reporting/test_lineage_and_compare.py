@@ -5,11 +5,11 @@ import math
 import numpy as np
 import pytest
 
+from evogrpo.cli.records import tree_lines
 from evogrpo.reporting.compare import compare_runs, interval
 from evogrpo.reporting.lineage import (
     ancestors,
     best_schedule,
-    tree_lines,
 )
 from evogrpo.reporting.summary import summarise
 from evogrpo.storage.journal import read_journal

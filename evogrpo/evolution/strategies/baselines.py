@@ -8,11 +8,11 @@ import numpy as np
 from pydantic import Field
 
 from evogrpo.evolution.founders import random_founder
-from evogrpo.evolution.history import History
+from evogrpo.evolution.history import Generation, History
 from evogrpo.evolution.mutation import CheckedPerturbation, Mutation
 from evogrpo.evolution.plan import Choice, Plan, Stateless
-from evogrpo.evolution.selection import no_selection
 from evogrpo.evolution.strategies.tournament import Tournament
+from evogrpo.randomness import streams
 from evogrpo.validation import WHOLE, NonNegativeFloat, settings
 
 
@@ -27,7 +27,7 @@ class Fixed(Stateless):
 
     def plan(self, history: History, rng: np.random.Generator) -> Plan:
         """Keep every healthy member, and replace failed ones; an empty slot stays empty."""
-        return Plan.from_choices(history, no_selection(history.last, rng))
+        return Plan.from_choices(history, _no_selection(history.last, rng))
 
 
 @settings
@@ -49,7 +49,7 @@ class MutationOnly(Stateless):
 
     def plan(self, history: History, rng: np.random.Generator) -> Plan:
         """Mutate all members except the best and replace failed ones; empty slots stay empty."""
-        choices = no_selection(history.last, rng)
+        choices = _no_selection(history.last, rng)
         best, *others = history.last.ranked
         choices[best] = Choice(parent=best, reason="kept: the best")
         for slot in others:
@@ -76,7 +76,7 @@ class RandomSearch(Stateless):
         """
         last = history.last
         space = history.space.for_samples_per_step(last.samples_per_step)
-        choices = no_selection(last, rng)
+        choices = _no_selection(last, rng)
         # A founder shares all hyperparameters outside the search space with the other members, such
         # as the oldest one.
         oldest = min((member for member, _ in last.healthy), key=lambda member: member.index)
@@ -108,3 +108,30 @@ class SelectionOnly(Stateless):
     def plan(self, history: History, rng: np.random.Generator) -> Plan:
         """Hold one tournament per member; an empty slot stays empty."""
         return Tournament(size=self.size, z=self.z, mutation=None).plan(history, rng)
+
+
+def _no_selection(last: Generation, rng: np.random.Generator) -> list[Choice]:
+    """Keep every healthy member, and replace each failed member by a clone of a random healthy one.
+
+    Args:
+        last: Generation that was evaluated.
+        rng: Random generator; draws depend on members' indices.
+
+    Returns:
+        One choice per slot; empty slots stay empty.
+
+    Raises:
+        ValueError: If every member failed.
+    """
+    healthy = sorted(last.ranked, key=lambda slot: last.indices[slot])
+    stream = streams(rng)
+    choices = []
+    for slot, record in enumerate(last.slots):
+        if record.member is None:
+            choices.append(Choice(parent=None, reason="empty"))
+        elif record.fitness is not None:
+            choices.append(Choice(parent=slot, reason="kept: nothing is selected"))
+        else:
+            parent = int(stream("replacement", record.member.index).choice(healthy))
+            choices.append(Choice(parent=parent, reason=f"replaced by slot {parent}: failed"))
+    return choices

@@ -1,11 +1,13 @@
 """CausalModel: forward passes of a frozen language model, with rows of several members."""
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
@@ -29,7 +31,6 @@ from evogrpo.members.language.compatibility import (
     find_decoder,
     find_head,
     frozen_model,
-    grouped_attention,
     prefix_cache_works,
 )
 from evogrpo.members.language.fsdp import sharded_layers
@@ -41,7 +42,6 @@ from evogrpo.members.language.kv_cache import (
     Prefix,
     PrefixLayer,
     Prompts,
-    gather_rows,
 )
 from evogrpo.text import class_name
 from evogrpo.warnings import warn
@@ -209,7 +209,7 @@ class CausalModel:
         mixed = self.autocast is not nullcontext or torch.is_autocast_enabled(self.device.type)
         try:
             self._working = True
-            with frozen_model(self.model), grouped_attention(self.device):
+            with frozen_model(self.model), _grouped_attention(self.device):
                 if is_unmodified(self.decoder) and not mixed:
                     self._active_fast_llama = self._usable_fast_llama
                 # fast_llama adds the adapters itself.
@@ -397,7 +397,7 @@ class CausalModel:
             make_hook: Hooks of the policy version.
         """
         # Rows of different caches have different lengths; gathering pads them on the left.
-        past = gather_rows(parts, part_of.to(self.device), row_of.to(self.device))
+        past = _gather_rows(parts, part_of.to(self.device), row_of.to(self.device))
         rows = torch.arange(len(tokens), device=self.device)
         return self._run_on(past, rows, tokens, make_hook(slots))
 
@@ -486,3 +486,52 @@ class CausalModel:
         if self._active_fast_llama is None:
             return None
         return head_matrix(self.head, hidden)
+
+
+def _gather_rows(parts: Sequence[KVCache], part_of: Tensor, row_of: Tensor) -> KVCache:
+    """Return rows of several caches: row i is row `row_of[i]` of part `part_of[i]`.
+
+    They are padded on the left to the widest.
+    """
+    # 1. Rows of each part, part by part; `back` restores the caller's order.
+    numbers = part_of.unique().tolist()
+    used = [parts[number] for number in numbers]
+    rows = [row_of[part_of == number] for number in numbers]
+    back = torch.argsort(torch.argsort(part_of, stable=True))
+    width = max(part.mask.shape[1] for part in used)
+
+    # 2. Pad on the left along `dim`, concatenate, reorder.
+    def joined(values: Sequence[Tensor], dim: int) -> Tensor:
+        padded = []
+        for value, indices in zip(values, rows, strict=True):
+            missing = width - value.shape[dim]
+            # `pad` counts from the last axis: nothing to add to the axes after `dim`.
+            after = [0, 0] * (value.dim() - 1 - dim)
+            padded.append(pad(value[indices], (*after, missing, 0)))
+        return torch.cat(padded)[back]
+
+    layers = []
+    for of_parts in zip(*(part.layers for part in used), strict=True):
+        every_keys, every_values = zip(*of_parts, strict=True)
+        layers.append((joined(every_keys, 2), joined(every_values, 2)))
+    return KVCache(layers=tuple(layers), mask=joined([part.mask for part in used], 1))
+
+
+@contextmanager
+def _grouped_attention(device: torch.device) -> Iterator[None]:
+    """On a CPU, make transformers use grouped-query attention without copies for each head.
+
+    By default, transformers does so only without a mask, because kernels of other devices need
+    that.
+    """
+    name = "TRANSFORMERS_SDPA_FORCE_GQA"
+    before = os.environ.get(name)
+    try:
+        if device.type == "cpu":
+            os.environ[name] = "1"
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = before

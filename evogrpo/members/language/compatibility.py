@@ -1,7 +1,6 @@
 """Compatibility checks of causal language models: causality, head, padding, context, caches."""
 
 import copy
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -37,26 +36,6 @@ def frozen_model(model: nn.Module) -> Iterator[None]:
             module.training = training
         for parameter, required in flags:
             parameter.requires_grad_(required)
-
-
-@contextmanager
-def grouped_attention(device: torch.device) -> Iterator[None]:
-    """On a CPU, make transformers use grouped-query attention without copies for each head.
-
-    By default, transformers does so only without a mask, because kernels of other devices need
-    that.
-    """
-    name = "TRANSFORMERS_SDPA_FORCE_GQA"
-    before = os.environ.get(name)
-    try:
-        if device.type == "cpu":
-            os.environ[name] = "1"
-        yield
-    finally:
-        if before is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = before
 
 
 def check_causal_class(model: PreTrainedModel) -> None:

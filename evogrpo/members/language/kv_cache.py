@@ -1,6 +1,6 @@
 """KV caches of transformers' causal models, and decoding with and without a cache."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -93,35 +93,6 @@ class KVCache:
             moved_values = values.gather(2, places.expand(*shape[:3], values.shape[3]))
             layers.append((moved_keys, moved_values))
         return KVCache(layers=tuple(layers), mask=self.mask.gather(1, order))
-
-
-def gather_rows(parts: Sequence[KVCache], part_of: Tensor, row_of: Tensor) -> KVCache:
-    """Return rows of several caches: row i is row `row_of[i]` of part `part_of[i]`.
-
-    They are padded on the left to the widest.
-    """
-    # 1. Rows of each part, part by part; `back` restores the caller's order.
-    numbers = part_of.unique().tolist()
-    used = [parts[number] for number in numbers]
-    rows = [row_of[part_of == number] for number in numbers]
-    back = torch.argsort(torch.argsort(part_of, stable=True))
-    width = max(part.mask.shape[1] for part in used)
-
-    # 2. Pad on the left along `dim`, concatenate, reorder.
-    def joined(values: Sequence[Tensor], dim: int) -> Tensor:
-        padded = []
-        for value, indices in zip(values, rows, strict=True):
-            missing = width - value.shape[dim]
-            # `pad` counts from the last axis: nothing to add to the axes after `dim`.
-            after = [0, 0] * (value.dim() - 1 - dim)
-            padded.append(pad(value[indices], (*after, missing, 0)))
-        return torch.cat(padded)[back]
-
-    layers = []
-    for of_parts in zip(*(part.layers for part in used), strict=True):
-        every_keys, every_values = zip(*of_parts, strict=True)
-        layers.append((joined(every_keys, 2), joined(every_values, 2)))
-    return KVCache(layers=tuple(layers), mask=joined([part.mask for part in used], 1))
 
 
 @dataclass(frozen=True, kw_only=True)
