@@ -38,6 +38,7 @@ def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options
     deadline: float | None = None
 
     def on_line(frame: FrameType, event: str, value: Any) -> Any:
+        """Raise RenderError at a line of the template after the deadline."""
         # Processor time from the first line of the template: on a busy machine, compiling alone may
         # take seconds.
         nonlocal deadline
@@ -52,6 +53,7 @@ def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options
         return on_line
 
     def on_call(frame: FrameType, event: str, value: Any) -> Any:
+        """Trace function: return `on_line` for functions of the template, None for all others."""
         # Jinja compiles a template to Python code of this file name; lines of other functions need
         # no check.
         if frame.f_code.co_filename == "<template>":

@@ -188,6 +188,7 @@ def stopping_on_signals(
     over = threading.Event()
 
     def handle(number: int, _: FrameType | None) -> None:
+        """Request a stop at the first signal; raise KeyboardInterrupt at a second Ctrl-C."""
         if interrupting.is_set():  # this signal comes from `_interrupt_user_code`
             interrupting.clear()
             stop.interrupt()

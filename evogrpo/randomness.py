@@ -38,8 +38,9 @@ def generator(seed: int, purpose: str, *numbers: int) -> np.random.Generator:
 
 
 def streams(rng: np.random.Generator) -> Callable[..., np.random.Generator]:
-    """Return `generator` with a seed drawn from `rng`.
+    """Return a function that makes named random streams below one seed, drawn from `rng`.
 
-    Draws from one stream do not affect the others.
+    It takes the other arguments of `generator`: `stream("mutate", index)`. Draws from one stream do
+    not affect the others.
     """
     return partial(generator, int(rng.integers(2**63)))

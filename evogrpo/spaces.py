@@ -249,8 +249,9 @@ def _one_hot(values: Tensor, counts: Sequence[int], starts: Sequence[int]) -> Te
         if column.numel() and not (
             start <= int(column.min()) and int(column.max()) < start + count
         ):
+            outside = column[(column < start) | (column >= start + count)]
             raise ValueError(
-                f"observation must be in [{start}, {start + count - 1}], got {column.tolist()}."
+                f"observation must be in [{start}, {start + count - 1}], got {int(outside[0])}."
             )
         codes.append(torch.nn.functional.one_hot(column - start, count))
     return torch.cat(codes, dim=1).to(torch.float32)

@@ -525,7 +525,10 @@ def unknown_name_error(
 
 
 def _answer(name: str, names: Sequence[str], where: Where | None, *, is_argument: bool) -> str:
-    """Return the end of the message for an unknown name; see `unknown_name_error`."""
+    """Return the end of the message for an unknown name; see `unknown_name_error`.
+
+    `where` finds the place of a setting, such as a section or an argument of a public call.
+    """
     # 1. The name here.
     name_here = counterpart(name, names)
     if name_here is not None:

@@ -294,7 +294,7 @@ def _network_members(
     options: Mapping[str, Any],
     module: nn.Module | None,
 ) -> Built:
-    """Build the members from their settings, for one agent or several."""
+    """Return small networks and the first member's hyperparameters, for one agent or several."""
     first = _first_hyperparameters(options, settings, NETWORK_DEFAULTS)
     space = options.get("hp_config")
     device = choose_device(options.get("accelerator"), options.get("device")) or "cpu"

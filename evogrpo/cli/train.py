@@ -119,7 +119,7 @@ def _check_config(path: Path) -> None:
     if re.fullmatch(r"\w+(\.\w+)+", name) and path.suffix not in (".json", ".toml", ".txt"):
         raise ValueError(
             f"{name} is not a file. To train in an environment of several agents, write"
-            " --parallel-env."
+            f" --parallel-env {name}."
         )
     raise ValueError(
         f"There is no file {name}. CONFIG is a YAML file with a section task, such as task: {{name:"

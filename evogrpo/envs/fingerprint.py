@@ -65,6 +65,7 @@ def canonical(value: Any) -> str:
 
 
 def _as_plain(value: Any) -> Any:
+    """Convert a value that JSON cannot represent; code becomes its hash."""
     if hasattr(value, "tolist"):  # arrays, tensors and their scalars
         return value.tolist()
     if isinstance(value, Mapping):
@@ -278,7 +279,7 @@ class _Description:
             return
         value = scope[name]
         is_code = isinstance(value, FunctionType | type | ModuleType | BuiltinFunctionType)
-        modules = modules_of(scope)
+        modules = modules_of(scope)  # syntax trees: of the file, or of each cell of a notebook
         if not modules:
             # Without source the value counts.
             if is_code or _constant(value) is not None:
@@ -288,6 +289,7 @@ class _Description:
         statements: list[ast.stmt] = []
         for module in modules:
             statements = bindings(module).get(name, statements)
+        # A name that no statement binds comes from one of the `from ... import *`.
         if not statements:
             statements = [each for module in modules for each in bindings(module).get("*", ())]
         # 2. Describe them. A variable's value is not read, since it may change during a run.

@@ -95,6 +95,9 @@ class Mutation:
 
         # 3. Give each of them another category, a draw from the whole range, or a step.
         def new_value(column: int, name: str) -> Any:
+            """Return the child's value of the hyperparameter with these random numbers."""
+            # The first row of `draws` has chosen what changes. The others, in [0, 1): up or down,
+            # a draw from the whole range or a step, and the position in the range.
             _, direction, resample, fraction = draws[:, column].tolist()
             if name not in changing:
                 return getattr(hyperparameters, name)
@@ -105,6 +108,7 @@ class Mutation:
                 resampled = uniform_value(name, space[name], fraction)
                 if resampled != value:
                     return resampled
+            # A step continues the one that made the parent: its size has that median.
             inherited = (steps or {}).get(name)
             if inherited is None:
                 median_size = STEP

@@ -346,7 +346,7 @@ class Strategy(Protocol):
         ...
 
     def state(self) -> dict[str, Any]:
-        """Return what later plans depend on, besides arguments and settings, as JSON values."""
+        """Return the values that later plans depend on, besides arguments and settings, as JSON."""
         ...
 
     def load_state(self, values: Mapping[str, Any]) -> None:

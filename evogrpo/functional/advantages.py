@@ -11,8 +11,6 @@ from evogrpo.functional.rewards import (
     place_on_last_action,
 )
 
-Coefficient = float | Tensor
-
 
 def advantages(
     kind: str,
@@ -24,13 +22,13 @@ def advantages(
     step_rewards: Tensor | None = None,
     components: Tensor | None = None,
     component_weights: Tensor | None = None,
-    gamma: Coefficient = 1.0,
+    gamma: float | Tensor = 1.0,
     eps: float = 1e-4,
     kl_penalty: Tensor | None = None,
     reward_clip: float | None = None,
     whiten_advantages: bool = False,
     in_loss: Tensor | None = None,
-    advantage_clip: Coefficient | None = None,
+    advantage_clip: float | Tensor | None = None,
 ) -> Tensor:
     """Return the advantage of every action, by the estimator named `kind`.
 
@@ -241,7 +239,7 @@ def _centred(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Tensor
 # ---- advantages of actions
 
 
-def returns_to_go(step_rewards: Tensor, mask: Tensor, gamma: Coefficient = 1.0) -> Tensor:
+def returns_to_go(step_rewards: Tensor, mask: Tensor, gamma: float | Tensor = 1.0) -> Tensor:
     r"""Return the discounted sum of rewards from each action to the end.
 
     G_t = sum over u >= t of gamma^(u - t) r_u. Only counted actions are discounted; tokens between
@@ -261,7 +259,7 @@ def returns_to_go(step_rewards: Tensor, mask: Tensor, gamma: Coefficient = 1.0) 
     return torch.where(mask, totals, 0.0).to(step_rewards.dtype)
 
 
-def _returns(step_rewards: Tensor, mask: Tensor, gamma: Coefficient) -> Tensor:
+def _returns(step_rewards: Tensor, mask: Tensor, gamma: float | Tensor) -> Tensor:
     """Return G_t `[n, t]` in float64.
 
     At an uncounted action it is that of the next counted one, or 0 after the last.
@@ -317,7 +315,7 @@ def group_return_advantages(
     step_rewards: Tensor,
     mask: Tensor,
     group_ids: Tensor,
-    gamma: Coefficient = 1.0,
+    gamma: float | Tensor = 1.0,
     eps: float = 1e-4,
 ) -> Tensor:
     r"""Standardise every return-to-go over all counted actions of its group.
@@ -352,7 +350,7 @@ def timestep_return_advantages(
     step_rewards: Tensor,
     mask: Tensor,
     group_ids: Tensor,
-    gamma: Coefficient = 1.0,
+    gamma: float | Tensor = 1.0,
     eps: float = 1e-4,
 ) -> Tensor:
     r"""Standardise every return-to-go over the group's returns at the same time step.

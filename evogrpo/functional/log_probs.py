@@ -1,4 +1,7 @@
-"""Log-probabilities of chosen tokens with their gradients, and sampling of tokens."""
+"""Log-probabilities of chosen tokens with their gradients, and sampling of tokens.
+
+Letters in shapes: `k` tokens, `c` tokens of one chunk, `v` vocabulary, `h` width of a hidden state.
+"""
 
 from collections.abc import Callable
 

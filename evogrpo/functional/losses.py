@@ -11,7 +11,6 @@ from torch import Tensor
 from evogrpo.functional.loss_types import LOSS_TYPES, LossProperties
 from evogrpo.functional.rewards import consecutive_ids
 
-Coefficient = float | Tensor
 ROUNDING = 1e-4
 """Bound on the rounding error of entropies and differences of log-probabilities, in nats.
 
@@ -29,10 +28,10 @@ def policy_loss(
     advantages: Tensor,
     mask: Tensor,
     *,
-    clip_low: Coefficient,
-    clip_high: Coefficient,
-    dual_clip: Coefficient | None = None,
-    delta: Coefficient | None = None,
+    clip_low: float | Tensor,
+    clip_high: float | Tensor,
+    dual_clip: float | Tensor | None = None,
+    delta: float | Tensor | None = None,
     sapo_tau_positive: float = 1.0,
     sapo_tau_negative: float = 1.05,
     cispo_clip_low: bool = False,
@@ -118,8 +117,8 @@ def clipped_actions(
     advantages: Tensor,
     mask: Tensor,
     *,
-    clip_low: Coefficient,
-    clip_high: Coefficient,
+    clip_low: float | Tensor,
+    clip_high: float | Tensor,
     cispo_clip_low: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return masks of the actions where the lower and the upper clip bind.
@@ -221,7 +220,7 @@ def _exp(log_ratios: Tensor) -> Tensor:
     return log_ratios.clamp(-20.0, 20.0).exp()
 
 
-def _clamp(values: Tensor, low: Coefficient, high: Coefficient) -> Tensor:
+def _clamp(values: Tensor, low: float | Tensor, high: float | Tensor) -> Tensor:
     return values.clamp(min=low).clamp(max=high)  # one bound may be a float and the other a tensor
 
 

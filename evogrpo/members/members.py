@@ -16,11 +16,11 @@ from torch import Tensor
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.distributed import Processes
+from evogrpo.envs.control.normalisation import ObservationStatistics
 from evogrpo.evolution.history import ArchitectureChange
 from evogrpo.members.bank import PolicyBank, TrainState
 from evogrpo.members.requests import (
     EvaluationRequest,
-    ObservedStatistics,
     RolloutBatch,
     SamplingRequest,
 )
@@ -130,7 +130,7 @@ class Members(Protocol):
         """Prepare to sample with the current weights. Called on all ranks before they sample."""
         return
 
-    def update_statistics(self, observed: Sequence[ObservedStatistics]) -> None:
+    def update_statistics(self, observed: Sequence[Mapping[str, ObservationStatistics]]) -> None:
         """Add the observations of a learning step to running statistics, if the kind has any."""
         return
 

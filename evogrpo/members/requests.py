@@ -77,10 +77,6 @@ class SamplingRequest:
         return replace(self, **chosen)
 
 
-ObservedStatistics = Mapping[str, ObservationStatistics]
-"""Observation statistics of a rollout, by policy."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class RolloutBatch:
     """Rewarded samples; the rows of a member, and within them of a group, are next to each other.
@@ -97,7 +93,8 @@ class RolloutBatch:
         starts: Training starts that were opened.
         questions: Texts of the starts, for display; untrusted. Empty for environments without
             texts.
-        observed: Observation statistics to add to the running ones; one entry per sampling.
+        observed: Observation statistics by policy, to add to the running ones; one entry per
+            sampling.
         group_rewards: Mean raw reward of each group that has rewards, by slot and position of the
             start, before dynamic sampling.
         scoring_seconds: Time that reward functions took; 0 for environments that are played.
@@ -111,7 +108,7 @@ class RolloutBatch:
     tokens: dict[int, int]
     starts: tuple[int, ...] = ()
     questions: tuple[str, ...] = ()
-    observed: tuple[ObservedStatistics, ...] = field(default=())
+    observed: tuple[Mapping[str, ObservationStatistics], ...] = field(default=())
     group_rewards: Mapping[int, Mapping[int, float]] = field(default_factory=dict)
     scoring_seconds: float = 0.0
 

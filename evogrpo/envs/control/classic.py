@@ -94,7 +94,7 @@ class ClassicControl(VectorEnv):
     @staticmethod
     @abstractmethod
     def _start(seed: int) -> Start:
-        """Return what `reset(seed=seed)` draws."""
+        """Return the state and the observation that `reset(seed=seed)` draws."""
 
     @abstractmethod
     def _advance(

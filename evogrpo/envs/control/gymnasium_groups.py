@@ -209,7 +209,10 @@ class GymnasiumGroups(SeededGroups):
         return mapping
 
     def _native_env(self) -> Callable[[], VectorEnv] | None:
-        """Return what creates the native environment that equals this one; None if none does."""
+        """Return a constructor of the native environment that equals this one, or None.
+
+        A native environment steps all episodes together in numpy; see `ClassicControl`.
+        """
         env = self._make.env
         if not isinstance(env, str) or self._make.wrappers:
             return None
@@ -235,6 +238,7 @@ class GymnasiumGroups(SeededGroups):
         return replace(self._make, env_kwargs={**self._kwargs, **env_kwargs})()
 
     def _identity(self) -> dict[str, str]:
+        """Return short texts that identify the environment, for its fingerprint."""
         env = self._make.env
         identity = {"environment": self.name}
         if not isinstance(env, str):

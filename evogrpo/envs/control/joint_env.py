@@ -76,7 +76,9 @@ class JointEnv:
         self.env = env
         self._limit = max_episode_steps
         self._action_spaces = action_spaces
+        # Active agents: the environment's id, which may be any hashable object, by its text.
         self._ids: dict[str, Any] = {}
+        # Agents that have ended in this episode. They must not return.
         self._ended: set[str] = set()
         self._steps = 0
 
@@ -120,8 +122,8 @@ class JointEnv:
         without_reward = [str(agent) for agent in all_actions if agent not in rewards]
         if without_reward:
             raise ValueError(
-                f"{self.env.unwrapped} must give a reward to all agents that acted:"
-                f" {without_reward}"
+                f"{self.env.unwrapped} must give a reward to every agent that acted, got none for"
+                f" {without_reward}. Return it from step, 0 if there is none."
             )
         self._steps += 1
         # 3. Find the agents that ended: by a flag, without a flag, or at the step limit.
@@ -160,6 +162,7 @@ class JointEnv:
         self.env.close()
 
     def _latest(self, observations: AgentValues, infos: AgentValues, **results: Any) -> JointStep:
+        """Return observations and masks of the active agents, with the results of a step."""
         # Copies, as an environment may write the results of its next call, or of another
         # environment, into the same arrays.
         copies = {name: own_copy(observations[agent]) for name, agent in self._ids.items()}
@@ -329,6 +332,7 @@ class JointGymEnv(gymnasium.Env[AgentDict, AgentDict]):
         self._env.env.close()
 
     def _inputs(self, latest: JointStep) -> tuple[AgentDict, AgentDict]:
+        """Return the observations of the agents that can act, and the infos."""
         observations = {}
         masks = {}
         for agent, observation in latest.observations.items():

@@ -267,6 +267,7 @@ class PettingZooGroups(SeededGroups):
         )
 
     def _identity(self) -> dict[str, str]:
+        """Return short texts that identify the environment, for its fingerprint."""
         spaces = [
             f"{agent} {self.observation_spaces[agent]} {self.action_spaces[agent]}"
             for agent in self.agents

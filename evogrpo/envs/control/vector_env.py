@@ -180,6 +180,7 @@ class GymnasiumVectorEnv(SerialVectorEnv):
     def _reset(
         self, envs: Sequence[Any], seeds: Sequence[int], replicas: Sequence[int]
     ) -> list[Any]:
+        """Reset environments; return the observation, "not ended" and the mask of each."""
         if self._reseed:
             seeds = [
                 noise_seed(seed, replica) for seed, replica in zip(seeds, replicas, strict=True)

@@ -127,13 +127,14 @@ class EnvironmentPool:
             return results
 
     def _run_in_threads(self, calls: Sequence[Callable[[], Any]], stop: Stop) -> list[Any]:
+        """Make calls in threads; return their results, or their errors, in order."""
         # 1. Daemon threads take calls from a queue; they never keep the program from ending.
         futures: list[Future[Any]] = [Future() for _ in calls]
         waiting = deque(enumerate(calls))
         started: dict[int, float] = {}
 
         def work() -> None:
-            # Until no call is left, or this one took too long.
+            """Make calls until none is left, or one took too long."""
             with suppress(IndexError, InvalidStateError):
                 while True:
                     number, call = waiting.popleft()

@@ -213,6 +213,7 @@ class SingleTurnBatch:
         )
 
     def _reward_inputs(self, conversations: Sequence[Conversation]) -> RewardInputs:
+        """Return the arguments from which reward functions choose theirs."""
         turns = [self._turn_texts(conversation) for conversation in conversations]
         token_ids = [list(conversation.tokens) for conversation in conversations]
         texts = []

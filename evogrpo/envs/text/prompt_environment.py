@@ -358,6 +358,7 @@ class PromptEnvironment:
         return Preflight(prompt=text, tokens=tuple(prompt), rewards=rewards)
 
     def _score_samples(self, batch: SingleTurnBatch) -> Scores:
+        """Score sample completions of one prompt, to find errors of user code before training."""
         ids = self.tokenizer(list(SAMPLE_COMPLETIONS), add_special_tokens=False)["input_ids"]
         members = [0, 0]
         if any(reward.batched for reward in self._rewards):

@@ -163,7 +163,8 @@ def render_reply(
         after = render_chat(tokenizer, [*messages, *reply], **options, add_generation_prompt=True)
     except Exception as error:  # templates may raise jinja2's errors or any others
         raise ValueError(
-            f"The tokenizer's chat_template cannot render a further turn: {error}"
+            f"The tokenizer's chat_template cannot render a further turn: {error}. Set another"
+            " tokenizer.chat_template."
         ) from error
     # Sampled tokens are kept, so the text before them must stay as it was.
     if not after.startswith(before):
@@ -490,16 +491,19 @@ class _Changes:
             self.add(f"key {name}", row, change)
 
     def check_tokens(self, row: int, text: str, ids: Sequence[int]) -> None:
-        """Compare a rendered text with its tokens."""
+        """Record a change if the tokens of a rendered text do not decode to it."""
         # Spaces may differ: some tokenizers begin with one, or drop those beside special tokens.
         read = str(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
         if "".join(text.split()) in "".join(read.split()):
             return
-        pairs = enumerate(zip(text, read, strict=False))
-        same = next((place for place, (wanted, got) in pairs if wanted != got), 0)
-        change = (
-            f"the tokenizer changes the text {shown(text[same:], 40)} to {shown(read[same:], 40)}"
-        )
+        # Show both from the first character that differs.
+        begin = 0
+        for position, (character, decoded) in enumerate(zip(text, read, strict=False)):
+            if character != decoded:
+                begin = position
+                break
+        before = shown(text[begin:], 40)
+        change = f"the tokenizer changes the text {before} to {shown(read[begin:], 40)}"
         self.add("tokens", row, change)
 
 
@@ -562,6 +566,7 @@ def _contains(text: str, content: str) -> bool:
 
 
 def _text(prompt: Prompt, tokenizer: Tokenizer, options: Options, where: str) -> str:
+    """Return a prompt as text; `where` names its row in errors."""
     try:
         text = prompt if isinstance(prompt, str) else render(prompt, tokenizer, options)
         text.encode()

@@ -167,7 +167,7 @@ def parse_completion(
 
 
 def _malformed(function: Any) -> str | None:
-    """Return what is wrong with the form of a call; None if nothing is."""
+    """Return the reason why a call is malformed, or None."""
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         return "it must be an object with name and arguments"
     try:  # to write it as JSON in UTF-8, which has no NaN and infinity
@@ -205,14 +205,14 @@ def finished(value: Any) -> Any:
     if not inspect.isawaitable(value):
         return value
 
-    # A tool may fork; the fork must not return into the event loop.
-    process = os.getpid()
+    own_process = os.getpid()
 
     async def result(awaitable: Awaitable[Any]) -> Any:
+        """Await the result. A process that the tool has forked ends here, not in the event loop."""
         try:
             return await awaitable
         finally:
-            if os.getpid() != process:
+            if os.getpid() != own_process:
                 end_fork(sys.exception())
 
     return asyncio.run_coroutine_threadsafe(result(value), _event_loop()).result()

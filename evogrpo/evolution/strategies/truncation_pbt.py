@@ -72,6 +72,7 @@ class TruncationPBT(Stateless):
         choose, direction, fraction = rng.random((3, len(space)))
 
         def new_value(column: int, name: str) -> Any:
+            """Return the child's value of the hyperparameter with these random numbers."""
             quantile = float(fraction[column])
             if is_categorical(name):
                 return other_choice(space[name], getattr(hyperparameters, name), quantile)

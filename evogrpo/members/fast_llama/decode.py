@@ -2,7 +2,9 @@
 
 Rows with equal tokens so far run as one row.
 
-Letters in shapes are those of `evogrpo.members.fast_llama.attention`.
+Letters in shapes: `n` rows, `s` their own tokens so far, `m` prompts, `P` tokens of a prompt; `kv`
+key-value heads, `rep` query heads that share one, `d` width of a head, `h` width of a hidden state.
+Hidden states are columns `[h, n]`.
 """
 
 from collections.abc import Callable, Sequence

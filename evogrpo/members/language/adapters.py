@@ -1,4 +1,8 @@
-"""Train states of all members, and products of each row with its own member's LoRA matrices."""
+"""Train states of all members, and products of each row with its own member's LoRA matrices.
+
+Letters in shapes: `p` members, `s` segments of rows of one member, `m` tokens, `r` rank, `in` and
+`out` widths of a layer, `k` parameters of a member.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -352,7 +356,7 @@ class AdapterStates:
             self._views["reference"] = self._view(model, self.reference)
 
     def _view(self, model: PreTrainedModel, matrix: Tensor) -> LoraAdapters | MemberModels:
-        """Return what passes compute with: a matrix `[p, k]` as adapters or as models."""
+        """Return a matrix `[p, k]` in the form that passes use: adapters or whole models."""
         if self.lora_config is None:
             return MemberModels(model, matrix)
         return LoraAdapters(self.targets, matrix, scaling(self.lora_config))

@@ -382,13 +382,13 @@ def check_padding(
     context = context_of(model)
     blocks = token_counts(model, BLOCKS)
     if context is not None:
-        # Padding and tokens take less than twice the context, so that longer blocks never end.
+        # The sequence is shorter than twice the context: longer blocks have no second block in it.
         blocks = {name: size for name, size in blocks.items() if size < 2 * context}
     windows = [size for size in token_counts(model, WINDOWS).values() if size < LONGEST_PROBE]
     largest = max([0, *blocks.values(), *windows])
     width = min(6 + 3 * largest, LONGEST_PROBE, context or LONGEST_PROBE)
-    # Odd, so that it shifts tokens within blocks of any size.
-    padding = max(1, width // 3 - 1 | 1)
+    # About a third is padding. An odd number shifts tokens within blocks of any size.
+    padding = max(1, (width // 3 - 1) | 1)
     length = width - padding
     for name, size in blocks.items():
         # The second block would not begin.
@@ -399,7 +399,8 @@ def check_padding(
                 f" architecture, or set config.max_position_embeddings to at most {size // 2}."
             )
     pattern = torch.tensor([3, 1, 2, 1, 0], device=next(model.parameters()).device)
-    ids = pattern.repeat(length // 5 + 1)[None, :length] % vocabulary_of(model)
+    repeated = pattern.repeat(length // len(pattern) + 1)
+    ids = repeated[None, :length] % vocabulary_of(model)
     padded = pad(ids, (padding, 0), value=pad_id)
     mask = pad(torch.ones_like(ids, dtype=torch.bool), (padding, 0))
     # 2. Run the sequence with and without padding.

@@ -112,14 +112,12 @@ class _State:
     truncated: bool = False
 
     def conversation(self, row: int, start: int, member: int) -> Conversation:
-        completions, replies = (
-            tuple(map(tuple, parts)) for parts in (self.completions, self.replies)
-        )
+        """Return the conversation so far as a record for the environment."""
         return Conversation(
             row=row,
             start=start,
-            completions=completions,
-            replies=replies,
+            completions=tuple(map(tuple, self.completions)),
+            replies=tuple(map(tuple, self.replies)),
             truncated=self.truncated,
             member=member,
         )

@@ -45,7 +45,7 @@ class AllWeights:
 def choose_trained(
     model: PreTrainedModel, lora_config: LoraConfig | None, *, outline: bool = False
 ) -> LoraTargets | AllWeights:
-    """Return what members train: the modules of a LoRA configuration, or all weights without one.
+    """Return the weights that members train: modules of a LoRA configuration, or all without one.
 
     Args:
         model: The base model.

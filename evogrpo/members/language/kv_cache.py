@@ -1,4 +1,8 @@
-"""KV caches of transformers' causal models, and decoding with and without a cache."""
+"""KV caches of transformers' causal models, and decoding with and without a cache.
+
+Letters in shapes: `n` rows, `t` new tokens, `m` prompts, `P` tokens of a prompt, `h` width of a
+hidden state.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -334,6 +334,7 @@ def _not_linear(model: PreTrainedModel, targets: Sequence[Target]) -> dict[str, 
 
     def observer(target: Target) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
         def observe(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+            """Forward hook: remove the layer's reason if its input and output are as expected."""
             *shape, width = args[0].shape
             # Some architectures flatten rows and tokens.
             sees_all_rows = shape[0] == rows if len(shape) > 1 else shape == [rows * tokens]

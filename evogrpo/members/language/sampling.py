@@ -165,7 +165,7 @@ class AdapterSampler(AdapterStates):
 
 
 def rows_at_once(width: int, device: str) -> int:
-    """Return how many rows are sampled at once (a batch).
+    """Return the number of rows that are sampled at once (a batch).
 
     Args:
         width: Maximum tokens of a row, prompt included.

@@ -257,6 +257,7 @@ class VLLMSampler:
         shutil.rmtree(self._folder / old, ignore_errors=True)
 
     def _load(self, slot: int, version: int, ended: threading.Event) -> None:
+        """Make a server load an adapter from its folder."""
         server = self._server_of(slot)
         name = self._name(slot, version)
         body = {"lora_name": name, "lora_path": str(self._folder / name)}
@@ -350,6 +351,7 @@ class VLLMSampler:
         counter = rows.stop.progress("writing", len(rows), "completions")
 
         def collect(number: int, choices: Sequence[Choice]) -> None:
+            """Write the completions of one request to its rows."""
             _, _, numbers = requests[number]
             for row, choice in zip(numbers, choices, strict=True):
                 length = len(choice.token_ids)

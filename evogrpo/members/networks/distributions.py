@@ -2,6 +2,9 @@
 
 One call samples the actions of many environments from given uniform random numbers. Measured on 256
 rows of two actions, it takes 10 microseconds; `torch.distributions.Categorical` takes about 100.
+
+Letters in shapes: `m` observations in sampling, `c` actions in learning, `o` outputs of the network
+with the free parameters.
 """
 
 import math
@@ -18,9 +21,8 @@ from torch.nn.functional import logsigmoid, softplus
 
 from evogrpo.spaces import check_action_space
 
-Floats = NDArray[np.float32]
 Legal = NDArray[np.bool_] | None
-Samples = tuple[NDArray[Any], Floats]
+Samples = tuple[NDArray[Any], NDArray[np.float32]]
 
 # Probability 0 beside any finite logit.
 MASKED_LOGIT = -math.inf
@@ -51,7 +53,11 @@ class Distribution(ABC):
 
     @abstractmethod
     def sample(
-        self, outputs: Floats, uniforms: Floats | None, temperature: Floats | None, legal: Legal
+        self,
+        outputs: NDArray[np.float32],
+        uniforms: NDArray[np.float32] | None,
+        temperature: NDArray[np.float32] | None,
+        legal: Legal,
     ) -> Samples:
         """Sample one action per row.
 
@@ -132,7 +138,11 @@ class Categorical(Distribution):
         self._parts = [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
 
     def sample(
-        self, outputs: Floats, uniforms: Floats | None, temperature: Floats | None, legal: Legal
+        self,
+        outputs: NDArray[np.float32],
+        uniforms: NDArray[np.float32] | None,
+        temperature: NDArray[np.float32] | None,
+        legal: Legal,
     ) -> Samples:
         """Sample one action per row; see `Distribution`."""
         # 1. Logits [o, m]: sums over a short first axis are faster.
@@ -210,7 +220,11 @@ class Bernoulli(Distribution):
         self.outputs = self.uniforms_per_action = math.prod(shape)
 
     def sample(
-        self, outputs: Floats, uniforms: Floats | None, temperature: Floats | None, legal: Legal
+        self,
+        outputs: NDArray[np.float32],
+        uniforms: NDArray[np.float32] | None,
+        temperature: NDArray[np.float32] | None,
+        legal: Legal,
     ) -> Samples:
         """Sample one action per row; see `Distribution`."""
         logits = outputs
@@ -279,14 +293,18 @@ class DiagonalGaussian(Distribution):
         self._log_half = float(np.log(self._half.astype(np.float64)).sum())
 
     def sample(
-        self, outputs: Floats, uniforms: Floats | None, temperature: Floats | None, legal: Legal
+        self,
+        outputs: NDArray[np.float32],
+        uniforms: NDArray[np.float32] | None,
+        temperature: NDArray[np.float32] | None,
+        legal: Legal,
     ) -> Samples:
         """Sample one action per row; see `Distribution`."""
         # 1. Noise from the uniform numbers.
         mean = outputs[:, : self.outputs]
         log_std = outputs[:, self.outputs :]
         if uniforms is None:
-            noise: Floats = np.zeros_like(mean)
+            noise: NDArray[np.float32] = np.zeros_like(mean)
         else:
             # Map [0, 1] to [2^-25, 1 - 2^-25]: at 0 and 1 the inverse of the normal distribution is
             # infinite.
@@ -348,8 +366,8 @@ class DiagonalGaussian(Distribution):
 
 
 def _greedy_and_divisor(
-    temperature: Floats | None,
-) -> tuple[NDArray[np.bool_] | None, Floats | None]:
+    temperature: NDArray[np.float32] | None,
+) -> tuple[NDArray[np.bool_] | None, NDArray[np.float32] | None]:
     """Return the rows of temperature 0 (None = no row), and what to divide logits by (None = 1)."""
     if temperature is None or (temperature == 1).all():
         return None, None

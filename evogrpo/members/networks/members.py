@@ -32,7 +32,6 @@ from evogrpo.members.requests import (
     HELD_OUT,
     EvaluationRequest,
     Learner,
-    ObservedStatistics,
     RolloutBatch,
     SamplingRequest,
 )
@@ -256,7 +255,7 @@ class NetworkMembers(BankMembers):
             name = self.mapping.policy_of(agent)
         return self.policies[name].bank.distribution.uniforms_per_action
 
-    def update_statistics(self, observed: Sequence[ObservedStatistics]) -> None:
+    def update_statistics(self, observed: Sequence[Mapping[str, ObservationStatistics]]) -> None:
         """Add the observations of a learning step to each policy's running statistics."""
         for by_policy in observed:
             for name, summary in by_policy.items():
@@ -410,7 +409,7 @@ class NetworkMembers(BankMembers):
 
     def experience(
         self, learner: Learner, experiences: Any
-    ) -> tuple[Experience, tuple[ObservedStatistics, ...]]:
+    ) -> tuple[Experience, tuple[Mapping[str, ObservationStatistics], ...]]:
         """Return the experience of `collect` unchanged, or read that of a user's own loop.
 
         See `as_step_batch`.
@@ -484,7 +483,7 @@ class NetworkMembers(BankMembers):
     # ---- checkpoints
 
     def checkpoint_record(self) -> dict[str, Any]:
-        """Return what a checkpoint records: the spaces and the name of the user's module class.
+        """Return the spaces and the name of the user's module class, as plain values.
 
         Spaces are lists of pairs to keep the order of agents, which policies follow.
         """

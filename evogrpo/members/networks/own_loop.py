@@ -220,12 +220,14 @@ def _check_steps(present: NDArray[np.bool_], rewards: NDArray[np.float64]) -> No
             "rewards must be finite numbers that float32 holds where action_masks is True."
         )
     # Each episode has a first step, and no step after one that was not taken.
-    begins = present.any(2).all()
-    resumes = (np.diff(present.astype(np.int8), axis=2) > 0).any()
-    if not begins or resumes:
+    empty = ~present.any(2)
+    resumed = (np.diff(present.astype(np.int8), axis=2) > 0).any(2)
+    wrong = np.argwhere(empty | resumed)
+    if len(wrong):
+        start, episode = wrong[0]
         raise ValueError(
             "action_masks must be True for the first steps of every episode, at least one, then"
-            " False."
+            f" False, got {shown(present[start, episode].tolist())} for [{start}, {episode}]."
         )
 
 

@@ -151,18 +151,24 @@ class StackedPolicy:
             summary = _episode_statistics(
                 self.bank.size, leaves, normalised_leaves(space), acted, member_ids
             )
-            flat = unflatten(space, [leaf.reshape(acted.size, *leaf.shape[2:]) for leaf in leaves])
-            normalised = flatten(space, self.normalise(flat, member_ids.repeat(acted.shape[1])))
-            by_step = [leaf.reshape(*acted.shape, *leaf.shape[1:]).copy() for leaf in normalised]
-            for leaf in by_step:
-                leaf[~acted] = 0
+            # `normalise` takes one row for each step, so `[n, t, ...]` becomes `[n * t, ...]`.
+            by_row = [leaf.reshape(acted.size, *leaf.shape[2:]) for leaf in leaves]
+            member_of_row = member_ids.repeat(acted.shape[1])
+            normalised = self.normalise(unflatten(space, by_row), member_of_row)
+            by_step = []
+            for leaf in flatten(space, normalised):
+                values = leaf.reshape(*acted.shape, *leaf.shape[1:]).copy()
+                values[~acted] = 0
+                by_step.append(values)
             observations = unflatten(space, by_step)
-        # 2. Sum the rewards: NaN for agents that never acted in an episode, as they have none to
-        #    compare. The sum is cumulative, because a pairwise sum would depend on the padding.
-        earned = episodes.team_rewards
+        # 2. Sum the rewards of each episode; NaN for agents that never acted in it.
+        step_rewards = episodes.team_rewards
         if isinstance(self.settings, JointSettings) and self.settings.credit == "agent":
-            earned = episodes.own_rewards
-        rewards = np.where(acted.any(axis=1), earned.cumsum(axis=1)[:, -1], np.nan)
+            step_rewards = episodes.own_rewards
+        # `cumsum` adds from left to right. `sum` adds in pairs, so that the rounding of a row would
+        # depend on the length of the longest row.
+        totals = step_rewards.cumsum(axis=1)[:, -1]
+        rewards = np.where(acted.any(axis=1), totals, np.nan)
         # 3. Build the batch.
         present = torch.from_numpy(acted)
         truncated = torch.from_numpy(episodes.truncated)
@@ -185,7 +191,7 @@ class StackedPolicy:
             group_ids=torch.from_numpy(episodes.group_ids),
             member_ids=torch.from_numpy(member_ids),
             sampler_log_probs=torch.from_numpy(episodes.log_probs),
-            step_rewards=torch.from_numpy(np.where(acted, earned, np.nan)).float(),
+            step_rewards=torch.from_numpy(np.where(acted, step_rewards, np.nan)).float(),
             truncated=truncated,
         )
         return batch, summary

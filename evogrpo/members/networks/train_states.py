@@ -1,4 +1,8 @@
-"""Train states of small networks: members with one architecture are rows of one stack."""
+"""Train states of small networks: members with one architecture are rows of one stack.
+
+Letters in shapes: `q` members, `w` observations of each, `c` observations without padding, `o`
+outputs, `k` parameters of a member.
+"""
 
 import json
 import math
@@ -31,7 +35,6 @@ from evogrpo.members.networks.architecture import Parameters, morph
 from evogrpo.members.networks.distributions import Distribution, distribution_for
 from evogrpo.members.networks.networks import (
     DefaultNetwork,
-    FloatArray,
     ModuleNetwork,
     Network,
     Shapes,
@@ -209,7 +212,9 @@ class Stack:
 
         return self._with_free(outputs, flat), backward
 
-    def outputs_in_numpy(self, rows: IntArray, features: FloatArray) -> FloatArray:
+    def outputs_in_numpy(
+        self, rows: IntArray, features: NDArray[np.float32]
+    ) -> NDArray[np.float32]:
         """Return `outputs` under the weights for features `[q, w, f]`, faster on a CPU."""
         # Callers check `reads_features`.
         assert isinstance(self.network, DefaultNetwork)
@@ -240,7 +245,7 @@ class Stack:
         return torch.cat([outputs, free], dim=2)
 
     @cached_property
-    def _arrays(self) -> dict[str, FloatArray]:
+    def _arrays(self) -> dict[str, NDArray[np.float32]]:
         """Views of the weights in numpy: by parameter, and all free parameters together."""
         arrays = {name: values.numpy() for name, values in self._views["weights"].items()}
         arrays[FREE] = self.tensors["weights"][:, self._free].numpy()

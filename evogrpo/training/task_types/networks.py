@@ -249,6 +249,7 @@ class NetworkTaskType:
             env = config.task.environment(seed=config.task_seed)
         assert env is not None
         device = "cpu" if config.device is None else available_device(config.device)
+        # A population of one member shows whether the settings fit, and the size of a network.
         example: Any = _population(config, env, 1, "cpu").members
         networks = [policy.bank.description(0) for policy in example.policies.values()]
         return NetworkTask(
