@@ -102,9 +102,9 @@ def test_unsupported_spaces_are_refused(space):
     [
         (np.zeros((3, 2)), BOX, r"shape \(2, 3\) .*got \(3, 2\)"),
         (np.zeros((1, 1, 2, 3)), BOX, "got"),
-        (5, spaces.Discrete(5), r"\[0, 4\], got \[5\]"),
-        (-3, spaces.Discrete(5, start=-2), r"\[-2, 2\], got \[-3\]"),
-        ([1, 3], spaces.MultiDiscrete([2, 3]), r"\[0, 2\], got \[3\]"),
+        (5, spaces.Discrete(5), r"\[0, 4\], got 5"),
+        (-3, spaces.Discrete(5, start=-2), r"\[-2, 2\], got -3"),
+        ([1, 3], spaces.MultiDiscrete([2, 3]), r"\[0, 2\], got 3"),
         ({"a": 1}, SPACES[8], r"keys \['a', 'b'\], got \['a'\]"),
         (3, SPACES[8], "got int"),
         ((1,), SPACES[9], "sequence of 2 parts"),
