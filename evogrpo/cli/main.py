@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NoReturn, TypeAlias
 
 import evogrpo
-from evogrpo.synonyms import close_match
+from evogrpo.synonyms import advice, answer_elsewhere, close_match
 from evogrpo.text import printable, shorten, shown
 
 OK = 0
@@ -121,8 +121,8 @@ class _Parser(argparse.ArgumentParser):
         """Exit with a short message; for an unknown command, with the most similar one."""
         if match := _WRONG_CHOICE.match(message):
             names = _NAME.findall(match[2])
-            advice = _did_you_mean(match[1], names) or f"; choose from {', '.join(names)}"
-            message = f"there is no command {shorten(match[1], 80)!r}{advice}"
+            hint = _did_you_mean(match[1], names) or f"; choose from {', '.join(names)}"
+            message = f"there is no command {shorten(match[1], 80)!r}{hint}"
         super().error(printable(shorten(message, 500)))
 
 
@@ -132,9 +132,9 @@ def _reject(args: argparse.Namespace, argument: str) -> NoReturn:
     if not argument.startswith("-"):
         parser.error(f"unexpected argument {argument!r}; see `{parser.prog} --help`")
     option, _, value = argument.partition("=")
-    advice = _did_you_mean(option, _OPTION.findall(parser.format_help()))
-    if not advice and args.command in _CONFIGURABLE:
-        from evogrpo.training.configuration.reading import instead_of, setting_called
+    hint = _did_you_mean(option, _OPTION.findall(parser.format_help()))
+    if not hint and args.command in _CONFIGURABLE:
+        from evogrpo.training.configuration.reading import setting_called
 
         name = option.strip("-").replace("-", "_")
         if name in ("c", "config", "cfg", "config_file"):
@@ -144,10 +144,14 @@ def _reject(args: argparse.Namespace, argument: str) -> NoReturn:
             )
         setting = name if "." in name else setting_called(name)
         if setting is not None:
-            advice = f"; write {setting}={value or 'VALUE'}"
-        elif (instead := instead_of(name)) is not None:
-            advice = f": {instead}"
-    parser.error(f"there is no option {option}{advice or f'; see `{parser.prog} --help`'}")
+            hint = f"; write {setting}={value or 'VALUE'}"
+        else:
+            # Another library's setting without counterpart has an explanation.
+            instead = answer_elsewhere(name, (), setting_called)
+            instead = instead or advice(name, setting_called, patterns=True)
+            if instead is not None:
+                hint = f": {instead}"
+    parser.error(f"there is no option {option}{hint or f'; see `{parser.prog} --help`'}")
 
 
 def _did_you_mean(name: str, names: Sequence[str]) -> str:

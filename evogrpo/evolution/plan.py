@@ -363,9 +363,9 @@ class Stateless:
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON values, a perturbation under the name `mutation`."""
         settings = {name: plain(value) for name, value in vars(self).items()}
-        return settings | (
-            {"mutation": perturbation_to_json(self.mutation)} if hasattr(self, "mutation") else {}
-        )
+        if hasattr(self, "mutation"):
+            settings["mutation"] = perturbation_to_json(self.mutation)
+        return settings
 
     def state(self) -> dict[str, Any]:
         """Return the empty state."""

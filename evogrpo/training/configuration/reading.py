@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, create_model
 from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES
 from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.safe_parsing import load_yaml, read_yaml_file
-from evogrpo.synonyms import advice, answer_elsewhere, close_match, counterpart
+from evogrpo.synonyms import close_match, counterpart
 from evogrpo.text import expand_user, shown
 from evogrpo.training.configuration.sections import (
     DATASET_SUFFIXES,
@@ -243,11 +243,6 @@ _MAIN_KEYS = {
     "logging": "keep_checkpoints",
 }
 """The most important setting of each section."""
-
-
-def instead_of(name: str) -> str | None:
-    """Return what to set instead of a setting of another library without counterpart, or None."""
-    return answer_elsewhere(name, (), setting_called) or advice(name, setting_called, patterns=True)
 
 
 def _sections() -> Iterator[tuple[str, Sequence[str]]]:
