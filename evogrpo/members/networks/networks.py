@@ -88,7 +88,8 @@ class ObservationEncoder:
                 values = numbers
             shape = _image(leaf)
             if shape is None:
-                vectors.append(values.reshape(len(values), -1))
+                # Not `len(values)`, which torch.export would store as a constant.
+                vectors.append(values.reshape(values.shape[0], -1))
             elif values.ndim == 3:
                 # One channel.
                 images.append(values[:, None])
