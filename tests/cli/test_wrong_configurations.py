@@ -4,7 +4,7 @@ import dataclasses
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import get_type_hints
+from typing import get_args, get_type_hints
 
 import pytest
 import yaml
@@ -186,7 +186,8 @@ def generated(kind: str) -> Iterator[tuple[str, list[str]]]:
     for path, record in records(kind):
         for field in dataclasses.fields(record):
             key = field.name
-            section = dataclasses.is_dataclass(get_type_hints(record)[field.name])
+            hint = get_type_hints(record)[field.name]
+            section = any(map(dataclasses.is_dataclass, get_args(hint) or (hint,)))
             turn += 1
             if turn % 3 == 0:
                 yield f"{path}.{key[0]}{key}=1", [f"did you mean {key!r}?"]

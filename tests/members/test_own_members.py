@@ -134,10 +134,7 @@ class TableMembers(Members):
         return {"logits": self.logits, "step": self.steps}[name][slot].clone()
 
     def load_state(self, slot: int, state: Mapping[str, torch.Tensor]) -> None:
-        expected = {
-            name: (tuple(value.shape), value.dtype) for name, value in self.state(slot).items()
-        }
-        check_train_state(state, expected, "settings")
+        check_train_state(state, self.state(slot), "settings")
         self.logits[slot] = state["logits"]
         self.steps[slot] = state["step"]
 

@@ -346,7 +346,9 @@ def _checked_dtype(
     for kind in quantised:
         if dtype == kind:
             return kind, default_dtype(device)
-    name = str(dtype).removeprefix("torch.")
+    # Of a subclass of str, only the text counts.
+    name = dtype if isinstance(dtype, str) else str(dtype)
+    name = name.removeprefix("torch.")
     if name not in LOADABLE_DTYPES:
         raise unknown_name_error("dtype", name[:40], known)
     compute: torch.dtype = getattr(torch, name)

@@ -100,6 +100,8 @@ class ObservationEncoder:
                 images.append(values.permute(0, 3, 1, 2))
         if not vectors:
             return None, images
+        if len(vectors) == 1:
+            return vectors[0], images
         return torch.cat(vectors, 1), images
 
 
