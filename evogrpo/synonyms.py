@@ -529,7 +529,7 @@ def _answer(name: str, names: Sequence[str], where: Where | None, *, is_argument
 
     `where` finds the place of a setting, such as a section or an argument of a public call.
     """
-    # 1. The name here.
+    # 1. The same setting under another name.
     name_here = counterpart(name, names)
     if name_here is not None:
         return f": it is called {name_here!r} here"
@@ -538,7 +538,8 @@ def _answer(name: str, names: Sequence[str], where: Where | None, *, is_argument
     match = one_edit_match(name, names)
     if match is not None and not is_argument and not _is_known(name):
         return f": did you mean {match!r}?"
-    # 3. What to use instead: exact names first, then patterns such as "vllm_*".
+    # 3. What to use instead: exact names first, then patterns such as "vllm_*". Arguments are looked
+    #    up in all public calls.
     if where is None and is_argument:
         where = public_place
     if where is not None:

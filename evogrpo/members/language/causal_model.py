@@ -1,4 +1,8 @@
-"""CausalModel: forward passes of a frozen language model, with rows of several members."""
+"""CausalModel: forward passes of a frozen language model, with rows of several members.
+
+Letters in shapes: `n` rows, `t` new tokens, `m` prompts, `P` tokens of a prompt, `h` width of a
+hidden state, `v` vocabulary.
+"""
 
 import os
 from collections.abc import Callable, Iterator, Sequence

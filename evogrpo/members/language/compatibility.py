@@ -377,8 +377,8 @@ def check_padding(
         ValueError: If padding changes them, blocks are too long to find out, or the model accepts
             no attention mask.
     """
-    # 1. Choose the lengths, padding included, and the tokens.
-    # The second block must begin, with and without padding.
+    # 1. Choose the length: blockwise attention must reach its second block, with and without
+    #    padding.
     context = context_of(model)
     blocks = token_counts(model, BLOCKS)
     if context is not None:
@@ -398,12 +398,12 @@ def check_padding(
                 " to check that padding on the left does not change its results. Use another"
                 f" architecture, or set config.max_position_embeddings to at most {size // 2}."
             )
+    # 2. Run a sequence of a few tokens, with and without padding.
     pattern = torch.tensor([3, 1, 2, 1, 0], device=next(model.parameters()).device)
     repeated = pattern.repeat(length // len(pattern) + 1)
     ids = repeated[None, :length] % vocabulary_of(model)
     padded = pad(ids, (padding, 0), value=pad_id)
     mask = pad(torch.ones_like(ids, dtype=torch.bool), (padding, 0))
-    # 2. Run the sequence with and without padding.
     try:
         shifted = run(padded, mask)[:, padding:]
     except TypeError as error:
