@@ -21,11 +21,13 @@ WIDTHS = (
     "lru_width",
 )
 INNER = (
-    "intermediate_size", "ffn_dim", "decoder_ffn_dim", "encoder_ffn_dim", "ffn_hidden_size", "dim_ff",
+    "intermediate_size", "ffn_dim", "decoder_ffn_dim", "encoder_ffn_dim", "ffn_hidden_size",
+    "dim_ff",
     "feed_forward_size",
 )  # fmt: skip
 EXPERT = (
-    "moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size", "expert_ffn_hidden_size",
+    "moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size",
+    "expert_ffn_hidden_size",
     "moe_shared_expert_intermediate_size",
 )  # fmt: skip
 LAYERS = (
@@ -37,20 +39,25 @@ LAYERS = (
     "encoder_layers",
 )
 HEADS = (
-    "num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads", "encoder_attention_heads",
+    "num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads",
+    "encoder_attention_heads",
     "linear_num_value_heads", "mamba_n_heads", "mamba_num_heads", "linear_num_heads",
 )  # fmt: skip
 HALF = (
-    "num_key_value_heads", "num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "linear_num_key_heads",
+    "num_key_value_heads", "num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk",
+    "linear_num_key_heads",
     "index_n_heads",
 )  # fmt: skip
 EIGHT = (
-    "head_dim", "global_head_dim", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "dim_head",
-    "linear_key_head_dim", "linear_value_head_dim", "linear_head_dim", "attention_head_size", "rotary_dim",
+    "head_dim", "global_head_dim", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim",
+    "v_head_dim", "dim_head",
+    "linear_key_head_dim", "linear_value_head_dim", "linear_head_dim", "attention_head_size",
+    "rotary_dim",
     "state_size", "ssm_state_size", "mamba_d_state", "hidden_size_per_layer_input",
 )  # fmt: skip
 SIXTEEN = (
-    "q_lora_rank", "qk_head_dim", "mamba_d_head", "mamba_head_dim", "index_head_dim", "attention_window_size",
+    "q_lora_rank", "qk_head_dim", "mamba_d_head", "mamba_head_dim", "index_head_dim",
+    "attention_window_size",
     "sliding_window",
 )  # fmt: skip
 EXPERTS = (
@@ -61,14 +68,18 @@ EXPERTS = (
     "time_step_rank",
 )
 ONE = (
-    "n_shared_experts", "n_group", "topk_group", "num_expert_group", "first_k_dense_replace", "num_mem_blocks",
+    "n_shared_experts", "n_group", "topk_group", "num_expert_group", "first_k_dense_replace",
+    "num_mem_blocks",
     "num_dense_layers", "num_global_key_value_heads",
 )  # fmt: skip
 SIZES: dict[str, int] = {
-    "vocab_size": 64, "vocab_size_per_layer_input": 64, "max_position_embeddings": 128, "n_positions": 128,
+    "vocab_size": 64, "vocab_size_per_layer_input": 64, "max_position_embeddings": 128,
+    "n_positions": 128,
     "n_ctx": 128, "index_topk": 64, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2,
-    **dict.fromkeys(WIDTHS, 32), **dict.fromkeys(INNER, 48), **dict.fromkeys(EXPERT, 16), **dict.fromkeys(LAYERS, 2),
-    **dict.fromkeys(HEADS, 4), **dict.fromkeys(HALF, 2), **dict.fromkeys(EIGHT, 8), **dict.fromkeys(SIXTEEN, 16),
+    **dict.fromkeys(WIDTHS, 32), **dict.fromkeys(INNER, 48), **dict.fromkeys(EXPERT, 16),
+    **dict.fromkeys(LAYERS, 2),
+    **dict.fromkeys(HEADS, 4), **dict.fromkeys(HALF, 2), **dict.fromkeys(EIGHT, 8),
+    **dict.fromkeys(SIXTEEN, 16),
     **dict.fromkeys(EXPERTS, 4), **dict.fromkeys(ONE, 1),
 }  # fmt: skip
 
@@ -81,7 +92,8 @@ SCALED = {"logits_scaling": 3.0}
 CAPPED = {"final_logit_softcapping": 5.0}
 # Additional settings of single architectures; transforms of the logits are not neutral.
 SPECIAL: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots3_note_text"), LATENT),
+    **dict.fromkeys(("axk1", "axk2", "deepseek_v2", "deepseek_v3"), LATENT),
+    **dict.fromkeys(("deepseek_v32", "dots3_note_text"), LATENT),
     **dict.fromkeys(("glm4_moe_lite", "glm_moe_dsa", "longcat_flash", "youtu"), LATENT),
     **dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), HYBRID),
     **dict.fromkeys(("cohere", "cohere2"), TIMES),
@@ -98,19 +110,23 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1},
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_groups": 1, "lm_head_multiplier": 2.0},
     "gemma3n_text": {
-        "num_hidden_layers": 4, "num_kv_shared_layers": 1, "layer_types": ["full_attention"] * 4, "laurel_rank": 4,
+        "num_hidden_layers": 4, "num_kv_shared_layers": 1, "layer_types": ["full_attention"] * 4,
+        "laurel_rank": 4,
         "activation_sparsity_pattern": [0.0] * 4, "intermediate_size": [48] * 4,
     },
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 16},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
     "inkling_text": {"logits_mup_width_multiplier": 3.0},
     "jamba": {
-        "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1
+        "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2,
+        "expert_layer_offset": 1,
     },
     "kimi_linear": DELTA,
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "lfm3": {"num_hidden_layers": 4},
-    "llama4_text": {"interleave_moe_layer_step": 2, "intermediate_size_mlp": 48, "attention_chunk_size": 64},
+    "llama4_text": {
+        "interleave_moe_layer_step": 2, "intermediate_size_mlp": 48, "attention_chunk_size": 64,
+    },
     "mamba2": {"head_dim": 16, "n_groups": 1},
     "minicpm3": LATENT | {"dim_model_base": 16},
     "nemotron": {"num_key_value_heads": 4},

@@ -118,6 +118,6 @@ def evogrpo(*arguments: str) -> None:
 
 
 def evogrpo_without_charts(*arguments: str) -> None:
-    """Run the command as if matplotlib and plotly were not installed: reports take longer than small runs."""
+    """Run the command as if matplotlib and plotly were missing: reports would take too long."""
     sys.modules.update(dict.fromkeys(CHARTS))
     evogrpo(*arguments)

@@ -123,7 +123,7 @@ class PolicyBankTestCase(ABC):
         equal_shapes: bool = False,
         base: bool = False,
     ) -> Batch:
-        """Sample a batch in which slot i has the group size, settings and uniforms of member `members[i]`.
+        """Sample a batch in which slot i has the settings and uniforms of member `members[i]`.
 
         Args:
             bank: The bank.
@@ -151,17 +151,16 @@ class PolicyBankTestCase(ABC):
         return [bank.state(slot) for slot in range(bank.size)]
 
     def clear_seed(self, bank: PolicyBank) -> int:
-        """Return a seed whose uniforms are at least 1e-5 from every boundary between two actions."""
+        """Return a seed whose uniforms are at least 1e-5 away from action boundaries."""
         for seed in range(50):
-            low, high = (
-                self.act(bank, range(bank.size), seed=seed, nudge=nudge) for nudge in (-1e-5, 1e-5)
-            )
+            low = self.act(bank, range(bank.size), seed=seed, nudge=-1e-05)
+            high = self.act(bank, range(bank.size), seed=seed, nudge=1e-05)
             if low.actions.is_floating_point() or torch.equal(low.actions, high.actions):
                 return seed
         raise AssertionError("no uniforms are far from all boundaries")
 
     def loss(self, batch: Batch, clips: Sequence[float] = CLIPS) -> LossFunction:
-        """Return a clipped off-policy GRPO loss with a KL term, with one clip coefficient per slot."""
+        """Return a clipped off-policy GRPO loss with KL, with one clip coefficient per slot."""
         advantages = group_advantages(batch.rewards, batch.group_ids)[:, None]
         weights = loss_weights("grpo", None, batch.action_mask, batch.member_ids)
         assert batch.sampler_log_probs is not None
@@ -284,7 +283,8 @@ class PolicyBankTestCase(ABC):
         }
         dirty.load_state(changed_slot, nan)
         rest = [slot for slot in range(SIZE) if slot != changed_slot]
-        batch, other = (self.act(bank, range(SIZE), equal_shapes=True) for bank in (clean, dirty))
+        batch = self.act(clean, range(SIZE), equal_shapes=True)
+        other = self.act(dirty, range(SIZE), equal_shapes=True)
         for name in ("actions", "sampler_log_probs"):
             assert torch.equal(
                 *(getattr(each.select_members(rest), name) for each in (batch, other))
@@ -478,15 +478,6 @@ class PolicyBankTestCase(ABC):
 
     # ---- inheritance
 
-    @pytest.mark.parametrize("parents", [(1, 2, 0), (2, 2, 2)])
-    def test_inherit_copies_whole_train_states(self, parents: tuple[int, ...]) -> None:
-        bank = self.make_bank(SIZE)
-        self.learn(bank, self.act(bank, range(SIZE)))
-        before = self.states(bank)
-        bank.inherit(parents)
-        for slot, parent in enumerate(parents):
-            assert same_state(bank.state(slot), before[parent])
-
     def test_none_is_a_new_member(self) -> None:
         bank = self.make_bank(SIZE)
         fresh = self.make_bank(SIZE)
@@ -497,11 +488,6 @@ class PolicyBankTestCase(ABC):
         assert same_state(bank.state(0), before[2])
         assert same_state(bank.state(1), fresh.state(1))
         assert same_state(bank.state(2), before[0])
-
-    @pytest.mark.parametrize("parents", [(0, 1), (0, 1, 3), (0, -1, 2)])
-    def test_parents_that_do_not_exist_raise(self, parents: tuple[int, ...]) -> None:
-        with pytest.raises(ValueError, match="parents"):
-            self.make_bank(SIZE).inherit(parents)
 
     def test_running_statistics_are_inherited_and_saved(self) -> None:
         bank = self.make_bank(SIZE)
@@ -525,17 +511,11 @@ class PolicyBankTestCase(ABC):
         for slot in range(SIZE):
             assert same_state(bank.state(slot), again.state(slot))
 
-    def test_train_states_are_copies(self) -> None:
+    def test_a_loaded_train_state_is_copied(self) -> None:
         bank = self.make_bank(SIZE)
         state = bank.state(0)
-        before = bank.state(0)
-        assert tuple(state) == bank.state_keys
-        for name in bank.state_keys:
-            state[name].zero_()
-            bank.state_tensor(0, name).zero_()
-        assert same_state(bank.state(0), before)
-        bank.load_state(1, before)
-        for values in before.values():
+        bank.load_state(1, state)
+        for values in state.values():
             values.zero_()
         assert same_state(bank.state(1), bank.state(0))
 

@@ -1,4 +1,4 @@
-"""Simulated accelerator as a pytest plugin: `pytest -p tests.simulated_device` runs accelerator tests on it.
+"""Simulated accelerator for pytest: `-p tests.simulated_device` runs accelerator tests.
 
 Its tensors wrap CPU tensors. As on a GPU, they cannot be combined with CPU tensors or converted to
 arrays, and oneDNN does not support them. So tests find mixed devices without a GPU.

@@ -10,6 +10,7 @@ EOS = SPECIAL.index("<eos>")
 U = SPECIAL.index("<u>")
 TURNS = "{% for m in messages %}<s>{{ m.role }}\n{{ m.content }}"
 OPEN = "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
+OPEN_OR_EOS = OPEN.replace("{% endif %}", "{% else %}<eos>{% endif %}")
 LAST = "{% if loop.last and not add_generation_prompt %}<eos>{% else %}<u>{% endif %}"
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 
@@ -24,7 +25,7 @@ LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% end
         # two markers: the turn ends with the second
         (f"{TURNS}<a><u>\n{{% endfor %}}{OPEN}", {EOS, U}),
         # Phi: the conversation ends with EOS, unless a further turn begins.
-        (f"{TURNS}<u>\n{{% endfor %}}{OPEN.replace('{% endif %}', '{% else %}<eos>{% endif %}')}", {EOS, U}),
+        (f"{TURNS}<u>\n{{% endfor %}}{OPEN_OR_EOS}", {EOS, U}),
         # gpt-oss: the last message ends with EOS, others with another token.
         (f"{TURNS}{LAST}{{% endfor %}}{OPEN}", {EOS}),
         (f"{TURNS}END\n{{% endfor %}}{OPEN}", {EOS}),  # ordinary text

@@ -1,6 +1,7 @@
 """Hyperparameters, their search space, and group sizes of equal cost."""
 
 import json
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -18,13 +19,19 @@ from evogrpo.safe_parsing import load_yaml
 from evogrpo.validation import whole_number
 
 INVALID_RANGES = """
-- [{}, {min: 1}, {max: 1}, {min: 2, max: 1}, {min: 1, max: 1}, {min: .nan, max: 1}, {min: 0, max: .inf}]
-- [{min: "1e-6", max: 1}, {min: 0, max: 1, scale: log}, {min: 1, max: 2, scale: lgo}, {min: 1, max: 2, factor: 1.0}]
+- [{}, {min: 1}, {max: 1}, {min: 2, max: 1}, {min: 1, max: 1},
+   {min: .nan, max: 1}, {min: 0, max: .inf}]
+- [{min: "1e-6", max: 1}, {min: 0, max: 1, scale: log}, {min: 1, max: 2, scale: lgo},
+   {min: 1, max: 2, factor: 1.0}]
 - [{min: 1, max: 2, factor: .nan}, {min: 1, max: 2, choices: [1, 2]}, {choices: [1, 2], scale: log}]
-- [{choices: [1, 2], factor: 2.0}, {choices: [1]}, {choices: []}, {choices: [1, 1]}, {choices: 4}, {choices: "48"}]
-- [{choices: [1, true]}, {choices: [1, .nan]}, {choices: [grpo]}, {choices: [grpo, grpo]}, {choices: [grpo, 1]}]
-- [{choices: [grpo, dapo], scale: log}, {choices: [1, 2], founders: [1, 2]}, {min: 1, max: 4, founders: [0.5, 2]}]
-- [{min: 1, max: 4, founders: [2, 5]}, {min: 1, max: 4, founders: [3, 2]}, {min: 1, max: 4, founders: [1, 2, 3]}]
+- [{choices: [1, 2], factor: 2.0}, {choices: [1]}, {choices: []}, {choices: [1, 1]},
+   {choices: 4}, {choices: "48"}]
+- [{choices: [1, true]}, {choices: [1, .nan]}, {choices: [grpo]}, {choices: [grpo, grpo]},
+   {choices: [grpo, 1]}]
+- [{choices: [grpo, dapo], scale: log}, {choices: [1, 2], founders: [1, 2]},
+   {min: 1, max: 4, founders: [0.5, 2]}]
+- [{min: 1, max: 4, founders: [2, 5]}, {min: 1, max: 4, founders: [3, 2]},
+   {min: 1, max: 4, founders: [1, 2, 3]}]
 """
 INVALID_SPACES = """
 - [clip_coef, {min: 0.1, max: 1.5}]
@@ -146,7 +153,7 @@ class TestHyperparameters:
 
 class TestRLParameter:
     @pytest.mark.parametrize(
-        "fields", [fields for row in load_yaml(INVALID_RANGES, "ranges") for fields in row]
+        "fields", list(chain.from_iterable(load_yaml(INVALID_RANGES, "ranges")))
     )
     def test_invalid_ranges_and_choices_are_refused(self, fields):
         with pytest.raises(ValueError, match=r"min|max|choices|scale|factor|founders"):

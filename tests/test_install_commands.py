@@ -36,10 +36,21 @@ from evogrpo.training.configuration.question_tasks import read_hub
 from evogrpo.training.configuration.reading import parse_config
 from evogrpo.training.task_types import task_type_of
 
-run = evogrpo.train("CartPole-v1", generations=1, steps_per_generation=2, samples_per_step=16, group_size=8, lr=5e-3,
-                    size=2, validation_size=2, test_size=2, run_dir="run")
+run = evogrpo.train(
+    "CartPole-v1",
+    generations=1,
+    steps_per_generation=2,
+    samples_per_step=16,
+    group_size=8,
+    lr=5e-3,
+    size=2,
+    validation_size=2,
+    test_size=2,
+    run_dir="run",
+)
 code = main(["report", "run"])
-languages = parse_config({"task": {"name": "two_digit_sums"}, "schedule": {"generations": 1, "samples_per_step": 8}})
+schedule = {"generations": 1, "samples_per_step": 8}
+languages = parse_config({"task": {"name": "two_digit_sums"}, "schedule": schedule})
 calls = {
     "load_base: llm": lambda: evogrpo.load_base,
     "configuration: llm": lambda: task_type_of(languages.task).build(languages),

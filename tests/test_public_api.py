@@ -1,4 +1,4 @@
-"""Snapshot of the public names: `python tests/test_public_api.py` writes tests/public_api.txt again."""
+"""Snapshot of the public names; `python tests/test_public_api.py` writes public_api.txt."""
 
 import difflib
 import inspect
@@ -45,7 +45,7 @@ class _Shown:
 
 
 def public_api() -> Iterator[str]:
-    """Yield one line for each public name, and for each public member of a class that no public base has."""
+    """Yield a line for each public name, and for each public member that no public base has."""
     for name in sorted(evogrpo.__all__):
         value = getattr(evogrpo, name)
         yield described(name, value)
@@ -73,7 +73,7 @@ def test_public_names_and_signatures_are_as_recorded():
         difflib.unified_diff(recorded, actual, "recorded", "actual", n=1, lineterm="")
     )
     assert not difference, (
-        f"The public API changed. If it is meant, run: python tests/test_public_api.py\n{difference}"
+        f"The public API changed. If meant, run: python tests/test_public_api.py\n{difference}"
     )
 
 

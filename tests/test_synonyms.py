@@ -1,4 +1,4 @@
-"""Names of other libraries are refused with the name here or what to use instead, and following that works."""
+"""Names of other libraries are refused with the name here or with what to use instead."""
 
 import dataclasses
 import inspect
@@ -137,20 +137,32 @@ def test_strategies_are_names_classes_or_objects(given):
 
 
 AGILERL = """
-INIT_HP MUT_P POP_SIZE LEARNING_RATE LR BATCH_SIZE GAMMA GROUP_SIZE BETA CLIP_COEF ENT_COEF MAX_GRAD_NORM UPDATE_EPOCHS
-MAX_STEPS EVO_STEPS EVAL_STEPS EVAL_LOOP NUM_ENVS TARGET_SCORE TOURN_SIZE ELITISM LEARN_STEP TAU NO_MUT ARCH_MUT
-NEW_LAYER PARAMS_MUT ACT_MUT RL_HP_MUT MUT_SD RAND_SEED MIN_LR MAX_LR MIN_BATCH_SIZE MAX_BATCH_SIZE ENV_NAME ALGO
-pop max_steps evo_steps eval_loop target tournament mutation wb checkpoint checkpoint_path save_elite elite_path
-wandb_api_key max_reward evaluation_interval num_epochs pretrained_model_path net_config tournament_size no_mutation
-new_layer_prob mutation_sd rand_seed use_vllm vllm_config micro_batch_size_per_gpu cosine_lr_schedule_config
+INIT_HP MUT_P POP_SIZE LEARNING_RATE LR BATCH_SIZE GAMMA GROUP_SIZE BETA CLIP_COEF ENT_COEF
+MAX_GRAD_NORM UPDATE_EPOCHS
+MAX_STEPS EVO_STEPS EVAL_STEPS EVAL_LOOP NUM_ENVS TARGET_SCORE TOURN_SIZE ELITISM LEARN_STEP TAU
+NO_MUT ARCH_MUT
+NEW_LAYER PARAMS_MUT ACT_MUT RL_HP_MUT MUT_SD RAND_SEED MIN_LR MAX_LR MIN_BATCH_SIZE MAX_BATCH_SIZE
+ENV_NAME ALGO
+pop max_steps evo_steps eval_loop target tournament mutation wb checkpoint checkpoint_path
+save_elite elite_path
+wandb_api_key max_reward evaluation_interval num_epochs pretrained_model_path net_config
+tournament_size no_mutation
+new_layer_prob mutation_sd rand_seed use_vllm vllm_config micro_batch_size_per_gpu
+cosine_lr_schedule_config
 """
 VERL_ROLL_OPENRLHF = """
-train_batch_size ppo_mini_batch_size rollout_n use_kl_loss kl_loss_coef entropy_coeff clip_ratio_high loss_agg_mode
-norm_adv_by_std_in_grpo adv_estimator total_epochs test_freq save_freq n_gpus_per_node gpu_memory_utilization
-max_response_length train_files val_files project_name experiment_name ppo_epochs param_offload truncation
-rollout_batch_size num_return_sequences_in_group pg_clip response_length dual_clip_loss logging_steps pretrain
-n_samples_per_prompt micro_train_batch_size num_episodes max_epochs prompt_max_len generate_max_len init_kl_coef
-advantage_estimator eps_clip prompt_data input_key apply_chat_template lora_rank zero_stage reward_pretrain ckpt_path
+train_batch_size ppo_mini_batch_size rollout_n use_kl_loss kl_loss_coef entropy_coeff
+clip_ratio_high loss_agg_mode
+norm_adv_by_std_in_grpo adv_estimator total_epochs test_freq save_freq n_gpus_per_node
+gpu_memory_utilization
+max_response_length train_files val_files project_name experiment_name ppo_epochs param_offload
+truncation
+rollout_batch_size num_return_sequences_in_group pg_clip response_length dual_clip_loss
+logging_steps pretrain
+n_samples_per_prompt micro_train_batch_size num_episodes max_epochs prompt_max_len generate_max_len
+init_kl_coef
+advantage_estimator eps_clip prompt_data input_key apply_chat_template lora_rank zero_stage
+reward_pretrain ckpt_path
 """
 RAY = (
     "num_samples scheduler perturbation_interval hyperparam_mutations quantile_fraction param_space"
@@ -159,7 +171,7 @@ RAY = (
 
 
 def names_of(library: str) -> list[str]:
-    """Return the settings of another library: those of its installed version, or the lists above."""
+    """Return the settings of another library: of its installed version, or listed above."""
     if library == "TRL":
         trl = pytest.importorskip("trl")
         trainer = set(inspect.signature(trl.GRPOTrainer.__init__).parameters) - {"self", "args"}
@@ -175,7 +187,7 @@ def names_of(library: str) -> list[str]:
 
 
 def assert_public(message: str) -> None:
-    """Assert that every call that a message suggests takes the named argument, and that public names exist."""
+    """Assert that every suggested call takes the named argument, and public names exist."""
     for holder, argument in re.findall(r"([\w.]+)\((\w+)=\.\.\.\)", message):
         assert (
             argument
@@ -189,9 +201,11 @@ LIBRARIES = ["TRL", "Stable-Baselines3", "AgileRL", "PEFT", "others", "Ray Tune"
 QUESTIONS = {"task": {"dataset": {"train": "a.jsonl"}, "reward": "r.py:f", "form": "agilerl"}}
 # A value of each setting that the command line may suggest in place of the name of a section.
 SECTION_VALUES = {
-    "task.name": "two_digit_sums", "schedule.generations": 2, "hyperparameters.lr": 0.1, "population.size": 4,
+    "task.name": "two_digit_sums", "schedule.generations": 2, "hyperparameters.lr": 0.1,
+    "population.size": 4,
     "agent.max_output_tokens": 9, "agent.lora.r": 4, "agent.objective.loss_type": "dapo",
-    "agent.optimizer.weight_decay": 0.1, "logging.keep_checkpoints": 1, "task.dataset.train": "b.jsonl",
+    "agent.optimizer.weight_decay": 0.1, "logging.keep_checkpoints": 1,
+    "task.dataset.train": "b.jsonl",
 }  # fmt: skip
 
 

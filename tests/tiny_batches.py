@@ -1,4 +1,4 @@
-"""Banks of different members, sampling rows with uniforms, batches and a GRPO loss for tiny language models."""
+"""Banks, sampling rows, batches and a GRPO loss for tiny language models."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -50,7 +50,7 @@ def shared_bank(architecture: str = "llama") -> AdapterBank:
 
 
 def tiny_bank(size: int = 3, architecture: str = "llama", **settings: Any) -> AdapterBank:
-    """Build different members over the shared model, whose compatibility checks are not repeated."""
+    """Build different members over the shared model, whose checks are not repeated."""
     like = shared_bank(architecture)
     return different_members(like.base.model, size, like=like, **settings)
 
@@ -109,9 +109,9 @@ def join_turns(
             cells += [(token, False, 0.0) for token in replies[row]]
     width = max(map(len, table))
     padded = [[*cells, *[(PAD, False, 0.0)] * (width - len(cells))] for cells in table]
-    actions, mask, log_probs = (
-        torch.tensor([[cell[i] for cell in cells] for cells in padded]) for i in range(3)
-    )
+    actions = torch.tensor([[cell[0] for cell in cells] for cells in padded])
+    mask = torch.tensor([[cell[1] for cell in cells] for cells in padded])
+    log_probs = torch.tensor([[cell[2] for cell in cells] for cells in padded])
     present = torch.arange(width) < torch.tensor([len(cells) for cells in table])[:, None]
     rollout = Rollout(
         actions=actions,

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -154,7 +155,7 @@ def acted_batch(
     groups: Sequence[int] = GROUP_SIZES,
     base: bool = False,
 ) -> Batch:
-    """Act with slot i as member `members[i]`: its own observations, uniforms, group size and temperature."""
+    """Act with slot i as member `members[i]`, with its observations, uniforms and settings."""
     work = [
         (slot, member, start, replica)
         for slot, member in enumerate(members)
@@ -163,8 +164,7 @@ def acted_batch(
     ]
     rngs = [
         generator(seed, "test steps", *address, step)
-        for _, *address in work
-        for step in range(STEPS)
+        for (_, *address), step in product(work, range(STEPS))
     ]
     seen = stacked([observe(case.observations, rng) for rng in rngs])
     uniforms = np.stack([rng.random(bank.distribution.uniforms_per_action) for rng in rngs])

@@ -60,7 +60,7 @@ def start_run(
     fitness: object = "validation",
     **schedule: Any,
 ) -> Trainer:
-    """Return a run that has not started, without TensorBoard logs; a tournament decides by default."""
+    """Return a run that has not started, without TensorBoard; its default is a tournament."""
     return Trainer(
         population,
         env,
@@ -106,7 +106,8 @@ def played(agent: GRPO, starts: int = 2, size: int = 4, steps: int = 20) -> tupl
             seen, _ = env.reset(seed=start)
             for t in range(steps):
                 index = (start, replica, t)
-                observations[index], masks[index] = seen, True
+                observations[index] = seen
+                masks[index] = True
                 actions[index] = agent.get_action(seen, training=True)
                 seen, rewards[index], terminated, truncated, _ = env.step(int(actions[index]))
                 if terminated or truncated:

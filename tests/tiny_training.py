@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,9 @@ from tests.tiny_models import EOS, PAD, tiny_model, tiny_tokenizer
 from tests.tiny_steps import cart_pole, start_run
 from tests.tiny_teams import team_env
 
-QUESTIONS = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a in range(10) for b in range(10)]
+QUESTIONS = [
+    {"question": f"{a}+{b}=", "answer": str(a + b)} for a, b in product(range(10), range(10))
+]
 SPACE = HyperparameterConfig(
     lr=RLParameter(min=1e-4, max=3e-2, scale="log"),
     clip_coef=RLParameter(min=0.1, max=0.4),
@@ -59,7 +62,7 @@ def shared_model() -> PreTrainedModel:
 
 @cache
 def equal_model() -> PreTrainedModel:
-    """Return another object with the weights of `shared_model`, as another process would load it."""
+    """Return another object with the weights of `shared_model`, as in another process."""
     return tiny_model()
 
 
@@ -67,7 +70,7 @@ _known: dict[tuple[object, ...], Any] = {}
 
 
 def _once(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that checks shared models once: it takes longer than a learning step of them."""
+    """Return a function that checks shared models once: it is slower than a learning step."""
 
     def once(model: PreTrainedModel, *given: Any, **options: Any) -> Any:
         if model not in (shared_model(), equal_model()):
@@ -245,7 +248,7 @@ def tiny_run(
     make_sampler: Callable[[Population], Sampler] | None = None,
     **settings: Any,
 ) -> Trainer:
-    """Return a small run that has not started: evolving members, several optimizer steps, different group sizes.
+    """Return a small run that has not started: evolving members with different group sizes.
 
     `first_group` is the first member's group size; see `start_run` for the other settings.
     """
@@ -268,7 +271,7 @@ def resumed_run(
     make_sampler: Callable[[Population], Sampler] | None = None,
     **schedule: Any,
 ) -> Trainer:
-    """Return a run of any kind as another process would load it: new model, new bank, new environment."""
+    """Return a run of any kind as another process would load it, with everything new."""
     saved = open_run(folder, writable=True)
     kind = saved.base["kind"]
     population, run_state = saved.restore(
@@ -333,11 +336,12 @@ def final_states(folder: Path) -> dict[str, Tensor]:
 
 
 def check_same_run(folder: Path, other: Path) -> None:
-    """Check that two finished runs have equal events, train states, strategy states and best members."""
+    """Check that two runs have equal events, train states, strategies and best members."""
     assert events_of(folder) == events_of(other)
     assert equal_states(final_states(folder), final_states(other))
     assert open_run(folder).record.strategy_state == open_run(other).record.strategy_state
-    best, other_best = (read_checkpoint(path / "best", kind="agent") for path in (folder, other))
+    best = read_checkpoint(folder / "best", kind="agent")
+    other_best = read_checkpoint(other / "best", kind="agent")
     assert without_run_id(best[1]) == without_run_id(other_best[1])
     assert equal_states(best[0], other_best[0])
 

@@ -1,4 +1,4 @@
-"""A vLLM server of tests: the part of its HTTP interface that the sampler uses, over the bank of a tiny model.
+"""A vLLM server of tests: its HTTP interface over the bank of a tiny model.
 
 Answers have the fields that vLLM sends. Adapters are read from disk when they are loaded, as by
 vLLM. `RealServer` starts vLLM itself.
@@ -197,7 +197,8 @@ class VLLMServer:
                 start=adapter,
                 like=self._base,
             )
-        self.adapters[name], self._banks[name] = folder, bank
+        self.adapters[name] = folder
+        self._banks[name] = bank
         return 200, b"Success"
 
     def _complete(self, body: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Rollouts of a learning step, dynamic sampling, step rewards, the overlong penalty, and evaluation."""
+"""Rollouts of a learning step, dynamic sampling, step rewards, overlong penalty, evaluation."""
 
 from dataclasses import replace
 
@@ -38,7 +38,7 @@ def population():
 
 
 def answers(slots, shared, **options):
-    """Return the token ids of the validation prompts, and each member's greedy completions of them."""
+    """Return token ids of the validation prompts, and each member's greedy completions."""
     seen = []
 
     def record(prompts, completions, completion_ids, **columns):
@@ -118,7 +118,7 @@ LENGTH = 6  # max_output_tokens of the tiny agents
 
 
 def fussy(completions, answer, **columns):
-    """Reward variety if the sum is divisible by three: about two thirds of the questions give no signal."""
+    """Reward variety if three divides the sum: two thirds of the questions have no signal."""
     return [
         variety(text, "", "") if int(number) % 3 == 0 else 0.5
         for text, number in zip(completions, answer, strict=True)

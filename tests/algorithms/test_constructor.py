@@ -1,4 +1,4 @@
-"""Constructor arguments of agents, precision set by an accelerator, and members that start from a PEFT adapter."""
+"""Constructor arguments of agents, precision on accelerators, start from a PEFT adapter."""
 
 import json
 from collections.abc import Iterator

@@ -56,7 +56,7 @@ def collected(population, env, step=0, samples=16):
 
 
 def turns_of(batch, row):
-    """Return (tokens, sampled) segments of a row; replies are present but not in the action mask."""
+    """Return (tokens, sampled) segments of a row; replies are present, but not in the mask."""
     runs = []
     for token, sampled in zip(
         batch.actions[row][batch.present[row]].tolist(),
@@ -123,7 +123,8 @@ def test_the_room_for_turns_depends_on_the_own_prompt_only():
     )
     # every token ends a turn
     members = tiny_population(1, max_output_tokens=3, eos_token_ids=range(VOCABULARY)).members
-    alone, beside = (evaluate(members, [0], env, "validation", questions=count) for count in (1, 2))
+    alone = evaluate(members, [0], env, "validation", questions=1)
+    beside = evaluate(members, [0], env, "validation", questions=2)
     assert (alone[0].tolist(), beside[0].tolist()) == ([6.0], [6.0, 2.0])
 
 
@@ -151,7 +152,8 @@ def test_limits_apply_by_turn_and_by_conversation():
 def test_the_overlong_penalty_applies_per_turn_and_truncation_masks_whole_conversations():
     plain = spoken()
     cut = spoken(objective=Objective(overlong_buffer=2, mask_truncated=True))
-    without, batch = (collected(each, talks()).experience["default"] for each in (plain, cut))
+    without = collected(plain, talks()).experience["default"]
+    batch = collected(cut, talks()).experience["default"]
     assert torch.equal(without.actions, batch.actions)
     assert torch.equal(batch.action_mask, without.action_mask & ~without.truncated[:, None])
     column = batch.component_names.index(PENALTY)

@@ -1,4 +1,4 @@
-"""Tokens that end a completion: those of all configurations, of the tokenizer and of its chat template."""
+"""Tokens that end a completion: from configurations, the tokenizer and its chat template."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ OPTIONS = {"max_output_tokens": 40, "temperature": 2.0, "pad_token_id": EOS}
 
 
 def base():
-    """Return a model whose configurations name different end tokens, one of them outside of the vocabulary."""
+    """Return a model whose configurations name different end tokens, one not in the vocabulary."""
     model = tiny_model()
     model.config.eos_token_id = 30
     model.generation_config.eos_token_id = [31, VOCABULARY + 5]

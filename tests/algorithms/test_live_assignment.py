@@ -117,7 +117,7 @@ def test_the_correction_is_refused_where_the_sampler_truncates(name):
 
 @pytest.mark.parametrize("options", [NARROW, {}], ids=["narrow", "whole"])
 def test_ratios_compare_whole_distributions(options):
-    """Weights hardly move, so that every ratio is 1: the sampler's own log-probabilities do not enter it."""
+    """Weights hardly move, so every ratio is 1: the sampler's log-probabilities are not used."""
     population = random_population(
         2, lr=1e-12, batch_size=4, clip_low=0.01, clip_high=0.01, **options
     )

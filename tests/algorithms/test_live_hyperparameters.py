@@ -116,9 +116,8 @@ def test_a_changed_hyperparameter_acts_like_a_given_one(route, name, tmp_path):
     options = {"update_epochs": 1, "max_grad_norm": 1e9} | others
     agent = route(name, value, tmp_path, options | {name: default})
     assert getattr(agent, name) == value
-    new, old = (
-        tiny_agent(**options | {name: given}, index=agent.index) for given in (value, default)
-    )
+    new = tiny_agent(**options | {name: value}, index=agent.index)
+    old = tiny_agent(**options | {name: default}, index=agent.index)
     (actions, report, state), (expected, *others), (before, *_, unlike) = map(
         step_of, (agent, new, old)
     )

@@ -1,4 +1,4 @@
-"""Acting, learning, saving, cloning, mutation and texts with the meaning of AgileRL's methods, experiences."""
+"""AgileRL's methods of agents: acting, learning, saving, cloning, mutation, texts, experiences."""
 
 import math
 from dataclasses import replace
@@ -177,7 +177,8 @@ def test_save_and_load_round_trip(agent, tmp_path):
     agent.save_checkpoint(tmp_path / "agent", replace=True)
     loaded = GRPO.load(tmp_path / "agent", actor_network=tiny_model())
     assert equal_states(loaded.state(), agent.state())
-    one, other = (dict(GRPO.inspect_attributes(each)) for each in (loaded, agent))
+    one = dict(GRPO.inspect_attributes(loaded))
+    other = dict(GRPO.inspect_attributes(agent))
     configs = [
         each.pop("lora_config").to_dict() | {"task_type": "CAUSAL_LM"} for each in (one, other)
     ]
@@ -419,7 +420,8 @@ def test_texts_are_continued_greedily():
 
 
 def test_sampled_texts_are_ordered_by_prompt_and_differ_between_calls():
-    agent, same = (tiny_agent() for _ in range(2))
+    agent = tiny_agent()
+    same = tiny_agent()
     for each in (agent, same):
         randomise_adapter(each, std=0.02)
     before = agent.state()

@@ -1,4 +1,4 @@
-"""MultiAgentGRPO: policies per agent, credit, groups within (seed, agent), and independence of members."""
+"""MultiAgentGRPO: policies per agent, credit, groups per seed and agent, independent members."""
 
 from dataclasses import replace
 
@@ -149,7 +149,8 @@ def test_agents_learn_from_their_own_steps_and_truncated_ones_can_be_masked():
     masked = replace(STEPWISE, mask_truncated=True)
     population = population_for(env, 2, policies="independent", objective=masked)
     collected, reports = train(population, env, 1)
-    old, short = (collected.experience[name] for name in ("old_0", "short_0"))
+    old = collected.experience["old_0"]
+    short = collected.experience["short_0"]
     assert (short.action_mask == short.present).all()
     assert set(short.present.sum(1).tolist()) == {2, 3}  # both occur
     assert not old.action_mask.any()  # in every episode
@@ -190,7 +191,8 @@ def test_members_learn_together_as_alone(make, policies):
 
 def test_a_member_fails_by_one_policy_without_effect_on_others():
     env = groups()  # all episodes are equally long, and with a KL term no row is left out
-    calm, troubled = (population_for(env, 3, policies="prefix", beta=0.1) for _ in range(2))
+    calm = population_for(env, 3, policies="prefix", beta=0.1)
+    troubled = population_for(env, 3, policies="prefix", beta=0.1)
     members = troubled.members
     ruined = {
         name: value * torch.nan if name == "red/weights" else value

@@ -1,4 +1,4 @@
-"""Every objective end to end: a learning step against formulas with PEFT and PyTorch, in any micro-batches."""
+"""Every objective end to end: a learning step against formulas, in any micro-batches."""
 
 import math
 from dataclasses import replace
@@ -210,7 +210,7 @@ def weighted_gradient(agent, batch, weights):
 
 
 def test_the_policy_loss_uses_the_most_uncertain_actions():
-    """The threshold is common to all actions of the member in the optimizer step, including rows without signal."""
+    """A member has one threshold per optimizer step, which includes rows without signal."""
     quantile = 0.4
     agent, batch = prepared(top_entropy_quantile=quantile)
     member = peft_twin(agent)
@@ -273,7 +273,7 @@ def corrected(kind, difference, cap):
 
 
 def with_other_sampler(batch):
-    """Return the batch with other log-probabilities of the sampler, and the differences of each row."""
+    """Return the batch with changed sampler log-probabilities, and each row's differences."""
     noise = 0.3 * torch.randn(batch.action_mask.shape, generator=torch.Generator().manual_seed(0))
     differences = [noise[row][batch.present[row]] for row in range(len(batch))]
     return replace(batch, sampler_log_probs=batch.sampler_log_probs - noise), differences
@@ -337,9 +337,8 @@ def test_importance_weights_stay_fixed_while_the_policy_moves():
     weights = []
     for row, difference in zip(rows_of(batch), differences, strict=True):
         with torch.no_grad():
-            new, old = (
-                each.log_probs(row.prompt, row.tokens, temperature=1.3) for each in (moved, start)
-            )
+            new = moved.log_probs(row.prompt, row.tokens, temperature=1.3)
+            old = start.log_probs(row.prompt, row.tokens, temperature=1.3)
         weights.append((new - old).exp() * corrected(kind, difference, 1.1))
     learn_from(agent, changed)
     with pytest.raises(ValueError, match="sampler_log_probs"):

@@ -1,4 +1,4 @@
-"""State carried between learning steps: reference policies, the adaptive KL factor, statistics of rewards."""
+"""State between learning steps: references, the adaptive KL factor, statistics of rewards."""
 
 import math
 from dataclasses import replace
@@ -147,9 +147,9 @@ def test_the_kl_factor_moves_towards_the_target(placement, target, turn):
 
 def test_the_kl_factor_multiplies_beta():
     objective = Objective(**ADAPTIVE)
-    agent, larger_beta, without = (
-        random_agent(beta=beta, objective=objective) for beta in (0.25, 0.75, 0.1)
-    )
+    agent = random_agent(beta=0.25, objective=objective)
+    larger_beta = random_agent(beta=0.75, objective=objective)
+    without = random_agent(beta=0.1, objective=objective)
     without.beta = 0.0
     agent.members.banks["default"].running_stats[0, 0] = 3.0
     batch = sampled(larger_beta, HOLES)

@@ -21,6 +21,13 @@ from tests.tiny_networks import MIXED, observe, stacked
 from tests.tiny_steps import LIMITS, STEP_SPACE, OwnNetwork, cart_pole, played, step_agent
 from tests.tiny_training import equal_states, learn_from, tiny_agent, tiny_env
 
+DISCRETE = spaces.Discrete(3)
+OTHER_LOSSES = HyperparameterConfig(loss_type=RLParameter(choices=["dapo", "dr_grpo"]))
+ONE_NETWORK = ArchitectureLimits(
+    min_layers=2, max_layers=2, min_units=6, max_units=6, activations=("tanh",)
+)
+"""Limits that allow one network only."""
+
 
 def test_spaces_alone_make_an_agent_with_default_networks():
     env = cart_pole()
@@ -41,11 +48,10 @@ def test_spaces_alone_make_an_agent_with_default_networks():
         ({"pad_token_id": 0}, "pad_token_id is for language models"),
         ({"objective": Objective()}, "aggregation"),
         ({"objective": Objective(loss_type="dapo", overlong_buffer=1)}, "overlong_buffer"),
-        ({"hp_config": HyperparameterConfig(loss_type=RLParameter(choices=["dapo", "dr_grpo"]))}, "loss_type"),
-        ({"evolve_network": ArchitectureLimits(min_layers=2, max_layers=2, min_units=6, max_units=6,
-          activations=("tanh",)), "network": NetworkConfig(hidden=(6, 6))}, "allow no change"),
+        ({"hp_config": OTHER_LOSSES}, "loss_type"),
+        ({"evolve_network": ONE_NETWORK, "network": NetworkConfig(hidden=(6, 6))}, "no change"),
         ({"actor_network": OwnNetwork().requires_grad_(False)}, "require a gradient"),
-        ({"observation_space": spaces.Discrete(3), "normalise_observations": True}, "normalise_observations"),
+        ({"observation_space": DISCRETE, "normalise_observations": True}, "normalise_observations"),
         ({"action_space": spaces.Box(0, 1, (2,), np.int64)}, "floating-point Box"),
         ({"observation_space": spaces.Dict({0: spaces.Discrete(3)})}, "text keys, got 0"),
     ],
@@ -205,16 +211,11 @@ def test_a_policy_is_an_ordinary_module_of_torch(options):
     agent.load_state(agent.state() | {"weights": agent.state()["weights"] + 0.1})
     policy = agent.get_policy()
     networks = agent.members.policies["default"]
-    few, many = (
-        torch.from_numpy(
-            stacked(
-                [
-                    observe(agent.observation_space, generator(0, "test", row))
-                    for row in range(count)
-                ]
-            )
-        )
-        for count in (2, 5)
+    few = torch.from_numpy(
+        stacked([observe(agent.observation_space, generator(0, "test", row)) for row in range(2)])
+    )
+    many = torch.from_numpy(
+        stacked([observe(agent.observation_space, generator(0, "test", row)) for row in range(5)])
     )
     expected = networks.bank.outputs(0, networks.normalise(many.numpy(), np.zeros(5, np.int64)))
     rows = {0: torch.export.Dim("m", min=2)}
@@ -405,7 +406,8 @@ def test_an_agent_round_trips(agent, tmp_path):
     other.load_checkpoint(tmp_path / "agent")
     assert equal_states(other.state(), agent.state())
     assert other.hyperparameters == agent.hyperparameters
-    one, again = (dict(GRPO.inspect_attributes(each)) for each in (agent, loaded))
+    one = dict(GRPO.inspect_attributes(agent))
+    again = dict(GRPO.inspect_attributes(loaded))
     assert one == again
     learns_alike(loaded, agent)
     assert loaded.test(cart_pole()) == agent.test(cart_pole())

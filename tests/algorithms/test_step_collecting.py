@@ -49,7 +49,7 @@ MIXED = HyperparameterConfig(
     ],
 )
 def test_members_together_equal_members_alone(make, options):
-    """Equal episodes, learning and statistics with members of other hyperparameters, objectives and networks."""
+    """Episodes, learning and statistics are equal beside members with other settings."""
     env = make()
     population = step_population(4, env, hp_config=MIXED, samples_per_step=8, **options)
     bank = population.members.banks["default"]

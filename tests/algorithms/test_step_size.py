@@ -1,4 +1,4 @@
-"""Control of the step size by `target_kl`: the learning rate is searched, and the KL of a learning step is bounded."""
+"""Control of the step size by `target_kl`: search of the learning rate, bounded KL per step."""
 
 import math
 

@@ -65,7 +65,7 @@ def test_async_functions_start_during_sampling_and_others_afterwards():
 
 @pytest.mark.parametrize("delay", [0.0, 0.5])
 def test_an_abandoned_rollout_cancels_its_calls(delay):
-    """The calls learn of it during sampling and, after a delay, while the run waits for their results."""
+    """Calls see an interruption during sampling and, later, while the run waits for results."""
     stop = Stop()
     cancelled = threading.Event()
 

@@ -1,7 +1,8 @@
-"""Learning of small networks: single transitions, and KL of whole distributions and to the old policy."""
+"""Learning of small networks: single transitions, KL of distributions and to the old policy."""
 
 import math
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -44,7 +45,7 @@ def experience(shared, case=CASE):
 
 @pytest.mark.parametrize("kind", ["process", "return_to_go_group", "return_to_go_timestep"])
 def test_advantages_are_those_of_episodes_and_gradients_those_of_actions(kind):
-    """The gradient of the mean over all actions of -A log p, computed by one bank from whole episodes."""
+    """Return the gradient of the mean of -A log p over all actions, from whole episodes."""
     shared = together(advantage=kind)
     control = together()
     batch = experience(shared)
@@ -53,7 +54,7 @@ def test_advantages_are_those_of_episodes_and_gradients_those_of_actions(kind):
     ]
     expected = of_actions(kind, rewards, batch.group_ids.tolist(), 0.9, 1e-4)
     weights = torch.zeros(batch.action_mask.shape)
-    weights[batch.action_mask] = torch.tensor([value for row in expected for value in row])
+    weights[batch.action_mask] = torch.tensor(list(chain.from_iterable(expected)))
     count = int(batch.action_mask.sum())
     report = learn(shared, [learner(gamma=0.9)], {"default": batch})[0]
     control.bank.update(
@@ -61,7 +62,8 @@ def test_advantages_are_those_of_episodes_and_gradients_those_of_actions(kind):
         lambda rows, log_probs, entropies: -(weights[rows] * log_probs).sum(1) / count,
         {0: learner().hyperparameters},
     )
-    got, wanted = (each.bank.state(0)["exp_avg"] for each in (shared, control))
+    got = shared.bank.state(0)["exp_avg"]
+    wanted = control.bank.state(0)["exp_avg"]
     assert_gradients_agree(got, wanted)
     assert report.advantages == pytest.approx([sum(row) / len(row) for row in expected], abs=1e-5)
     assert report.mean_length == pytest.approx(count / len(batch))  # of episodes
@@ -109,7 +111,8 @@ def members(size=1, *, case=DISCRETE, **objective):
 def test_the_loss_uses_the_kl_of_every_action_with_temperature_and_mask(case, backwards):
     bank = CASES[case].bank(3)
     batch = acted_batch(CASES[case], bank, range(3))
-    current, reference = (bank.distributions(batch, reference=flag) for flag in (False, True))
+    current = bank.distributions(batch, reference=False)
+    reference = bank.distributions(batch, reference=True)
     mask = batch.action_mask
     seen = []
     flat = batch.flatten_actions()
@@ -177,10 +180,12 @@ def test_kl_to_the_old_policy_acts_from_the_second_optimizer_step(kind):
         )[0]
         return shared.bank.state(0), report
 
-    (free, _), (first, still) = learnt(0.0, 1), learnt(2.0, 1)
+    free, _ = learnt(0.0, 1)
+    first, still = learnt(2.0, 1)
     assert_gradients_agree(first["exp_avg"], free["exp_avg"])
     assert still.kl == pytest.approx(0, abs=1e-6)
-    (free, _), (second, moved) = learnt(0.0, 2), learnt(2.0, 2)
+    free, _ = learnt(0.0, 2)
+    second, moved = learnt(2.0, 2)
     assert moved.kl > 1e-5
     assert float((second["exp_avg"] - free["exp_avg"]).norm()) > 1e-2 * float(
         free["exp_avg"].norm()
@@ -188,7 +193,7 @@ def test_kl_to_the_old_policy_acts_from_the_second_optimizer_step(kind):
 
 
 def test_the_optimizer_steps_of_a_script_are_reproduced():
-    """The script trains CartPole with the clipped loss and beta times KL(old || new) over whole distributions."""
+    """The script trains CartPole with the clipped loss and beta times KL(old || new)."""
     torch.manual_seed(0)
     beta = 1.0
     actor = nn.Sequential(

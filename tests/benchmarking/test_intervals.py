@@ -1,4 +1,4 @@
-"""Statistics of the classic-control benchmark against closed forms, enumeration and known limits."""
+"""Statistics of the classic-control benchmark against closed forms and enumeration."""
 
 import itertools
 

@@ -23,7 +23,8 @@ def record(
     task="CartPole-v1", unknown="lr", arm="halving", seed=0, score=500.0, early=23.0, seconds=4.0
 ):
     return {
-        "task": task, "unknown": unknown, "arm": arm, "seed": seed, "score": score, "early": early, "cost": 1000,
+        "task": task, "unknown": unknown, "arm": arm, "seed": seed, "score": score, "early": early,
+        "cost": 1000,
         "evaluations": 100, "seconds": seconds, "steps": 3, "best": {"lr": 1e-3},
     }  # fmt: skip
 

@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -55,7 +56,9 @@ def write_project(folder: Path) -> Path:
     """Write all files that the configuration names; return the configuration's path."""
     tiny_model().save_pretrained(folder / "model")
     tiny_tokenizer().save_pretrained(folder / "model")
-    rows = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a in range(12) for b in range(12)]
+    rows = [
+        {"question": f"{a}+{b}=", "answer": str(a + b)} for a, b in product(range(12), range(12))
+    ]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "rewards.py").write_text(REWARD)
     (folder / "tiny.yaml").write_text(yaml.safe_dump(CONFIG))

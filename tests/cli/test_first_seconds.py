@@ -1,4 +1,4 @@
-"""Help, reports and configuration errors need no torch, and the first line is shown before torch is imported."""
+"""Help, reports and configuration errors need no torch; the first line appears before it."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Plugins: strategies, samplers, environments and tasks of installed packages, named in a configuration."""
+"""Plugins: strategies, samplers, environments and tasks of installed packages."""
 
 import sys
 from pathlib import Path
@@ -116,7 +116,8 @@ def test_plugins_are_imported_when_they_are_named(installed, workdir):
 
 
 SHORT = {
-    "size": 2, "lr": 1e-3, "generations": 1, "steps_per_generation": 1, "samples_per_step": 4, "group_size": 4,
+    "size": 2, "lr": 1e-3, "generations": 1, "steps_per_generation": 1, "samples_per_step": 4,
+    "group_size": 4,
     "validation_size": 2, "test_size": 2, "max_episode_steps": 5,
 }  # fmt: skip
 

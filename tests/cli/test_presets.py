@@ -30,9 +30,8 @@ def plan(capsys, *arguments):
 def test_a_preset_changes_the_defaults_of_its_environment(name):
     if name == "Taxi-v4" and Version(gymnasium.__version__) < Version("1.3"):
         pytest.skip("Gymnasium has Taxi-v4 from 1.3 on")
-    usual, chosen = (
-        packaged_values(name, with_preset=with_preset) for with_preset in (False, True)
-    )
+    usual = packaged_values(name, with_preset=False)
+    chosen = packaged_values(name, with_preset=True)
     assert gymnasium.spec(name).id == name
     config = parse_config(chosen)
     assert config.task.env == name
@@ -71,9 +70,8 @@ def test_python_and_command_line_use_the_same_preset(tmp_path, monkeypatch, caps
         "test_size": 2,
     }
     train("CartPole-v1", preset=True, run_dir="other", max_episode_steps=10, progress=False, **tiny)
-    command_config, python_config = (
-        load_config(tmp_path / name / CONFIG_FILE).to_json() for name in ("one", "other")
-    )
+    command_config = load_config(tmp_path / "one" / CONFIG_FILE).to_json()
+    python_config = load_config(tmp_path / "other" / CONFIG_FILE).to_json()
     for name in ("run_dir", "run_id"):
         assert command_config.pop(name) != python_config.pop(name)
     assert command_config == python_config

@@ -28,7 +28,8 @@ def hostile_run(folder):
     named = member(0, 0, reason=HOSTILE), member(1, 1, fitness=None, failed=HOSTILE)
     with closing(Journal(folder / "journal.jsonl")) as journal:
         for event in (
-            {"event": "run", "evolvable": {}, "samples_per_step": 8, "task": HOSTILE, HOSTILE: HOSTILE,
+            {"event": "run", "evolvable": {}, "samples_per_step": 8, "task": HOSTILE,
+            HOSTILE: HOSTILE,
              "data": {HOSTILE: folder.name}},
             generation(1, *named),
             outcome(0),
@@ -135,7 +136,7 @@ def test_runs_without_generations_are_shown(tmp_path, capsys):
 
 
 def test_a_calibrated_learning_rate_is_shown_instead_of_the_first_guess(tmp_path, capsys):
-    """The best member is a child: the rates of its lineage count, and not those of other members."""
+    """The best member is a child: only the rates of its lineage count."""
     guess = {"lr": 0.005, "target_kl": 0.01}
     run = {"event": "run", "evolvable": {}, "samples_per_step": 8}
     other = {"slot": 1, "index": 1, "calibrated_lr": 0.5, "learning_rate": 0.5}

@@ -225,10 +225,8 @@ def test_the_fixed_demo_differs_from_the_demo_in_evolution_only(workdir, project
     ]
     for arguments in (["demo", "--seed", "3"], ["demo", "--fixed", "--seed", "3"]):
         assert main([*arguments, *short]) == 0
-    evolved, fixed = (
-        yaml.safe_load(Path(f"runs/{name}/config.yaml").read_text())
-        for name in ("demo", "demo-fixed")
-    )
+    evolved = yaml.safe_load(Path("runs/demo/config.yaml").read_text())
+    fixed = yaml.safe_load(Path("runs/demo-fixed/config.yaml").read_text())
     assert fixed["strategy"] == {"name": "fixed"}
     assert (evolved["population"]["spread"], fixed["population"]["spread"]) == (True, False)
     for values in (evolved, fixed):

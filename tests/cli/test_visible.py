@@ -47,7 +47,7 @@ def check(text):
 
 @pytest.fixture(scope="module")
 def runs(stored_network_run, stored_language_run, tmp_path_factory):
-    """Return a run of networks and one of a language model; both names contain control characters."""
+    """Return a run of networks and one of a language model; names have control characters."""
     runs = {f"a{HOSTILE}": stored_network_run, f"b{HOSTILE}": stored_language_run}
     return [
         shutil.copytree(run.folder, tmp_path_factory.mktemp("runs") / name)

@@ -25,7 +25,8 @@ class Halves(gymnasium.RewardWrapper):
 class NoWrapper:
     pass
 
-gymnasium.register("HalvesPole-v0", entry_point="gymnasium.envs.classic_control:CartPoleEnv", max_episode_steps=9)
+cart_pole = "gymnasium.envs.classic_control:CartPoleEnv"
+gymnasium.register("HalvesPole-v0", entry_point=cart_pole, max_episode_steps=9)
 """
 SHORT = [
     "schedule.generations=1",

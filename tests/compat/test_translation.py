@@ -30,8 +30,10 @@ trl | entropy_coef: 0.1 -> entropy_reduction: mean
 trl | loss_type: grpo, importance_sampling_level: sequence -> loss_type: gspo
 trl | loss_type: luspo, importance_sampling_level: sequence -> loss_type: luspo
 trl | importance_sampling_level: sequence -> loss_type: gspo, aggregation: token-mean
-trl | loss_type: bnpo, importance_sampling_level: sequence -> loss_type: gspo, aggregation: token-mean
-trl | loss_type: dr_grpo, importance_sampling_level: sequence -> loss_type: gspo, aggregation: seq-mean-token-sum-norm
+trl | loss_type: bnpo, importance_sampling_level: sequence
+  -> loss_type: gspo, aggregation: token-mean
+trl | loss_type: dr_grpo, importance_sampling_level: sequence
+  -> loss_type: gspo, aggregation: seq-mean-token-sum-norm
 trl | loss_type: sapo, sapo_temperature_pos: 2.0 -> loss_type: sapo, sapo_tau_positive: 2.0
 trl | scale_rewards: true -> {{}}
 trl | scale_rewards: batch -> advantage: batch_std
@@ -40,56 +42,71 @@ trl | multi_objective_aggregation: normalize_then_sum -> advantage: gdpo
 trl | delta: 1.5, mask_truncated_completions: true -> delta: 1.5, mask_truncated: true
 trl | top_entropy_quantile: 0.2 -> top_entropy_quantile: 0.2
 trl | {SYNCED} -> reference: snapshot, reference_sync_steps: 512
-trl | {SYNCED}, ref_model_sync_steps: 9, ref_model_mixup_alpha: 0.9 -> {{reference: snapshot, reference_mixing: 0.9,
+trl | {SYNCED}, ref_model_sync_steps: 9, ref_model_mixup_alpha: 0.9
+  -> {{reference: snapshot, reference_mixing: 0.9,
   reference_sync_steps: 9}}
-trl | {SYNCED}, ref_model_sync_steps: 13, steps_per_generation: 3, num_iterations: 2 -> {{reference: snapshot,
+trl | {SYNCED}, ref_model_sync_steps: 13, steps_per_generation: 3, num_iterations: 2
+  -> {{reference: snapshot,
   reference_sync_steps: 13}}
 trl | use_vllm: true -> importance_correction: sequence_mask, importance_cap: 3.0
-trl | use_vllm: true, vllm_importance_sampling_mode: token_truncate, vllm_importance_sampling_clip_max: 2.5 -> {{
+trl | use_vllm: true, vllm_importance_sampling_mode: token_truncate,
+  vllm_importance_sampling_clip_max: 2.5
+  -> {{
   importance_correction: token_truncate, importance_cap: 2.5}}
-trl | use_vllm: true, vllm_importance_sampling_cap: 4.0 -> importance_correction: sequence_mask, importance_cap: 4.0
+trl | use_vllm: true, vllm_importance_sampling_cap: 4.0
+  -> importance_correction: sequence_mask, importance_cap: 4.0
 trl | use_vllm: true, vllm_importance_sampling_correction: false -> {{}}
-trl | use_vllm: true, top_p: 1, top_k: -1, min_p: 0.0 -> importance_correction: sequence_mask, importance_cap: 3.0
+trl | use_vllm: true, top_p: 1, top_k: -1, min_p: 0.0
+  -> importance_correction: sequence_mask, importance_cap: 3.0
 roll |  -> {{}}
 roll | loss_agg_mode: seq-mean-token-sum-norm -> aggregation: seq-mean-token-sum-norm
 roll | importance_sampling: seq -> loss_type: gspo
 roll | dual_clip_loss: true, pg_clip: 0.3 -> dual_clip: 1.6
 roll | reward_clip: 0 -> {{}}
-roll | whiten_advantages: true, reward_clip: 5, max_len_mask: true -> {{whiten_advantages: true, reward_clip: 5.0,
+roll | whiten_advantages: true, reward_clip: 5, max_len_mask: true
+  -> {{whiten_advantages: true, reward_clip: 5.0,
   mask_truncated: true}}
 roll | difficulty_mask: true -> min_group_reward: 0.0, max_group_reward: 1.0
 roll | difficulty_mask: true, difficulty_low_threshold: 0.1, difficulty_high_threshold: 0.95 -> {{
   min_group_reward: 0.1, max_group_reward: 0.95}}
 roll | {FREE}, reward_norm: None -> advantage: reinforce
-roll | {FREE}, norm_mean_type: batch, norm_std_type: batch -> advantage: reinforce, reward_norm: batch
+roll | {FREE}, norm_mean_type: batch, norm_std_type: batch
+  -> advantage: reinforce, reward_norm: batch
 roll | {FREE}, norm_mean_type: batch -> advantage: reinforce, reward_norm: batch, reward_shift: true
 roll | {FREE}, reward_norm: running -> advantage: reinforce, reward_norm: running
-roll | {FREE}, reward_norm: running, reward_scale: true -> {{advantage: reinforce, reward_norm: running,
+roll | {FREE}, reward_norm: running, reward_scale: true
+  -> {{advantage: reinforce, reward_norm: running,
   reward_scale: true}}
 roll | {FREE}, norm_std_type: group -> advantage: reinforce, reward_norm: group, reward_scale: true
 roll | add_token_level_kl: true -> kl_placement: reward, kl_estimator: k1
 roll | add_token_level_kl: true, kl_penalty: abs -> kl_placement: reward, kl_estimator: abs
 roll | add_token_level_kl: true, kl_penalty: mse -> kl_placement: reward, kl_estimator: k2
-roll | add_token_level_kl: true, target_kl: 0.05, kl_horizon: 500 -> {{kl_placement: reward, kl_estimator: k1,
+roll | add_token_level_kl: true, target_kl: 0.05, kl_horizon: 500
+  -> {{kl_placement: reward, kl_estimator: k1,
   kl_target: 0.05, kl_horizon: 500}}
 roll | reward_shift: true -> advantage: mean_only
 roll | {FREE}, reward_norm: group -> {{}}
 roll | {FREE}, norm_mean_type: group, norm_std_type: batch -> advantage: batch_std
-roll | {FREE}, norm_mean_type: group, norm_std_type: running -> {{advantage: mean_only, reward_norm: running,
+roll | {FREE}, norm_mean_type: group, norm_std_type: running
+  -> {{advantage: mean_only, reward_norm: running,
   reward_scale: true}}
 """
 # Keys in one row do not depend on each other.
 HYPERPARAMETER_ROWS = """
-trl | learning_rate: 1.0e-5, max_grad_norm: 0.2, temperature: 0.7, beta: 0.04, num_iterations: 3 -> {lr: 1.0e-5,
+trl | learning_rate: 1.0e-5, max_grad_norm: 0.2, temperature: 0.7, beta: 0.04, num_iterations: 3
+  -> {lr: 1.0e-5,
   max_grad_norm: 0.2, temperature: 0.7, beta: 0.04, update_epochs: 3}
-trl | num_generations: 4, epsilon: 0.1, epsilon_high: 0.28, entropy_coef: 0.01 -> {group_size: 4, clip_coef: 0.1,
+trl | num_generations: 4, epsilon: 0.1, epsilon_high: 0.28, entropy_coef: 0.01
+  -> {group_size: 4, clip_coef: 0.1,
   clip_high: 0.28, entropy_coef: 0.01}
 trl | loss_type: cispo, epsilon_high: 5.0 -> clip_high: 4.0  # TRL caps the ratio at 5, not at 1 + 5
 trl | per_device_train_batch_size: 4, gradient_accumulation_steps: 3 -> batch_size: 12
 trl | per_device_train_batch_size: 4, steps_per_generation: 6 -> batch_size: 4
 trl | generation_batch_size: 64 -> batch_size: 8
-trl | generation_batch_size: 64, steps_per_generation: 4, gradient_accumulation_steps: 2 -> batch_size: 32
-roll | ppo_epochs: 4, max_grad_norm: 0.3, gamma: 0.9, pg_clip: 0.3, entropy_loss_coef: 0.01 -> {update_epochs: 4,
+trl | generation_batch_size: 64, steps_per_generation: 4, gradient_accumulation_steps: 2
+  -> batch_size: 32
+roll | ppo_epochs: 4, max_grad_norm: 0.3, gamma: 0.9, pg_clip: 0.3, entropy_loss_coef: 0.01
+  -> {update_epochs: 4,
   max_grad_norm: 0.3, gamma: 0.9, clip_coef: 0.3, entropy_coef: 0.01}
 roll | use_kl_loss: true, kl_loss_coef: 0.01, advantage_clip: 2.0 -> beta: 0.01, advantage_clip: 2.0
 roll | add_token_level_kl: true -> beta: 0.2
@@ -99,18 +116,22 @@ roll | actor_train: {training_args: {learning_rate: '1e-6'}} -> lr: 1.0e-6
 roll | actor_infer: {generating_args: {temperature: 0.9, top_p: 1.0, top_k: 0}} -> temperature: 0.9
 """
 SETTING_ROWS = """
-trl | max_completion_length: 64, max_prompt_length: 100, seed: 1, top_p: 0.9, top_k: 50 -> {max_output_tokens: 64,
+trl | max_completion_length: 64, max_prompt_length: 100, seed: 1, top_p: 0.9, top_k: 50
+  -> {max_output_tokens: 64,
   max_prompt_length: 100, seed: 1, top_p: 0.9, top_k: 50}
-trl | min_p: 0.1, repetition_penalty: 1.1, reward_weights: [1.0, 0.5] -> {min_p: 0.1, repetition_penalty: 1.1,
+trl | min_p: 0.1, repetition_penalty: 1.1, reward_weights: [1.0, 0.5]
+  -> {min_p: 0.1, repetition_penalty: 1.1,
   reward_weights: [1.0, 0.5]}
 trl | gradient_accumulation_steps: 4 -> samples_per_step: 32
 trl | steps_per_generation: 4 -> samples_per_step: 32
 trl | generation_batch_size: 64 -> samples_per_step: 64
 roll | rollout_batch_size: 4, num_return_sequences_in_group: 16 -> samples_per_step: 64
-roll | prompt_length: 100, response_length: 200, seed: 7 -> {max_prompt_length: 100, max_output_tokens: 200, seed: 7}
+roll | prompt_length: 100, response_length: 200, seed: 7
+  -> {max_prompt_length: 100, max_output_tokens: 200, seed: 7}
 roll | actor_infer: {generating_args: {temperature: 1.0}} -> top_k: 50, top_p: 0.7
 roll | actor_infer: {generating_args: {top_k: -1, top_p: 1}} -> {}
-roll | actor_infer: {generating_args: {top_k: 9, top_p: 0.9, repetition_penalty: 1.1}} -> {top_k: 9, top_p: 0.9,
+roll | actor_infer: {generating_args: {top_k: 9, top_p: 0.9, repetition_penalty: 1.1}}
+  -> {top_k: 9, top_p: 0.9,
   repetition_penalty: 1.1}
 roll | prompt_length: '${most}', most: 90 -> max_prompt_length: 90
 """
@@ -130,18 +151,23 @@ trl | delta: 1.1 -> delta
 trl | top_entropy_quantile: 0.0 -> top_entropy_quantile
 trl | sync_ref_model: true -> reference.*beta
 trl | use_vllm: true, vllm_importance_sampling_clip_min: 0.5 -> clip_min
-trl | use_vllm: true, vllm_importance_sampling_clip_max: null -> vllm_importance_sampling_clip_max.*None
+trl | use_vllm: true, vllm_importance_sampling_clip_max: null
+  -> vllm_importance_sampling_clip_max.*None
 trl | max_completion_length: null -> max_completion_length.*None
 trl | steps_per_generation: 2, gradient_accumulation_steps: 4 -> gradient_accumulation_steps
 trl | generation_batch_size: 10, steps_per_generation: 4 -> generation_batch_size
-trl | max_steps: 9, lr_scheduler_type: cosine, lr_scheduler_kwargs: {cycles: 1} -> lr_scheduler_kwargs.*'cycles'
+trl | max_steps: 9, lr_scheduler_type: cosine, lr_scheduler_kwargs: {cycles: 1}
+  -> lr_scheduler_kwargs.*'cycles'
 trl | max_steps: 9, lr_scheduler_kwargs: 3 -> lr_scheduler_kwargs
 trl | max_steps: 9, lr_scheduler_type: cosine_with_min_lr -> min_lr and min_lr_rate
-trl | max_steps: 9, lr_scheduler_type: cosine_with_min_lr, lr_scheduler_kwargs: {min_lr: 1}, learning_rate: 0 -> lr must
+trl | max_steps: 9, lr_scheduler_type: cosine_with_min_lr, lr_scheduler_kwargs: {min_lr: 1},
+  learning_rate: 0
+  -> lr must
 trl | per_device_train_batch_size: 0 -> per_device_train_batch_size must be at least 1, got 0
 trl | top_p: 2.0 -> top_p.*2.0
 trl | use_vllm: true, top_p: 0.8 -> vllm_importance_sampling_correction.*top_p 0.8
-trl | use_vllm: true, repetition_penalty: 1.1 -> vllm_importance_sampling_correction.*repetition_penalty 1.1
+trl | use_vllm: true, repetition_penalty: 1.1
+  -> vllm_importance_sampling_correction.*repetition_penalty 1.1
 trl | optim: sgd -> optim.*'sgd'
 trl | generation_kwargs: {num_beams: 2} -> TRL field generation_kwargs
 trl | use_adaptive_entropy: true -> TRL field use_adaptive_entropy
@@ -150,11 +176,13 @@ roll | actor_train: {training_args: {learning_rat: 1}} -> learning_rate
 roll | loss_agg_mode: token-sum -> loss_agg_mode
 roll | adv_estimator: gae -> adv_estimator.*'gae'
 roll | adv_estimator: null -> adv_estimator.*'gae'
-roll | adv_estimator: reinforce, norm_mean_type: batch, norm_std_type: running -> 'batch' and norm_std_type 'running'
+roll | adv_estimator: reinforce, norm_mean_type: batch, norm_std_type: running
+  -> 'batch' and norm_std_type 'running'
 roll | reward_norm: group, norm_mean_type: group, adv_estimator: reinforce -> norm_mean_type
 roll | reward_shift: true, reward_scale: true -> reward_shift and reward_scale
 roll | kl_penalty: full, add_token_level_kl: true -> kl_penalty.*'full'
-roll | use_kl_loss: true, kl_loss_coef: 0.1, add_token_level_kl: true -> use_kl_loss and add_token_level_kl
+roll | use_kl_loss: true, kl_loss_coef: 0.1, add_token_level_kl: true
+  -> use_kl_loss and add_token_level_kl
 roll | rollout_batch_size: 8 -> rollout_batch_size and num_return_sequences_in_group
 roll | actor_infer: {generating_args: {top_p: 0.0}} -> top_p
 roll | pg_clip: wide -> ROLL key pg_clip.*'wide'
@@ -199,12 +227,11 @@ SWITCHED_OFF = [
 
 def rows(text):
     """Return the cells of a table; an indented line continues the one before."""
-    return [
-        tuple(cell.strip() for cell in (library, *cells.split("->", 1)))
-        for library, cells in (
-            row.split(" |", 1) for row in text.strip().replace("\n  ", " ").splitlines()
-        )
-    ]
+    result = []
+    for row in text.strip().replace("\n  ", " ").splitlines():
+        library, cells = row.split(" |", 1)
+        result.append((library.strip(), *(cell.strip() for cell in cells.split("->", 1))))
+    return result
 
 
 def mapping(cell):
@@ -320,7 +347,7 @@ def test_one_error_names_all_refused_keys():
         assert all(name in str(caught.value) for name in names)
 
 
-# --- TRL -------------------------------------------------------------------------------------------------------------
+# --- TRL ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["linear", "cosine"])
@@ -452,9 +479,17 @@ def test_grpo_config_is_translated(tmp_path):
     trl_fields = {field.name for field in dataclasses.fields(library.GRPOConfig)}
     assert trl_fields >= {"loss_type", "epsilon_high", "scale_rewards", "sync_ref_model", "delta"}
     config = library.GRPOConfig(
-        output_dir=str(tmp_path), report_to=[], use_cpu=True, num_generations=4, per_device_train_batch_size=4,
-        gradient_accumulation_steps=2, steps_per_generation=4, scale_rewards=False, max_steps=30, epsilon_high=0.3,
-    )  # fmt: skip
+        output_dir=str(tmp_path),
+        report_to=[],
+        use_cpu=True,
+        num_generations=4,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        steps_per_generation=4,
+        scale_rewards=False,
+        max_steps=30,
+        epsilon_high=0.3,
+    )
     result = from_trl(config)
     assert result.objective == objective("trl", advantage="mean_only")
     values = result.hyperparameters
@@ -468,7 +503,7 @@ def test_grpo_config_is_translated(tmp_path):
     )
 
 
-# --- ROLL ------------------------------------------------------------------------------------------------------------
+# --- ROLL -----------------------------------------------------------------------------------------
 
 # The GRPO page of ROLL's documentation.
 EXAMPLE = """

@@ -61,9 +61,10 @@ BESIDE = {
     "reward_scale": {"advantage": "rloo", "reward_norm": "batch"},
 }
 LEGAL = load_yaml(
-    """{advantage_eps: [1.0e-8], kl_target: [0.01], kl_horizon: [1], dual_clip: [1.1, 3], delta: [1.5],
-    sapo_tau_positive: [0.1], sapo_tau_negative: [3], top_entropy_quantile: [1.0e-3, 1], importance_cap: [1, 3.0],
-    reward_clip: [1.0e-3], overlong_buffer: [1], dynamic_sampling: [0, 3], reference_sync_steps: [1],
+    """{advantage_eps: [1.0e-8], kl_target: [0.01], kl_horizon: [1], dual_clip: [1.1, 3],
+    delta: [1.5], sapo_tau_positive: [0.1], sapo_tau_negative: [3],
+    top_entropy_quantile: [1.0e-3, 1], importance_cap: [1, 3.0], reward_clip: [1.0e-3],
+    overlong_buffer: [1], dynamic_sampling: [0, 3], reference_sync_steps: [1],
     reference_mixing: [1, 0.1], min_group_reward: [-1, 0, 0.5], max_group_reward: [-1, 0, 0.5]}""",
     "legal values",
 )

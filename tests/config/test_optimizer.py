@@ -10,7 +10,8 @@ from evogrpo.config.optimizer import Optimizer
 from evogrpo.safe_parsing import load_yaml
 
 INVALID = """
-betas: [{betas: [0.9, 1.0]}, {betas: [-0.1, 0.9]}, {betas: [0.9]}, {betas: [0.9, .nan]}, {betas: 0.9}, {betas: ab}]
+betas: [{betas: [0.9, 1.0]}, {betas: [-0.1, 0.9]}, {betas: [0.9]}, {betas: [0.9, .nan]},
+  {betas: 0.9}, {betas: ab}]
 eps: [{eps: 0.0}, {eps: .inf}, {eps: "1e-8"}]
 weight_decay: [{weight_decay: -0.1}, {weight_decay: .nan}]
 warmup_steps: [{warmup_steps: -1}, {warmup_steps: 1.5}]
@@ -18,13 +19,21 @@ schedule: [{schedule: exponential}]
 total_steps: [{schedule: linear}, {schedule: linear, total_steps: x}, {total_steps: 10},
   {schedule: cosine, warmup_steps: 5, total_steps: 5}]
 floor: [{floor: 0.1}, {schedule: linear, total_steps: 9, floor: 1.0}]
-cycles: [{schedule: linear, total_steps: 9, cycles: 1.0}, {schedule: cosine, total_steps: 9, cycles: 0.0}]
+cycles: [{schedule: linear, total_steps: 9, cycles: 1.0},
+  {schedule: cosine, total_steps: 9, cycles: 0.0}]
 """
+
+
+def flatten(table):
+    """Yield each value of the lists in a table with its key."""
+    for name, row in table.items():
+        for each in row:
+            yield name, each
 
 
 @pytest.mark.parametrize(
     ("named", "fields"),
-    [(name, each) for name, row in load_yaml(INVALID, "settings").items() for each in row],
+    flatten(load_yaml(INVALID, "settings")),
 )
 def test_invalid_settings_are_rejected(named, fields):
     with pytest.raises(ValueError, match=named):

@@ -20,7 +20,7 @@ APART = {"clip_low": 0.1, "clip_high": 0.3}
 
 
 def named(objective=(), members=({},), evolving=(), **options):
-    """Return the hyperparameters without effect where several optimizer steps follow each rollout."""
+    """Return the hyperparameters without effect if rollouts have several optimizer steps."""
     found = without_effect(
         Objective(**dict(objective)),
         [Hyperparameters(**{"update_epochs": 2, **member}) for member in members],

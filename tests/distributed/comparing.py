@@ -23,11 +23,13 @@ def by_slot(tensors: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
 
 def assert_same(one: Path, other: Path) -> None:
     """Check that two runs have the same story, checkpoint and best member, up to rounding."""
-    events, other_events = (json.loads(json.dumps(events_of(folder))) for folder in (one, other))
+    events = json.loads(json.dumps(events_of(one)))
+    other_events = json.loads(json.dumps(events_of(other)))
     assert len(events) == len(other_events)
     for event, same in zip(events, other_events, strict=True):
         assert_alike(event, same, where=event["event"])
-    states, others = (by_slot(final_states(folder)) for folder in (one, other))
+    states = by_slot(final_states(one))
+    others = by_slot(final_states(other))
     assert states.keys() == others.keys()
     for slot, state in states.items():
         assert_states_agree(others[slot], state, lr=LARGEST_LR)

@@ -104,7 +104,8 @@ def compare_learning_steps(
     }
     together = tiny_population(1, **given)
     alone = tiny_agent(**given)
-    passes, own_passes = (passes_of(members) for members in (together.members, alone.members))
+    passes = passes_of(together.members)
+    own_passes = passes_of(alone.members)
     found = together.collect(env, step=0, samples_per_step=SAMPLES, block=SAMPLES // 2)
     if rewarded is not None:
         assert sum(processes().all_gather(len(rewarded))) == SAMPLES  # each completion once
@@ -160,7 +161,7 @@ class Counting(gymnasium.Wrapper[Any, Any, Any, Any]):
 
 
 def play_together() -> None:
-    """Play with a small network: each rank plays part of the episodes, and all ranks get all rows."""
+    """Play with a small network: each rank plays some episodes, and all ranks get all rows."""
     env = cart_pole(wrappers=[Counting])
     population = step_population(1, env)
     Counting.played = 0
@@ -183,7 +184,7 @@ def differ() -> None:
 
 
 def fail_between_sections() -> None:
-    """Fail on one rank while the other sums gradients: both raise an error at once, and can go on."""
+    """Fail on one rank while the other sums gradients: both raise an error and can continue."""
 
     def work() -> None:
         processes().run_section(lambda: None)

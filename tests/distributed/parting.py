@@ -68,7 +68,7 @@ def sharded_population(
 def compare_learning_steps(
     base: PreTrainedModel, whole: PreTrainedModel, architecture: str, **more: Any
 ) -> None:
-    """Take a learning step of three members on one base, and one with an agent of another base for each member."""
+    """Compare a step of three members on one base with three agents that have a base each."""
     options: dict[str, Any] = {"lr": LR, "beta": 0.05, "group_size": 2, "update_epochs": 2, **more}
     together = sharded_population(3, base, architecture, **options)
     env = tiny_env()
@@ -93,7 +93,7 @@ def compare_learning_steps(
 def compare_with_idle_ranks(
     base: PreTrainedModel, whole: PreTrainedModel, architecture: str
 ) -> None:
-    """Divide conversations of one group, and one question: a rank without work takes part in the passes of others."""
+    """Divide one group and one question: a rank without work joins the passes of others."""
     options: dict[str, Any] = {"group_size": 2, **TALK}
     together = sharded_population(1, base, architecture, **options)
     agent_of_whole = tiny_agent(actor_network=whole, **options)
@@ -106,15 +106,13 @@ def compare_with_idle_ranks(
         agent_of_whole.members, [agent_of_whole.learner(0)], alone.experience
     )
     assert_states_agree(together.members.state(0), agent_of_whole.members.state(0), lr=LR)
-    answers, same = (
-        evaluate(members, [0], env, "validation", questions=1)
-        for members in (together.members, agent_of_whole.members)
-    )
+    answers = evaluate(together.members, [0], env, "validation", questions=1)
+    same = evaluate(agent_of_whole.members, [0], env, "validation", questions=1)
     assert answers.tolist() == same.tolist()
 
 
 def stop_on_one_rank(base: PreTrainedModel, architecture: str) -> None:
-    """Request a stop of one rank before it samples, and before it learns: all ranks are interrupted, and go on."""
+    """Request a stop of one rank before it samples or learns: all ranks stop and can continue."""
     together = sharded_population(2, base, architecture, micro_batch_tokens=24)
     env = tiny_env()
     stop = RunStop(processes())

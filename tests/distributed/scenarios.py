@@ -76,7 +76,7 @@ def words(folder: Path) -> Trainer:
 
 
 def pair(folder: Path) -> Trainer:
-    """Two language models with dynamic sampling, an entropy bonus, KL to the base and a controlled step size."""
+    """Two language models: dynamic sampling, entropy bonus, KL to the base, controlled steps."""
     objective = Objective(dynamic_sampling=1, overlong_buffer=2)
     options = {"target_kl": 0.01, "entropy_coef": 0.01, "micro_batch_tokens": 48}
     return language(folder, 2, objective, steps_per_generation=1, **options)

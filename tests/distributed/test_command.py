@@ -64,7 +64,7 @@ def test_a_signal_to_any_process_ends_all_with_one_status(
     status: int,
     tmp_path: Path,
 ) -> None:
-    """A signal may arrive twice, as launchers forward signals that their processes have also received."""
+    """A signal may arrive twice: launchers forward signals that their processes also get."""
     words = ("train", "--env", "CartPole-v1", *SMALL, "schedule.generations=100000", *options)
     launched = launch(2, tmp_path / "logs", commanded, str(tmp_path), 0, *words)
     journal = tmp_path / "runs" / "CartPole-v1" / "journal.jsonl"

@@ -81,7 +81,7 @@ def several(alone: Alone, tmp_path_factory: pytest.TempPathFactory) -> Several:
 def test_several_ranks_give_the_results_of_one(
     group: str, name: str, alone: Alone, several: Several
 ) -> None:
-    """For changing networks, dynamic sampling, racing, retired members, few members and a sharded base."""
+    """Changing networks, dynamic sampling, racing, retired or few members, a sharded base."""
     assert_same(alone / Path(name).name, several / group / name)
 
 

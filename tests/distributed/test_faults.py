@@ -93,7 +93,8 @@ def test_restarted_ranks_do_not_connect_to_killed_ones(late: int) -> None:
         return agree_on_prefix(store, rank, 3, until=time.monotonic() + 20)
 
     with ThreadPoolExecutor(3) as threads:
-        first, second = (list(threads.map(meet, range(3))) for _ in range(2))
+        first = list(threads.map(meet, range(3)))
+        second = list(threads.map(meet, range(3)))
     assert len({*first, "old"}) == 2
     assert len({*first, *second}) == 2
 

@@ -83,7 +83,7 @@ run.finish()
 
 
 class Pace(NamedTuple):
-    """Speed of an undisturbed run: seconds from the launcher's start to the first event, and from one to the next."""
+    """Speed of an undisturbed run: seconds to the first event, and between events."""
 
     startup: float
     event: float
@@ -279,7 +279,6 @@ def test_a_run_with_killed_ranks_ends_like_an_undisturbed_one(
     assert not ended.skipped
     assert ended.tensors.keys() == same.tensors.keys()
     assert all(ended.tensors[name].equal(tensor) for name, tensor in same.tensors.items())
-    (_, one), (_, other) = (
-        read_checkpoint(folder / "best", kind="agent") for folder in (run, straight)
-    )
+    _, one = read_checkpoint(run / "best", kind="agent")
+    _, other = read_checkpoint(straight / "best", kind="agent")
     assert without_run_id(one) == without_run_id(other)

@@ -1,4 +1,4 @@
-"""What the pages show works: their Python is run, their YAML is read, and their commands are ones that exist.
+"""Examples on the pages: Python runs, YAML is valid, and commands exist.
 
 A page's Python is one program, run after a few lines that give it what its text takes for granted;
 a tiny model stands in for the demo's, and numbers of generations, steps and samples are made small.
@@ -60,7 +60,9 @@ questions = [{"question": f"{a}+{b}=", "answer": a + b} for a in range(8) for b 
 env = HuggingFaceGym(questions, tokenizer=base.tokenizer, reward_fn=reward)
 space = HyperparameterConfig(lr=RLParameter(min=1e-4, max=1e-2, scale="log"))
 def members(size=2):
-    return GRPO.population(size, actor_network=base.model, pad_token_id=pad, max_output_tokens=4, hp_config=space)
+    return GRPO.population(
+        size, actor_network=base.model, pad_token_id=pad, max_output_tokens=4, hp_config=space
+    )
 population = members()
 """
 RUN = f"""{LANGUAGE}
@@ -72,7 +74,11 @@ BEFORE = {
         f"""{RUN}
 train, tokenizer = [{{"prompt": each["question"]}} for each in questions], base.tokenizer
 rows = [
-    {{"prompt": [{{"role": "user", "content": each["question"]}}], "answer": str(each["answer"])}} for each in questions
+    {{
+        "prompt": [{{"role": "user", "content": each["question"]}}],
+        "answer": str(each["answer"]),
+    }}
+    for each in questions
 ]
 from tests.envs.verifier_functions import batched as verify
 grade = float
@@ -192,7 +198,7 @@ def test_yaml_of_a_page_is_valid(name, tmp_path, monkeypatch):
 
 
 def commands(page: Path) -> list[str]:
-    """Return a page's commands of evogrpo in blocks, also behind launchers and conditions, and in sentences."""
+    """Return a page's commands of evogrpo: in blocks, behind launchers, and in sentences."""
     blocks_shown = "\n".join(
         block for reason, kind, block in blocks(page) if kind in ("", "sh", "yaml") and not reason
     )

@@ -78,7 +78,7 @@ class Favours(Alike):
 
 
 class Contest(Alike):
-    """Zero-sum: hitting the target costs the other agents as much, so team rewards carry no signal."""
+    """Zero-sum: a hit costs the other agents as much, so team rewards carry no signal."""
 
     def earned(self, hits):
         mean = sum(hits.values()) / len(hits)
@@ -131,7 +131,7 @@ class Calls(Alike):
 
 
 class Lives(ParallelEnv):
-    """Agents are born and end at known steps and earn 1 + action at each of their steps, the last included.
+    """Agents are born and end at known steps and earn 1 + action at each, the last included.
 
     old_0 lives through all five steps and is then truncated. short_0 terminates at its second step,
     or at its third if it chose 1 first. late_0 is born after the second step, on odd seeds only,
@@ -180,7 +180,9 @@ class Lives(ParallelEnv):
                 terminations["late_0"] = True
         if self.time == 2 and self.start % 2:
             self.agents.append("late_0")
-            rewards["late_0"], terminations["late_0"], truncations["late_0"] = 0.0, False, False
+            rewards["late_0"] = 0.0
+            terminations["late_0"] = False
+            truncations["late_0"] = False
         seen = self.observe()
         self.agents = [
             agent for agent in self.agents if not (terminations[agent] or truncations[agent])
@@ -233,10 +235,8 @@ class Generated(generated_agents_parallel_v0.parallel_env):
     def add_type(self):
         name = super().add_type()
         # The original draws new sizes at every reset; networks need fixed sizes.
-        self._obs_spaces[name], self._act_spaces[name] = (
-            Box(0, 1, (4,), seed=self.rng_seed),
-            Discrete(3),
-        )
+        self._obs_spaces[name] = Box(0, 1, (4,), seed=self.rng_seed)
+        self._act_spaces[name] = Discrete(3)
         return name
 
     def step(self, actions):

@@ -141,7 +141,7 @@ class MatchImage(Match):
 
 
 class MatchDict(Match):
-    """A Dict of a category and the sign of a number; both are needed to choose one of four actions."""
+    """A Dict of a category and the sign of a number; both determine the right action of four."""
 
     observation_space = Dict(which=Discrete(2), number=Box(-1.0, 1.0, (1,), np.float32))
     action_space = Discrete(4)
@@ -169,7 +169,7 @@ class MatchTuple(MatchDict):
 
 
 class DelayedCredit(gymnasium.Env):
-    """Two steps: the first action must match the observation; the second step pays for the first."""
+    """Two steps: the first action must match the observation; the second step pays for it."""
 
     observation_space = Box(-1.0, 1.0, (2,), np.float32)
     action_space = Discrete(2)
@@ -284,7 +284,7 @@ class RunningMean(NoisyWalk):
 
 
 class GlobalNoise(DelayedCredit):
-    """Rewards with noise from the global generator of "numpy" or "python", which the reset seed does not control."""
+    """Rewards with noise from a global generator, which the reset seed does not control."""
 
     def __init__(self, source="numpy"):
         self.noise = {"numpy": np.random.random, "python": random.random}[source]
@@ -295,7 +295,7 @@ class GlobalNoise(DelayedCredit):
 
 
 class SeededGlobals(GlobalNoise):
-    """Seeds the global generator at reset: deterministic unless another environment is stepped in between."""
+    """Seeds the global generator at reset: deterministic unless another environment steps too."""
 
     def reset(self, *, seed=None, options=None):
         np.random.seed(seed)  # noqa: NPY002

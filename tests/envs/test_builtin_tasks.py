@@ -1,9 +1,9 @@
-"""The built-in arithmetic tasks, and tasks of reasoning-gym; the latter need the extra `reasoning`."""
+"""The built-in arithmetic tasks and tasks of reasoning-gym (extra `reasoning`)."""
 
 import importlib.metadata
 import re
 import string
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -37,7 +37,7 @@ def test_answers_are_correct_and_questions_distinct(sums):
         "test": 256,
     }
     seen = set()
-    for row in (row for rows in sums.values() for row in rows):
+    for row in chain.from_iterable(sums.values()):
         a, sign, b = ASKED.fullmatch(row["question"]).groups()
         assert int(row["answer"]) == (int(a) + int(b) if sign == "+" else int(a) - int(b))
         assert min(int(a), int(b)) >= 10
@@ -53,7 +53,7 @@ def test_sequences_are_arithmetic_and_distinct():
         "test": 256,
     }
     seen = set()
-    for row in (row for rows in tables.values() for row in rows):
+    for row in chain.from_iterable(tables.values()):
         terms = re.fullmatch(
             r"State the next number of this sequence: (\d+, \d+, \d+, \d+)", row["question"]
         )[1]

@@ -42,7 +42,7 @@ def bits(values):
 
 
 def actions_for(name, space, seen, rng):
-    """Return random actions, with those of a good policy in even rows, so that every kind of end is reached."""
+    """Return random actions, and good ones in even rows, so that every kind of end occurs."""
     n = len(seen)
     even = np.arange(n) % 2 == 0
     if isinstance(space, gymnasium.spaces.Box):  # also at and beyond the bounds

@@ -1,5 +1,7 @@
 """Environments of the package and a user-defined one pass the conformance suites."""
 
+from itertools import product
+
 import numpy as np
 from gymnasium.spaces import MultiDiscrete
 
@@ -13,7 +15,7 @@ from tests.envs import joint_probes, probes
 from tests.envs.conftest import CHAT, build
 from tests.two_turns import GuessTwice
 
-SUMS = [(f"{a}+{b}=", str(a + b)) for a in range(10) for b in range(10)]
+SUMS = [(f"{a}+{b}=", str(a + b)) for a, b in product(range(10), range(10))]
 TOKENIZER = build(CHAT)
 
 

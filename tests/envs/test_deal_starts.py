@@ -1,5 +1,7 @@
 """Order of training starts."""
 
+from itertools import chain, product
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +17,7 @@ def test_every_pass_visits_every_start_once_and_smaller_counts_give_a_prefix(
 ):
     steps = -(-3 * size // block)
     blocks = [deal_starts(seed, size, step, block, block) for step in range(steps)]
-    dealt = [start for each in blocks for start in each]
+    dealt = list(chain.from_iterable(blocks))
     for first in range(0, 3 * size, size):
         assert sorted(dealt[first : first + size]) == list(range(size))
     count = max(1, int(part * block))
@@ -25,7 +27,10 @@ def test_every_pass_visits_every_start_once_and_smaller_counts_give_a_prefix(
 
 
 def test_orders_differ_between_passes_and_seeds():
-    assert len({deal_starts(seed, 50, step, 50, 50) for seed in range(3) for step in range(3)}) == 9
+    assert (
+        len({deal_starts(seed, 50, step, 50, 50) for seed, step in product(range(3), range(3))})
+        == 9
+    )
 
 
 @pytest.mark.parametrize(

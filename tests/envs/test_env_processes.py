@@ -29,7 +29,8 @@ from evogrpo.envs.control.policy_mapping import single_agent
 
 parent = os.getpid()
 torch.set_num_threads(2)
-torch.ones(1_000_000).mul(2).sum()  # starts torch's threads, with which a fork of this process would wait forever
+# Start torch's threads: a fork of this process would hang.
+torch.ones(1_000_000).mul(2).sum()
 
 class Mine(gymnasium.Env):
     observation_space, action_space = spaces.Box(-9, 9, (2,), np.float32), spaces.Discrete(2)
@@ -47,7 +48,8 @@ class Mine(gymnasium.Env):
 
 class First:
     def act(self, seen, members, **options):
-        return SampledActions(actions=np.zeros(len(members), np.int64), log_probs=np.zeros(len(members), np.float32))
+        actions = np.zeros(len(members), np.int64)
+        return SampledActions(actions=actions, log_probs=np.zeros(len(members), np.float32))
 
 gymnasium.register("Mine-v0", entry_point="__main__:Mine", max_episode_steps=5)
 with GymnasiumGroups("Mine-v0", vectorization="processes", num_envs=1) as env:
@@ -59,7 +61,7 @@ with GymnasiumGroups("Mine-v0", vectorization="processes", num_envs=1) as env:
 
 @pytest.fixture
 def script(tmp_path):
-    """A program without a main guard, whose environment uses torch and is registered by the program."""
+    """A program without a main guard, which registers an environment that uses torch."""
     path = tmp_path / "program.py"
     path.write_text(SCRIPT)
     return [sys.executable, "-W", "ignore", str(path)]

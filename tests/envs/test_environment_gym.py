@@ -525,7 +525,8 @@ class Sampled(Counter):
 
 def test_starts_of_environments_without_a_dataset_are_seeded():
     states = random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
-    env, again = (gym(rows=40, environment_factory=Sampled) for _ in range(2))
+    env = gym(rows=40, environment_factory=Sampled)
+    again = gym(rows=40, environment_factory=Sampled)
     assert env.size("train") + 4 + 4 == 40
     prompts = [each.open("train", range(env.size("train"))).prompts for each in (env, again)]
     assert prompts[0] == prompts[1]

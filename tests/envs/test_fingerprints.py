@@ -359,7 +359,9 @@ def test_canonical_is_equal_for_equal_values():
 
 def changed(make, options, **base):
     """Return the keys that differ between an environment with and without these options."""
-    before, same, after = (make(**{**base, **each}).fingerprint() for each in ({}, {}, options))
+    before = make(**base).fingerprint()
+    same = make(**base).fingerprint()
+    after = make(**{**base, **options}).fingerprint()
     assert before == same
     return {name for name in {*before, *after} if before.get(name) != after.get(name)}
 

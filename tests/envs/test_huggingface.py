@@ -1,6 +1,7 @@
-"""HuggingFaceGym: forms of datasets and rewards, questions of any type, template options, invalid arguments."""
+"""HuggingFaceGym: forms of datasets and rewards, questions, template options, bad arguments."""
 
 import json
+from itertools import product
 
 import datasets
 import numpy as np
@@ -15,7 +16,8 @@ from evogrpo.records import single_turn_conversations
 from tests.envs.conftest import build
 
 QA = [
-    {"question": f"{a}+{b}?", "answer": str(a + b), "level": a} for a in range(6) for b in range(5)
+    {"question": f"{a}+{b}?", "answer": str(a + b), "level": a}
+    for a, b in product(range(6), range(5))
 ]
 HELD_OUT = [{"question": f"{a}*{a}?", "answer": str(a * a), "level": a} for a in range(4)]
 TEMPLATE = [{"role": "system", "content": "Add."}, {"role": "user", "content": "Q: {question}"}]
@@ -83,9 +85,8 @@ def test_all_table_types_give_the_same_environment(tokenizer, form):
         return float(answer)
 
     sizes = {"validation_size": 2, "test_size": 3, "reward_fn": typed}
-    env, plain = (
-        HuggingFaceGym(rows, None, tokenizer, **sizes) for rows in (FORMS[form](ROWS), ROWS)
-    )
+    env = HuggingFaceGym(FORMS[form](ROWS), None, tokenizer, **sizes)
+    plain = HuggingFaceGym(ROWS, None, tokenizer, **sizes)
     assert questions_of(env) == questions_of(plain)
     assert env.fingerprint() == plain.fingerprint()
     env.preflight()
@@ -116,9 +117,8 @@ def test_values_of_frames_become_plain(tokenizer):
 
     arrays = [{"prompt": np.array(user(f"{n}")), "level": np.int64(n)} for n in range(9)]
     lists = [{"prompt": user(f"{n}"), "level": n} for n in range(9)]
-    env, plain = (
-        HuggingFaceGym(table, None, tokenizer, reward_funcs=level) for table in (arrays, lists)
-    )
+    env = HuggingFaceGym(arrays, None, tokenizer, reward_funcs=level)
+    plain = HuggingFaceGym(lists, None, tokenizer, reward_funcs=level)
     assert env.fingerprint() == plain.fingerprint()
     assert env.open("train", [0]).questions[0].isdigit()
     env.preflight()
@@ -175,9 +175,8 @@ def test_the_question_of_a_conversation_is_its_last_user_message(tokenizer):
     ],
 )
 def test_questions_may_be_any_json_value(tokenizer, make):
-    table, test = (
-        [{"question": make(n), "answer": n} for n in numbers] for numbers in (range(12), (100, 101))
-    )
+    table = [{"question": make(n), "answer": n} for n in range(12)]
+    test = [{"question": make(n), "answer": n} for n in (100, 101)]
     seen = []
 
     def reward(completion, answer, question):

@@ -32,20 +32,17 @@ def play(env, policies="shared", *, starts=3, group_size=4, members=(0, 1)):
         rows=[rows] * len(members),
         width_of=lambda agent: 1,
     )
-    start_of_row = [start for _ in members for start in range(starts) for _ in range(group_size)]
-    return env.open("train", range(starts)).play(
-        actors,
-        mapping,
-        start_of_row,
-        [member for member in members for _ in range(rows)],
-        uniforms=noise,
-    )
+    start_of_row = np.tile(np.repeat(range(starts), group_size), len(members)).tolist()
+    member_of_row = np.repeat(members, rows).tolist()
+    batch = env.open("train", range(starts))
+    return batch.play(actors, mapping, start_of_row, member_of_row, uniforms=noise)
 
 
 @pytest.mark.parametrize("make", [joint_probes.Lives, lambda: joint_probes.Masked(beside=True)])
 def test_results_do_not_depend_on_num_envs(make):
     parallel_api_test(make(), num_cycles=50)  # else the probe is at fault
-    few, many = (groups(PettingZooGroups(make, num_envs=num_envs), (0, 1)) for num_envs in (5, 64))
+    few = groups(PettingZooGroups(make, num_envs=5), (0, 1))
+    many = groups(PettingZooGroups(make, num_envs=64), (0, 1))
     assert few == many
 
 

@@ -1,4 +1,4 @@
-"""Invalid environments and arguments of GymnasiumGroups are refused with a suggestion, before anything is learned."""
+"""GymnasiumGroups refuses invalid environments and arguments early, with a suggestion."""
 
 import functools
 

@@ -1,13 +1,14 @@
 """reset, step and eval_mode of HuggingFaceGym."""
 
 import copy
+from itertools import product
 
 import pytest
 import torch
 
 from evogrpo.envs.text.huggingface_gym import HuggingFaceGym
 
-QA = [{"question": f"{a}+{b}?", "answer": str(a + b)} for a in range(6) for b in range(5)]
+QA = [{"question": f"{a}+{b}?", "answer": str(a + b)} for a, b in product(range(6), range(5))]
 HELD_OUT = [{"question": f"{a}*{a}?", "answer": str(a * a)} for a in range(5)]
 ANSWERS = {row["question"]: row["answer"] for row in QA + HELD_OUT}
 

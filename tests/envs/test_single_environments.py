@@ -6,6 +6,7 @@ import sys
 import threading
 import types
 import warnings
+from typing import ClassVar
 
 import gymnasium
 import numpy as np
@@ -208,7 +209,9 @@ class Counted(Odd):
     `failing` is the number of the close that raises.
     """
 
-    made, closed, failing = [], [], None
+    made: ClassVar = []
+    closed: ClassVar = []
+    failing = None
 
     def __init__(self):
         super().__init__()

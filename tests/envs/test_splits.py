@@ -3,6 +3,7 @@
 import warnings
 from array import array
 from dataclasses import replace
+from itertools import chain
 
 import datasets
 import pytest
@@ -61,7 +62,7 @@ def test_splits_are_disjoint_and_every_row_is_counted(train, held_out, given_spl
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         parts, filtered = split(tables, max_prompt_length=20)
-    used = [question for part in parts.values() for question in part]
+    used = list(chain.from_iterable(parts.values()))
     assert len(used) == len(set(used))
     assert all(parts.values())
     left_out = sum(c.too_long + c.duplicates + c.held_out for c in filtered.values())

@@ -1,5 +1,7 @@
 """Step rewards: validation and token positions."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
@@ -12,13 +14,13 @@ from evogrpo.envs.text.prompt_batch import token_positions
 from evogrpo.envs.text.reward_functions import RewardError
 from evogrpo.records import single_turn_conversations
 
-ROWS = [{"prompt": f"{a}+{b}", "answer": str(a + b)} for a in range(3) for b in range(4)]
+ROWS = [{"prompt": f"{a}+{b}", "answer": str(a + b)} for a, b in product(range(3), range(4))]
 NAN = np.nan
 
 
 def scored(tokenizer, *functions, texts, weights=None):
-    env = HuggingFaceGym(ROWS, [{"prompt": "9*9", "answer": "81"}], tokenizer, reward_funcs=functions,
-                         reward_weights=weights)  # fmt: skip
+    test = [{"prompt": "9*9", "answer": "81"}]
+    env = HuggingFaceGym(ROWS, test, tokenizer, reward_funcs=functions, reward_weights=weights)
     ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
     return env.open("test", [0]).score(single_turn_conversations([0] * len(ids), ids))
 
@@ -95,7 +97,7 @@ def test_positions_beyond_the_completion_are_refused(plain_tokenizer, rewards, m
 
 @pytest.fixture(scope="module")
 def byte_level():
-    """A byte tokenizer with a few merges, in which other characters than ASCII have several tokens."""
+    """A byte tokenizer with a few merges: other characters than ASCII have several tokens."""
     raw = ByteLevelBPETokenizer()
     raw.train_from_iterator(
         ["the sum is seven the sum is four"] * 8, vocab_size=280, min_frequency=2

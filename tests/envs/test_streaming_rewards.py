@@ -3,6 +3,7 @@
 import json
 import time
 from functools import cache
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ WAYS = {  # function, form, worker processes
 
 @pytest.fixture(scope="module")
 def make_env(tokenizer, tmp_path_factory):
-    """Return a function that makes an environment, once for equal arguments, and the file that logs its calls."""
+    """Return a function that makes an environment, and the file that logs its calls."""
     made = []
 
     @cache
@@ -82,12 +83,12 @@ def test_started_groups_are_scored_once_with_equal_results(open_batch, case, spl
     scores = batch.score(conversations)
     calls = calls_of(log)
     assert scores.rewards.tolist() == [float(len(text)) for text in TEXTS]
-    assert sorted(text for call in calls for text in call) == sorted(TEXTS)
+    assert sorted(chain.from_iterable(calls)) == sorted(TEXTS)
     if form == "trl":
         assert {("a", "bb", "ccc"), ("d", "ee")} < set(calls)
     # Results are used once: the next score calls all functions again.
     again = batch.score(conversations)
-    assert len([text for call in calls_of(log) for text in call]) == 2 * len(TEXTS)
+    assert len(list(chain.from_iterable(calls_of(log)))) == 2 * len(TEXTS)
     np.testing.assert_array_equal(scores.rewards, again.rewards)
     np.testing.assert_equal(scores.components, again.components)
     assert scores.completions == again.completions

@@ -95,6 +95,7 @@ WITHOUT_SYSTEM = TURNS.replace(
 WITHOUT_TOOLS = WITHOUT_SYSTEM.replace("'system'", "'tool'")
 TRIMMED = TURNS.replace("m.content", "m.content | trim")
 WITHOUT_THOUGHTS = TURNS.replace("m.content", "m.content.split('</think>')[-1]")
+LAST_ONLY = "{{ messages[-1].content }}"
 WITH_DEFAULT = f"{{% if messages[0].role != 'system' %}}<s>Be good.<eos>{{% endif %}}{TURNS}"
 
 
@@ -105,14 +106,14 @@ def said(role, content="ab", **keys):
 @pytest.mark.parametrize(
     ("template", "messages", "name"),
     [
-        # the user says the same
+        # The user says the same.
         (WITHOUT_SYSTEM, [said("system"), said("user")], r"message 0 \(system\)"),
-        # "u" is in the markers
+        # "u" is in the markers.
         (WITHOUT_SYSTEM, [said("system", "u"), said("user")], r"message 0 \(system\)"),
         (WITHOUT_TOOLS, [said("user"), said("tool"), said("user", "c")], r"message 1 \(tool\)"),
-        ("{{ messages[-1].content }}", [said("user"), said("assistant", "c")], r"message 0 \(user\)"),
+        (LAST_ONLY, [said("user"), said("assistant", "c")], r"message 0 \(user\)"),
     ],
-)  # fmt: skip
+)
 def test_templates_that_leave_out_a_message_are_refused(template, messages, name):
     with pytest.raises(ValueError, match=rf"Row 1 .*rows.*{name}"):
         tokenize([([said("user")], {}), (messages, {})], build(template), "rows")

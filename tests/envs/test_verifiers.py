@@ -353,7 +353,8 @@ def test_environments_score_in_workers_that_end_with_them(tokenizer, encode):
 
 PROGRAM = """
 import os, signal, sys, time
-signal.signal(signal.SIGINT, signal.default_int_handler)  # the test runner may ignore Ctrl-C, and children inherit that
+# The test runner may ignore Ctrl-C, and children inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from evogrpo.envs.text.reward_runner import RewardRunner
 from evogrpo.envs.text.reward_functions import RewardInputs, make_rewards
 from evogrpo.envs.text.compute_rewards import compute_rewards

@@ -142,7 +142,7 @@ async def noted_async_single(completion, answer, question):
 
 
 def share(prompts, completions, **_):
-    """Reward the share of other completions in the call; a call for several prompts gets nothing."""
+    """Reward the share of other completions in the call; several prompts get nothing."""
     if len(set(map(str, prompts))) > 1:
         return [-100.0] * len(completions)
     texts = [str(completion) for completion in completions]

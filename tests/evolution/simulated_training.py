@@ -67,7 +67,7 @@ def wrong_founders(size: int, *, lr: float) -> tuple[Hyperparameters, ...]:
 def simulated_founders(
     size: int, *, lr: float, space: HyperparameterConfig, seed: int
 ) -> tuple[Hyperparameters, ...]:
-    """Return the founders of a run: one with this learning rate, the others spread over the space."""
+    """Return founders: one with this learning rate, the others spread over the space."""
     return spread_founders(
         Hyperparameters(lr=lr), space, size, generator(seed, "founders"), SAMPLES
     )

@@ -30,7 +30,7 @@ SPACE = HyperparameterConfig(
 
 @st.composite
 def parameters(draw, integer):
-    """Return a range or choices of positive numbers, with steps from tiny to wider than the range."""
+    """Return a range or choices of positive numbers, with any step up to above its width."""
     numbers = st.integers(1, 1000) if integer else st.floats(1e-6, 1e3)
     if draw(st.booleans()):
         return RLParameter(choices=draw(st.lists(numbers, min_size=2, max_size=6, unique=True)))

@@ -258,10 +258,8 @@ class TestSelectionOnly(BuiltInTestCase):
     def test_selects_like_the_tournament_without_changing_hyperparameters(self):
         for situation in SITUATIONS:
             history = SimulatedPopulation(*situation).evaluate()
-            plan, mutated = (
-                each.plan(history, np.random.default_rng(1))
-                for each in (self.strategy, Tournament())
-            )
+            plan = self.strategy.plan(history, np.random.default_rng(1))
+            mutated = Tournament().plan(history, np.random.default_rng(1))
             assert plan == Tournament(mutation=None).plan(history, np.random.default_rng(1))
             assert plan.parents == mutated.parents
             assert not any(child.changes for child in plan.children)

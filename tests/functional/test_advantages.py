@@ -4,6 +4,7 @@ Independence of members.
 """
 
 import math
+from itertools import chain
 
 import pytest
 import torch
@@ -34,14 +35,13 @@ def completion_advantages(kind, rewards, groups, members, **options):
 
 def ragged(dealt):
     """Return rewards and group numbers of ragged groups, interleaved."""
-    rounds = range(max(map(len, dealt)))
-    pairs = [
-        (group[turn], number)
-        for turn in rounds
-        for number, group in enumerate(dealt)
-        if turn < len(group)
-    ]
-    rewards, numbers = (list(column) for column in zip(*pairs, strict=True))
+    rewards = []
+    numbers = []
+    for turn in range(max(map(len, dealt))):
+        for number, group in enumerate(dealt):
+            if turn < len(group):
+                rewards.append(group[turn])
+                numbers.append(number)
     return torch.tensor(rewards, dtype=torch.float32), torch.tensor(numbers)
 
 
@@ -96,7 +96,7 @@ def test_groups_of_equal_rewards_have_zero_variance():
 
 
 def random_work(seed, members=2):
-    """Return keyword arguments of `advantages`: 3 groups of 3 for every member, some rewards not applying."""
+    """Return keyword arguments of `advantages`: 3 groups of 3 per member, some rewards missing."""
     random = torch.Generator().manual_seed(seed)
     rows = 9 * members
     mask = torch.arange(5) < torch.randint(1, 6, (rows, 1), generator=random)
@@ -122,7 +122,8 @@ def select(work, rows):
 def test_completion_estimators_are_constant_over_actions_and_discounted_by_gamma(kind):
     work = random_work(0)
     work["mask"][0] = torch.tensor([True, True, False, False, True])
-    work["rewards"][0], work["components"][0] = 5.0, 5.0
+    work["rewards"][0] = 5.0
+    work["components"][0] = 5.0
     flat = advantages(kind, **work)
     per_row = flat.abs().amax(1, keepdim=True) * flat.sum(1, keepdim=True).sign()
     torch.testing.assert_close(flat, torch.where(work["mask"], per_row, 0.0))
@@ -132,7 +133,7 @@ def test_completion_estimators_are_constant_over_actions_and_discounted_by_gamma
 
 
 def test_operations_are_applied_in_the_documented_order():
-    """Normalise in the group, clip, place and subtract KL, clip, return, whiten, mask, clip: in plain floats."""
+    """Apply all steps in plain floats: normalise, clip, place, KL, clip, return, whiten, mask."""
     rewards = [0.0, 0.0, 0.0, 9.0]
     groups = [0, 0, 0, 0]
     gamma = 0.9
@@ -147,12 +148,13 @@ def test_operations_are_applied_in_the_documented_order():
         returns.append(
             slow_advantages.returns_to_go([min(max(value, -1.2), 1.2) for value in steps], gamma)
         )
-    all_returns = [value for row in returns for value in row]
+    all_returns = list(chain.from_iterable(returns))
     mean, deviation = slow_advantages.spread(all_returns)
     expected = [
         [(value - mean) / math.sqrt(deviation**2 + 1e-8) for value in row] for row in returns
     ]
-    assert max(abs(value) for row in expected for value in row) > 1.3  # so the last clip binds
+    # The last clip binds.
+    assert max(abs(value) for value in chain.from_iterable(expected)) > 1.3
     mask = torch.arange(3) < torch.tensor(lengths)[:, None]
     actual = advantages(
         "outcome",

@@ -43,7 +43,8 @@ def test_importance_weights_by_hand(kind):
 @pytest.mark.parametrize("kind", IMPORTANCE_CORRECTIONS)
 def test_equal_nan_and_padded_values_get_weights_of_one(kind):
     sampler = OLD.clone()
-    sampler[0, 1], sampler[0, 3] = math.nan, -math.inf
+    sampler[0, 1] = math.nan
+    sampler[0, 3] = -math.inf
     weights = importance_weights(kind, OLD.clone().requires_grad_(), sampler, MASK, cap=1.0)
     assert torch.equal(weights, torch.ones(2, 4))
     assert not weights.requires_grad

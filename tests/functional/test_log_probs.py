@@ -1,4 +1,4 @@
-"""Chunked log-probabilities, inverse-CDF sampling and truncation against naive versions and transformers."""
+"""Chunked log-probabilities, sampling and truncation against naive versions, transformers."""
 
 import numpy as np
 import pytest

@@ -33,7 +33,7 @@ OPTIONS = [
 
 
 def random_batch(seed, rows=5, width=6, spread=0.5):
-    """Return log-probs with gradient, old ones, advantages of every sign (0 too) per action, and a ragged mask."""
+    """Return log-probs with gradient, old ones, advantages of every sign, and a ragged mask."""
     random = torch.Generator().manual_seed(seed)
     old = -2 + torch.randn(rows, width, generator=random, dtype=torch.float64)
     new = (

@@ -28,7 +28,7 @@ SETTINGS = [
 
 
 def random_batch(seed, per_action=False):
-    """Return log-probs (current, old, reference), advantages and a ragged mask with holes and an empty row."""
+    """Return three log-probs, advantages and a ragged mask with holes and an empty row."""
     random = torch.Generator().manual_seed(seed)
 
     def normal(*shape):

@@ -1,4 +1,4 @@
-"""Expected gradients over all trajectories of a small decision process equal exact policy gradients."""
+"""Expected gradients over all trajectories of a small MDP equal exact policy gradients."""
 
 import itertools
 
@@ -63,7 +63,7 @@ def chances_of(logits):
 
 
 def every_group_of_two(logits, **options):
-    """Return chances `[pairs]`, trajectory numbers `[2 pairs]` and advantages of every ordered pair as a group."""
+    """Return chances `[pairs]`, trajectories `[2 pairs]` and advantages of every ordered pair."""
     rows = PAIRS.flatten()
     groups = torch.arange(len(PAIRS)).repeat_interleave(2)
     estimated = advantages(
@@ -118,7 +118,7 @@ DUELS = torch.tensor(list(itertools.product(range(3), repeat=2)))
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("loss_type", [kind for kind in LOSS_TYPES if kind not in ("sapo", "gmpo")])
 def test_ratios_correct_for_an_older_policy(seed, loss_type):
-    """With open clips and one action per completion, the loss is minus the reward of the *new* policy."""
+    """With open clips and one action each, the loss is minus the reward of the *new* policy."""
     random = torch.Generator().manual_seed(seed)
     logits = torch.randn(3, generator=random, dtype=torch.float64).requires_grad_()
     old = torch.randn(3, generator=random, dtype=torch.float64).log_softmax(0)

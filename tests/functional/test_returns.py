@@ -1,4 +1,4 @@
-"""Advantages of single actions: by hand on ragged groups, against slow references, and known pitfalls."""
+"""Advantages of single actions: by hand on ragged groups, against slow references."""
 
 import pytest
 import torch

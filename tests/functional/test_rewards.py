@@ -1,4 +1,4 @@
-"""Transformations of rewards: by hand, against statistics of the whole history, and their limits."""
+"""Transformations of rewards: by hand, against the whole history, and at their limits."""
 
 import pytest
 import torch
@@ -116,7 +116,8 @@ MASK = torch.tensor(
 
 def test_rewards_are_placed_on_the_last_action():
     expected = torch.full((3, 5), NAN)
-    expected[0, 3], expected[1, 0] = 7.0, 8.0
+    expected[0, 3] = 7.0
+    expected[1, 0] = 8.0
     actual = place_on_last_action(torch.tensor([7.0, 8.0, 9.0]), MASK)
     torch.testing.assert_close(actual, expected, equal_nan=True)
 

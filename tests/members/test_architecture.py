@@ -1,4 +1,4 @@
-"""Architectures: configuration, function-preserving changes, optimizer moments, mutations and banks."""
+"""Architectures: configuration, function-preserving changes, moments, mutations, banks."""
 
 import numpy as np
 import pytest
@@ -56,7 +56,8 @@ def test_invalid_architectures_are_rejected(fields):
 @pytest.mark.parametrize("hidden", [(9, 5), (12, 11), (7, 5, 5), (7, 5, 5, 5)])
 @pytest.mark.parametrize("space", [VECTOR, MIXED], ids=["vector", "images"])
 def test_added_units_and_layers_preserve_the_function(activation, hidden, space):
-    old, new = (NetworkConfig(hidden=sizes, activation=activation) for sizes in (HIDDEN, hidden))
+    old = NetworkConfig(hidden=HIDDEN, activation=activation)
+    new = NetworkConfig(hidden=hidden, activation=activation)
     before = random_parameters(old, space)
     after = morph(before, old, new, generator(0, "test"))
     layers = len(hidden) - len(HIDDEN)

@@ -1,4 +1,4 @@
-"""Loading of base models: folders, GGUF files, model objects, the demo model; errors; fingerprints."""
+"""Loading of base models: folders, GGUF files, objects, the demo model; fingerprints."""
 
 import importlib.metadata
 import json

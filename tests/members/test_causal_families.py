@@ -37,9 +37,12 @@ NOT_CAUSAL = ["bert-generation", "xlm", "cpmant"]
 # Encoders under a causal head, models that left padding breaks, heads of several layers, and two
 # others.
 REFUSED = {
-    *NOT_CAUSAL, "bert", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert", "rembert",
-    "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod",
-    "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "mvp", "pegasus", "plbart",
+    *NOT_CAUSAL, "bert", "big_bird", "camembert", "data2vec-text", "electra", "ernie",
+    "megatron-bert", "rembert",
+    "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl",
+    "xmod",
+    "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "mvp",
+    "pegasus", "plbart",
     "recurrent_gemma", "rwkv", "trocr", "modernbert-decoder", "prophetnet", "reformer", "xlnet",
 }  # fmt: skip
 slow = pytest.mark.slow
@@ -307,7 +310,7 @@ def test_nan_weights_raise():
 
 
 def test_blockwise_attention_with_padding_raises():
-    """DeepSeek-V4 compresses blocks of 4 and of 128 tokens, counted from the first, padding included."""
+    """DeepSeek-V4 compresses blocks of 4 and 128 tokens, counted with the padding."""
     model = family_model("deepseek_v4", num_hidden_layers=4, max_position_embeddings=64)
     assert {4, 128} <= set(model.config.compress_rates.values())
     with pytest.raises(ValueError, match="Padding"):

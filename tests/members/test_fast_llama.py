@@ -28,7 +28,8 @@ HYPERPARAMETERS = {slot: Hyperparameters(lr=1e-3, max_grad_norm=1e6) for slot in
 SYSTEM = (7, 9, 4, 8, 5, 6, 11, 10, 9)
 ONE_KEY_PER_HEAD = {"num_key_value_heads": 4}
 LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }  # fmt: skip
 YARN = {

@@ -78,9 +78,8 @@ def test_entropy_gradients_equal_those_of_a_plain_model():
 
 
 def test_chunks_of_logits_give_the_same_gradients():
-    unchunked, chunks = (
-        full_members(MODEL, 2, reduce_memory_peak=reduced) for reduced in (False, True)
-    )
+    unchunked = full_members(MODEL, 2, reduce_memory_peak=False)
+    chunks = full_members(MODEL, 2, reduce_memory_peak=True)
     chunks.logits_rows = 3
     batch = sampled_batch(unchunked)
     for bank in (unchunked, chunks):

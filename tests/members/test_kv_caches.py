@@ -1,4 +1,4 @@
-"""KV caches: prompts that run once per member, and further turns that resume, with replies as context."""
+"""KV caches: prompts that run once per member, and turns that resume with replies."""
 
 import warnings
 from dataclasses import replace
@@ -176,7 +176,7 @@ def test_outdated_caches_are_not_used(change):
     ],
 )
 def test_later_turns_match_a_plain_model(architecture, shared, system):
-    """Turns that resume equal turns that run again, and both equal a plain model in scores and gradients."""
+    """Turns that resume equal turns that run again, and a plain model, also in gradients."""
     bank = bank_with_early_ends(architecture, micro_batch_tokens=90)
     bank.base.shares_prefix = shared
     ends = bank.end_ids.tolist()

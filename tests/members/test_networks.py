@@ -1,4 +1,4 @@
-"""Small networks: initial weights, observation encoding, convolutions against torch, and user modules."""
+"""Small networks: initial weights, observations, convolutions against torch, user modules."""
 
 import numpy as np
 import pytest
@@ -36,16 +36,14 @@ def test_initial_weights_are_orthogonal_and_biases_zero():
 
 
 def test_initial_weights_depend_on_seed_and_layer_only():
-    one, same, other = (
-        StackedBank(VECTOR, spaces.Discrete(2), size=2, seed=seed) for seed in (3, 3, 4)
-    )
+    one = StackedBank(VECTOR, spaces.Discrete(2), size=2, seed=3)
+    same = StackedBank(VECTOR, spaces.Discrete(2), size=2, seed=3)
+    other = StackedBank(VECTOR, spaces.Discrete(2), size=2, seed=4)
     assert torch.equal(one.state(0)["weights"], one.state(1)["weights"])
     assert torch.equal(one.state(0)["weights"], same.state(0)["weights"])
     assert not torch.equal(one.state(0)["weights"], other.state(0)["weights"])
-    deep, shallow = (
-        DefaultNetwork(NetworkConfig(hidden=hidden), VECTOR, 2).initial_parameters(0)
-        for hidden in ((8, 8, 8), (8, 8))
-    )
+    deep = DefaultNetwork(NetworkConfig(hidden=(8, 8, 8)), VECTOR, 2).initial_parameters(0)
+    shallow = DefaultNetwork(NetworkConfig(hidden=(8, 8)), VECTOR, 2).initial_parameters(0)
     assert torch.equal(deep["hidden1.weight"], shallow["hidden1.weight"])
 
 
@@ -184,7 +182,7 @@ def test_user_module_gets_composite_observations():
 
 
 class Scaled(nn.Module):
-    """A layer whose outputs are multiplied by a parameter without dimensions, then changed by a function."""
+    """A layer whose outputs are multiplied by a scalar parameter, then changed by a function."""
 
     def __init__(self, change=lambda outputs, calls: outputs):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Out of memory: micro-batches are halved, and a completion that never fits fails its member only."""
+"""Out of memory: micro-batches are halved; a completion that never fits fails its member."""
 
 import pytest
 import torch

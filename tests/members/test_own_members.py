@@ -24,7 +24,8 @@ from evogrpo.testing.members import MembersTestCase
 from evogrpo.validation import validate
 from tests.tiny_training import equal_states
 
-CONTEXTS, ARMS = 12, 4
+CONTEXTS = 12
+ARMS = 4
 SPACE = HyperparameterConfig(lr=RLParameter(min=0.1, max=3.0, scale="log"), group_size=[2, 4])
 
 
@@ -60,8 +61,11 @@ class TableMembers(Members):
     step_based = True
 
     def __init__(self, size: int, settings: TableSettings, hp_config: HyperparameterConfig | None):
-        self.size, self.settings, self.hp_config = size, settings, hp_config
-        self.observation_space, self.action_space = Bandit.observation_space, Bandit.action_space
+        self.size = size
+        self.settings = settings
+        self.hp_config = hp_config
+        self.observation_space = Bandit.observation_space
+        self.action_space = Bandit.action_space
         self.device = torch.device("cpu")
         self.processes = Processes()
         self.banks = {}

@@ -1,4 +1,4 @@
-"""Banks against separate PEFT and plain models, trained by PyTorch's AdamW on forward passes of one row each."""
+"""Banks against separate PEFT and plain models with PyTorch's AdamW, one row a pass."""
 
 import warnings
 
@@ -109,7 +109,7 @@ def reference_step(member, batch, old, slot, beta):
     ],
 )
 def test_members_equal_separate_training_loops(architecture, full):
-    """Rollouts are the bank's; losses, gradients, moments and weights over two steps are compared."""
+    """Compare losses, gradients, moments and weights over two steps of the bank's rollouts."""
     settings = Optimizer(weight_decay=0.05, betas=(0.9, 0.99), eps=1e-6)
     hyperparameters = {
         0: Hyperparameters(lr=5e-3, max_grad_norm=0.5),
@@ -171,7 +171,7 @@ def peft_member(bank, slot):
 
 
 def compare(bank, slot, member, read, name, lr=None):
-    """Compare one vector of a member's state, tensor by tensor for adapters, with `read` of the oracle's parameters."""
+    """Compare one vector of a member's state with the oracle's parameters, as `read` gives them."""
     state = bank.state(slot)
     if bank.lora_config is None:
         pairs = {"all weights": (state[name], member.flat(read))}

@@ -108,10 +108,8 @@ def test_exports_load_on_the_plain_base(
 def test_a_base_may_be_quantised_by_the_user(kind: Any, stored: Path, tmp_path: Path) -> None:
     """A base quantised by the user has its own fingerprint."""
     options = quantised_options(kind, torch.float32, "cpu")
-    model, same = (
-        AutoModelForCausalLM.from_pretrained(stored, dtype=torch.float32, **options)
-        for _ in range(2)
-    )
+    model = AutoModelForCausalLM.from_pretrained(stored, dtype=torch.float32, **options)
+    same = AutoModelForCausalLM.from_pretrained(stored, dtype=torch.float32, **options)
     agent = tiny_agent(actor_network=model)
     agent.save_checkpoint(tmp_path / "agent")
     assert (

@@ -1,4 +1,4 @@
-"""Sampling: distribution, options, ends of completions, independence of other rows, reports of finished rows."""
+"""Sampling: distribution, options, ends of completions, independence of rows, reports."""
 
 from dataclasses import replace
 
@@ -71,7 +71,7 @@ def token_probabilities(member, tokens, options, temperature):
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_token_frequencies_match_transformers(name):
-    """On a grid of uniforms, each token's frequency equals its probability: of the first token and of the next."""
+    """On a grid of uniforms, frequencies equal probabilities, for the first and second token."""
     options = OPTIONS[name]
     bank = tiny_bank(2)
     count = 400
@@ -116,16 +116,18 @@ def test_greedy_decoding_equals_transformers_generate(architecture, min_new_toke
             ids = torch.tensor([prompt])
             with torch.no_grad():
                 tokens = member.model.generate(
-                    input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12,
-                    min_new_tokens=min_new_tokens or None, repetition_penalty=penalty, eos_token_id=[EOS, 40],
+                    input_ids=ids,
+                    attention_mask=torch.ones_like(ids),
+                    do_sample=False,
+                    max_new_tokens=12,
+                    min_new_tokens=min_new_tokens or None,
+                    repetition_penalty=penalty,
+                    eos_token_id=[EOS, 40],
                     pad_token_id=PAD,
-                )  # fmt: skip
+                )
             expected = tokens[0, len(prompt) :].tolist()
-            for row in (
-                ((rows.member_ids == slot) & (rows.prompt_ids == prompt_id))
-                .nonzero()[:, 0]
-                .tolist()
-            ):
+            mine = (rows.member_ids == slot) & (rows.prompt_ids == prompt_id)
+            for row in mine.nonzero()[:, 0].tolist():
                 assert rollout.actions[row][rollout.present[row]].tolist() == expected
     if penalty == 1.0:
         assert torch.equal(rollout.log_probs, torch.zeros_like(rollout.log_probs))

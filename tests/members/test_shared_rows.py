@@ -5,6 +5,7 @@ Micro-batches.
 
 import itertools
 from dataclasses import replace
+from itertools import chain
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ HYPERPARAMETERS = {slot: Hyperparameters(lr=1e-3, max_grad_norm=1e6) for slot in
 
 
 def repeated(bank):
-    """Return shuffled completions with repetitions, which have different rewards, masks, temperatures and turns."""
+    """Return shuffled completions with repetitions, which differ in all but their tokens."""
     rows = make_rows(range(SIZE), tokens=5, prompts=PROMPTS[:2])
     batch = as_batch(rows, bank.sample(rows))
     batch = batch.select(
@@ -261,7 +262,7 @@ def test_micro_batches_respect_the_budget(rows, widths, budget):
     lengths = [length for _, length in rows]
     own_widths = [widths[prefix] for prefix in prefixes]
     parts = micro_batches(range(len(rows)), prefixes, own_widths, lengths, budget)
-    assert [row for part in parts for row in part] == list(range(len(rows)))
+    assert list(chain.from_iterable(parts)) == list(range(len(rows)))
 
     def cost(part):
         return len(part) * max(lengths[r] for r in part) + len({prefixes[r] for r in part}) * max(

@@ -18,7 +18,7 @@ SELECTIONS = [
 
 
 def run_on_simulated_device(*arguments):
-    """Run pytest on the simulated device, after a check that it refuses to be mixed with the CPU."""
+    """Run pytest on the simulated device, after a check that it refuses to mix with the CPU."""
     from tests import simulated_device
 
     simulated_device.pytest_configure()

@@ -56,7 +56,7 @@ def act_rows(case, bank, member_ids, *, seed=0, **settings):
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("member_ids", [[1, 1, 2], [0] + [1] * 30 + [2] * 2])
 def test_rows_act_independently_of_other_members(name, member_ids):
-    """With missing members, ragged and unsorted rows, each row acts as in a bank of its member alone."""
+    """With missing members and ragged, unsorted rows, each acts as in a bank of its own."""
     case = CASES[name]
     bank = case.bank(3)
     acted = act_rows(case, bank, member_ids)

@@ -1,4 +1,4 @@
-"""StackedBank: learning against separate torch.optim.AdamW runs and finite differences, passes and references."""
+"""StackedBank: learning against torch.optim.AdamW and finite differences, references."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The sampler for vLLM: conformance, adapters and their versions, checks at the start, and faults of servers."""
+"""The sampler for vLLM: conformance, versions of adapters, checks, and faults of servers."""
 
 import gzip
 import itertools
@@ -257,7 +257,7 @@ def test_ranks_above_those_of_vllm_are_refused():
 
 
 def changed_choice(**changes):
-    """Return a fault that changes the last completion of an answer; a function gets the old value."""
+    """Return a fault that changes an answer's last completion; a function gets the old value."""
 
     def fault(body, answer):
         choice = answer["choices"][-1]
@@ -362,7 +362,7 @@ RAW = {  # beginning, then pieces without end, and the pause between them
 
 
 def connect_raw(answer, bank, folder):
-    """Connect a sampler to a server of raw answers, and return the server and the message of the error."""
+    """Connect a sampler to a server of raw answers; return the server and the error's message."""
     server = RawServer(answer)
     try:
         with pytest.raises(VLLMError) as caught:

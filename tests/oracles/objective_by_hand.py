@@ -1,4 +1,4 @@
-"""A learning step by the papers' formulas: PEFT and PyTorch's AdamW, one completion and one action at a time."""
+"""A learning step by the papers' formulas: PEFT and AdamW, one completion at a time."""
 
 import math
 from collections.abc import Sequence
@@ -65,7 +65,7 @@ def advantages_of(
     h: Hyperparameters,
     penalties: Sequence[Sequence[float]] | None = None,
 ) -> list[list[float]]:
-    """Return the advantage of every counted action, in the order that `Objective` documents, without whitening."""
+    """Return the advantage of each action, in the order that `Objective` documents, unwhitened."""
     kind = objective.advantage
     eps = objective.advantage_eps
     members = [0] * len(batch)

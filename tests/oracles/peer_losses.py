@@ -75,7 +75,7 @@ def trl(
     importance_ratio: Tensor | None = None,
     bias_correction: bool = False,
 ) -> Tensor:
-    """Return TRL's loss of one optimizer step on one process; `advantages` are `[n]` or `[n, t]`."""
+    """Return TRL's loss of one step on one process; `advantages` are `[n]` or `[n, t]`."""
     name, level = NAMES[loss_type]
     entropies = torch.zeros_like(log_probs) if entropies is None else entropies
     trainer = SimpleNamespace(

@@ -13,7 +13,7 @@ from evogrpo.members.language.bank import AdapterBank
 
 
 class PeftMember:
-    """A separate PEFT model that scores completions one at a time: whole sequence, no cache, no padding.
+    """A separate PEFT model that scores completions one at a time: no cache, no padding.
 
     Args:
         base: Copied, never changed.

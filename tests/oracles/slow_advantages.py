@@ -56,7 +56,7 @@ def gdpo(
     members: Sequence[int],
     eps: float,
 ) -> list[float]:
-    """Return one advantage per completion from several rewards each, as TRL's normalize_then_sum."""
+    """Return one advantage per completion from several rewards, as TRL's normalize_then_sum."""
     scores = [
         of_completions("outcome", column, groups, members, eps)
         for column in zip(*components, strict=True)

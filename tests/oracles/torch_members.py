@@ -37,7 +37,7 @@ class TorchMember(nn.Module):
         self.load(bank.state(slot)["weights"])
 
     def ordered(self) -> list[nn.Parameter]:
-        """Return parameters in the order of a bank's flat vector: layer by layer, weight first, log_std last."""
+        """Return parameters in the bank's order: by layer, weight first, log_std last."""
         values = [
             p
             for layer in self.layers
@@ -70,9 +70,8 @@ class TorchMember(nn.Module):
         scale = temperature[:, None, None]
         match self.space:
             case spaces.Box():
-                low, high = (
-                    torch.from_numpy(bound.copy()) for bound in (self.space.low, self.space.high)
-                )
+                low = torch.from_numpy(self.space.low.copy())
+                high = torch.from_numpy(self.space.high.copy())
                 bounded = (low.isfinite() & high.isfinite()).float()
                 middle = torch.where(bounded > 0, (low + high) / 2, 0.0)
                 half = torch.where(bounded > 0, (high - low) / 2, 1.0)

@@ -1,4 +1,4 @@
-"""A synthetic journal: after each generation the worst member is replaced by a mutated child of the best one."""
+"""A synthetic journal: the worst member is replaced by a mutated child of the best one."""
 
 import numpy as np
 import pytest
@@ -33,9 +33,19 @@ def draw(name, rng, but=None):
 
 
 def write_fake_run(
-    run_dir, *, size=4, generations=5, evolve=("lr", "clip_coef", "group_size"), seed=0, failures=(), test=True,
-    examples=(), task="chain sums", by="validation", reason="replaced slot {slot}: #{parent} is better by 1.7 SE",
-):  # fmt: skip
+    run_dir,
+    *,
+    size=4,
+    generations=5,
+    evolve=("lr", "clip_coef", "group_size"),
+    seed=0,
+    failures=(),
+    test=True,
+    examples=(),
+    task="chain sums",
+    by="validation",
+    reason="replaced slot {slot}: #{parent} is better by 1.7 SE",
+):
     """Write a journal; `failures` are (generation, slot) pairs.
 
     Fitness rises, and children are better.

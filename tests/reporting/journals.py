@@ -14,20 +14,49 @@ def estimate(mean):
 
 def member(slot, index, parent=None, fitness=0.5, **others):
     return {
-        "slot": slot, "index": index, "parent": parent, "born": 0, "hyperparameters": HYPERPARAMETERS,
-        **estimate(fitness), "failed": None, "tokens": 100, "seconds": 1.5, "changes": {}, "reason": "kept",
-        "metrics": {}, "measured": {} if fitness is None else {"greedy": estimate(fitness)}, "questions": 64,
-        "evaluation": COST, **others,
-    }  # fmt: skip
+        "slot": slot,
+        "index": index,
+        "parent": parent,
+        "born": 0,
+        "hyperparameters": HYPERPARAMETERS,
+        **estimate(fitness),
+        "failed": None,
+        "tokens": 100,
+        "seconds": 1.5,
+        "changes": {},
+        "reason": "kept",
+        "metrics": {},
+        "measured": {} if fitness is None else {"greedy": estimate(fitness)},
+        "questions": 64,
+        "evaluation": COST,
+        **others,
+    }
 
 
 def generation(number, *members, best=0, **others):
+    numbered = []
+    for each in members:
+        if isinstance(each, dict):
+            numbered.append(each | {"generation": number})
+        else:
+            numbered.append(each)
     return {
-        "event": "generation", "generation": number, "step": 4, "seconds": 9.0, "tokens": 800,
-        "members": [each | {"generation": number} if isinstance(each, dict) else each for each in members],
-        "best_index": best, "samples_per_step": 8, "plan": None, "timesteps": None, "examples": [], "questions": 64,
-        "evaluation": COST, "best_ever": [best, number], **others,
-    }  # fmt: skip
+        "event": "generation",
+        "generation": number,
+        "step": 4,
+        "seconds": 9.0,
+        "tokens": 800,
+        "members": numbered,
+        "best_index": best,
+        "samples_per_step": 8,
+        "plan": None,
+        "timesteps": None,
+        "examples": [],
+        "questions": 64,
+        "evaluation": COST,
+        "best_ever": [best, number],
+        **others,
+    }
 
 
 def plan(number, parents, *children, **others):
@@ -60,26 +89,43 @@ def plan(number, parents, *children, **others):
 def baseline(fitness=0.0):
     """Return a baseline event."""
     return {
-        "event": "baseline", "split": "validation", "questions": 8, "measure": "greedy", "cost": COST,
+        "event": "baseline",
+        "split": "validation",
+        "questions": 8,
+        "measure": "greedy",
+        "cost": COST,
         **estimate(fitness),
-    }  # fmt: skip
+    }
 
 
 def outcome(index, fitness=0.5, gain=0.25):
     """Return a test event."""
     return {
-        "event": "test", "split": "test", "questions": 64, "index": index, "before": estimate(fitness - gain),
-        "after": estimate(fitness), "gain": estimate(gain), "measure": "greedy", "cost": COST,
+        "event": "test",
+        "split": "test",
+        "questions": 64,
+        "index": index,
+        "before": estimate(fitness - gain),
+        "after": estimate(fitness),
+        "gain": estimate(gain),
+        "measure": "greedy",
+        "cost": COST,
         "scores": [fitness, fitness],
-    }  # fmt: skip
+    }
 
 
 def step(number, *members, generation=1, seconds=1.0, **others):
     """Return the event of a learning step."""
     return {
-        "event": "step", "step": number, "generation": generation, "seconds": seconds, "phases": {"learning": seconds},
-        "waiting": [], "members": list(members), **others,
-    }  # fmt: skip
+        "event": "step",
+        "step": number,
+        "generation": generation,
+        "seconds": seconds,
+        "phases": {"learning": seconds},
+        "waiting": [],
+        "members": list(members),
+        **others,
+    }
 
 
 def written(folder, *events):

@@ -229,7 +229,7 @@ def test_a_page_opens_with_the_result_and_of_one_agent_has_nothing_about_selecti
 
 
 def test_births_in_an_earlier_run_are_not_dated_in_this_run():
-    """A population that has evolved before begins with children of generations of the earlier run."""
+    """A population that has evolved before begins with children from the earlier run."""
     begin = {"event": "run", "evolvable": {}}
     old = journals.member(0, 6, parent=4, born=3)
     child = journals.member(0, 7, parent=6, born=1)

@@ -19,14 +19,14 @@ RUN = {"event": "run", "evolvable": {}, "samples_per_step": 8}
 
 
 def read(events):
-    """Return a run's summary, its best member and the indices of that member's ancestors and itself."""
+    """Return a run's summary, its best member, and indices of this member and its ancestors."""
     summary = summarise(events)
     best = summary.best
     return summary, best, [report.index for report in ancestors(summary, best)]
 
 
 def random_family(seed, generations, size):
-    """Return events of a run in which a random half of the members is replaced by children of random ones."""
+    """Return events of a run in which half of the members are replaced at random."""
     rng = np.random.default_rng(seed)
     alive = list(range(size))
     parents = dict.fromkeys(range(size))
@@ -119,7 +119,8 @@ ENV = {
     "seed": "0",
     "environment": "CartPole",
 }
-ASKED = {"train questions": "a", "validation questions": "b", "test questions": "c", "prompts": "p", "seed": "0",
+ASKED = {"train questions": "a", "validation questions": "b", "test questions": "c",
+"prompts": "p", "seed": "0",
          "reward score": "weight 1, code x"}  # fmt: skip
 ONE = (1.0, 2.0, 4.0, 8.0, 16.0, 31.0)
 OTHER = (2.0, 3.5, 5.0, 9.0, 17.5, 32.0)

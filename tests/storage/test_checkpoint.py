@@ -26,7 +26,7 @@ def equal(left, right):
     )
 
 
-# --- round trips -----------------------------------------------------------------------------------------------------
+# --- round trips ----------------------------------------------------------------------------------
 
 
 def test_tensors_and_records_round_trip(folder):
@@ -86,7 +86,7 @@ def test_a_checkpoint_can_be_moved_and_linked_to(folder, tmp_path):
     assert read_checkpoint(tmp_path / "elsewhere")[1] == {"new": True}
 
 
-# --- memory ----------------------------------------------------------------------------------------------------------
+# --- memory ---------------------------------------------------------------------------------------
 
 MEGABYTE = 2**20
 
@@ -97,7 +97,7 @@ def bytes_alive():
 
 
 class Fresh(Mapping[str, Tensor]):
-    """Makes tensors of one megabyte when they are asked for, and notes how many bytes of tensors are alive then."""
+    """Makes tensors of one megabyte on request, and counts bytes of tensors alive then."""
 
     def __init__(self, length):
         self.asked = []
@@ -128,7 +128,7 @@ def test_only_the_tensors_of_one_file_are_alive_while_writing(tmp_path):
     assert equal(read_checkpoint(tmp_path / "c")[0], dict(Fresh(4)))
 
 
-# --- what cannot be written ------------------------------------------------------------------------------------------
+# --- what cannot be written -----------------------------------------------------------------------
 
 
 def test_further_files_have_plain_names(tmp_path):
@@ -164,7 +164,7 @@ def test_a_failed_write_leaves_the_old_checkpoint_and_no_other_files(folder, whe
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
 
 
-# --- what is not overwritten -----------------------------------------------------------------------------------------
+# --- what is not overwritten ----------------------------------------------------------------------
 
 
 def test_a_complete_checkpoint_is_replaced_only_on_request(folder):

@@ -1,4 +1,4 @@
-"""A checkpoint that is not as it was written is refused, with the file, the rule and the remedy named."""
+"""A damaged checkpoint is refused, with the file, the rule and the remedy named."""
 
 import hashlib
 import json

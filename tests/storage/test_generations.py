@@ -108,7 +108,7 @@ def test_a_kill_between_the_two_renames_of_a_replace_loses_nothing(tmp_path):
     assert present(tmp_path) == ["generation-0002"]
 
 
-# --- kills and order of writes ----------------------------------------------------------------------------------------
+# --- kills and order of writes --------------------------------------------------------------------
 
 
 def die_before_every_operation(path):

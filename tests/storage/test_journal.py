@@ -1,4 +1,4 @@
-"""A journal keeps every event that was appended, through kills at any byte, and refuses what it cannot trust."""
+"""A journal keeps every event through kills at any byte, and refuses damaged lines."""
 
 import hashlib
 import os
@@ -118,9 +118,21 @@ def test_any_rubbish_after_the_last_newline_is_a_torn_line(path, tail):
 
 @pytest.mark.parametrize(
     "line",
-    ["", "rubbish", "[]", '"run"', "{}", '{"event": 3}', '{"event": "step", "loss": NaN}', '{"event": "step"} {}',
-     '{"event": "step", "a": 1e999}', '{"event": "a", "event": "b"}', "[" * 100_000, "\udcff"],
-)  # fmt: skip
+    [
+        "",
+        "rubbish",
+        "[]",
+        '"run"',
+        "{}",
+        '{"event": 3}',
+        '{"event": "step", "loss": NaN}',
+        '{"event": "step"} {}',
+        '{"event": "step", "a": 1e999}',
+        '{"event": "a", "event": "b"}',
+        "[" * 100_000,
+        "\udcff",
+    ],
+)
 def test_a_corrupt_line_with_a_newline_is_an_error_that_names_the_line(path, line):
     path.parent.mkdir()
     content = (

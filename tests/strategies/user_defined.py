@@ -11,7 +11,7 @@ from evogrpo.evolution import Choice, History, Mutation, Plan, Stateless, propos
 
 
 class Bandit:
-    """Replace failed members and the worst one by clones of the best, with a learning rate near the best one observed.
+    """Replace failed members and the worst one by clones of the best, with rates near the best.
 
     Its state holds the fitness of every learning rate, the number of failures and a random
     generator.

@@ -1,4 +1,4 @@
-"""A resumed run requires the questions, rewards and environment of its start unless a change is allowed."""
+"""A resumed run requires the task of its start, unless a change is allowed."""
 
 import shutil
 import warnings

@@ -31,7 +31,7 @@ def curve(logs, tag):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Train, stop after a generation and resume; return the folder and the reports of generations."""
+    """Train, stop after a generation and resume; return the folder and the reports."""
     folder = tmp_path_factory.mktemp("charts") / "run"
     quick = QUICK | {"generations": 1, "strategy": "tournament", "run_dir": folder}
     reports = list(evolve(step_population(2, hp_config=EVOLVING), cart_pole(), **quick))

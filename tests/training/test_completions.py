@@ -41,7 +41,8 @@ def sometimes(completions, answer, **columns):
 
 def test_every_step_writes_completions_rewards_and_advantages(tmp_path):
     env = tiny_env(reward_funcs=[lengths, sometimes], reward_weights=[0.1, 2.0])
-    population, same = (tiny_population(3, hp_config=SPACE, update_epochs=2) for _ in range(2))
+    population = tiny_population(3, hp_config=SPACE, update_epochs=2)
+    same = tiny_population(3, hp_config=SPACE, update_epochs=2)
     reports = list(evolve(population, env, run_dir=tmp_path / "run", completions=10, **STEPS))
     names = [f"step-{step:06d}.jsonl" for step in range(4)]
     assert sorted(path.name for path in (tmp_path / "run" / "completions").iterdir()) == names

@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import sys
+from itertools import product
 
 import pytest
 from rich.console import Console
@@ -146,7 +147,7 @@ def test_the_bar_advances_and_names_every_part_of_a_run():
     parts = ["step 1/2", "step 2/2", "validating"]
     assert list(dict.fromkeys(within)) == [
         "measuring the untrained base",
-        *(f"generation {number}/2 · {part}" for number in (1, 2) for part in parts),
+        *(f"generation {number}/2 · {part}" for number, part in product((1, 2), parts)),
         "testing on 36 questions",
     ]
     assert fractions == sorted(fractions)

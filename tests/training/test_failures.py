@@ -99,8 +99,10 @@ def test_a_network_with_nan_outputs_fails_despite_equal_rewards():
 
 
 def test_other_members_are_bit_equal_in_the_failing_step(tmp_path):
-    broken, healthy = (with_rates(None, [1e-3, rate, 2e-3]) for rate in (DEADLY, 1e-3))
-    one, other = (next(run.reports()) for run in (broken, healthy))
+    broken = with_rates(None, [0.001, DEADLY, 0.002])
+    healthy = with_rates(None, [0.001, 0.001, 0.002])
+    one = next(broken.reports())
+    other = next(healthy.reports())
     assert one.learned[1].failed is not None
     assert other.learned[1].failed is None
     for slot in (0, 2):
@@ -128,9 +130,8 @@ def test_a_run_with_a_budget_for_evaluations_ends_if_all_members_failed():
 
 
 def test_a_failed_member_stays_failed_after_a_resume(tmp_path):
-    run, uninterrupted = (
-        with_rates(tmp_path / name, [1e-3, DEADLY], generations=2) for name in ("run", "whole")
-    )
+    run = with_rates(tmp_path / "run", [0.001, DEADLY], generations=2)
+    uninterrupted = with_rates(tmp_path / "whole", [0.001, DEADLY], generations=2)
     stop_after(run, 1)
     finish(uninterrupted)
     finish(resumed_run(tmp_path / "run"))

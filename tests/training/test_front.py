@@ -27,7 +27,8 @@ from tests.tiny_teams import team_env
 from tests.tiny_training import equal_states, tiny_env
 
 SMALL = {
-    "size": 2, "samples_per_step": 8, "group_size": 4, "steps_per_generation": 2, "max_episode_steps": 20,
+    "size": 2, "samples_per_step": 8, "group_size": 4, "steps_per_generation": 2,
+    "max_episode_steps": 20,
     "validation_size": 4, "test_size": 4, "target_fitness": None, "progress": False,
 }  # fmt: skip
 
@@ -93,7 +94,8 @@ def test_train_equals_population_and_evolve():
     space = HyperparameterConfig(gamma=RLParameter(min=0.9, max=1.0))
     network = NetworkConfig(hidden=(5,), activation="relu")
     short = train(
-        "CartPole-v1", None, generations=2, seed=4, network=network, hp_config=space, strategy=Fixed(),
+        "CartPole-v1", None, generations=2, seed=4, network=network, hp_config=space,
+        strategy=Fixed(),
         **{**SMALL, **settings},
     )  # fmt: skip
     env = GymnasiumGroups(

@@ -214,7 +214,8 @@ def test_rollout_fitness_is_the_mean_reward_of_the_last_half_of_the_steps():
 
 def test_members_of_different_group_sizes_are_paired_by_common_starts():
     run = step_run(None, fitness="rollouts", generations=1, samples_per_step=16)
-    run.population[0].group_size, run.population[1].group_size = 2, 8
+    run.population[0].group_size = 2
+    run.population[1].group_size = 8
     finish(run)
     many, few = (agent.fitness for agent in run.population.agents[:2])
     assert len(many.scores) == 4 * len(few.scores) == 8
@@ -260,7 +261,8 @@ class Doors(gymnasium.Env):
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
-        self.right, self.left_over = int(self.np_random.integers(2)), self.tries
+        self.right = int(self.np_random.integers(2))
+        self.left_over = self.tries
         return np.zeros(1, np.float32), {}
 
     def step(self, action):
@@ -321,7 +323,8 @@ def test_limits_that_count_evaluations_reserve_room_for_them():
         "test_questions": 0,
         "samples_per_step": 16,
     }
-    plain, counting = (step_run(None, count_evaluations=count, **limits) for count in (False, True))
+    plain = step_run(None, count_evaluations=False, **limits)
+    counting = step_run(None, count_evaluations=True, **limits)
     for run in (plain, counting):
         finish(run)
     assert plain.run_state.timesteps >= 6000

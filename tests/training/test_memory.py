@@ -15,7 +15,7 @@ GIGABYTE = 10**9
 
 
 def limits(folder, membership, **files):
-    """Write control groups and the process's membership; return the arguments of `process_memory`."""
+    """Write control groups and the process's membership; return `process_memory`'s arguments."""
     for name, value in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -60,9 +60,8 @@ def test_processes_on_one_machine_share_the_memory():
 
 
 def test_too_much_memory_is_refused_unless_allowed():
-    small, large = (
-        MemoryNeed(size=size, device="cpu", savings="population.size") for size in (1, 1 << 60)
-    )
+    small = MemoryNeed(size=1, device="cpu", savings="population.size")
+    large = MemoryNeed(size=1 << 60, device="cpu", savings="population.size")
     check_memory(small)
     assert available_memory("cpu").endswith(" GB of memory")
     with pytest.raises(

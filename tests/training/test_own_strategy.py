@@ -1,4 +1,4 @@
-"""User-defined strategies and mutations: conformance, storage, retired members and changed budgets."""
+"""User-defined strategies and mutations: conformance, storage, retired members, budgets."""
 
 import dataclasses
 import sys
@@ -96,7 +96,7 @@ def test_mutations_that_cannot_be_found_again_are_refused_first():
 
 @pytest.fixture(scope="module")
 def halving(tmp_path_factory):
-    """Return a finished run of five generations with four slots, its reports, and its states after each generation."""
+    """Return a finished run of five generations, its reports, and the states after each."""
     folder = tmp_path_factory.mktemp("halving") / "run"
     run = tiny_run(folder, size=4, strategy=Halving(), generations=5)
     states = []
@@ -388,7 +388,8 @@ class Clones(Stateless):
 
     def plan(self, history, rng):
         parents = [0 if rng.random() < self.share else slot for slot in range(history.capacity)]
-        return Plan.from_choices(history, [Choice(parent=parent, reason="drawn") for parent in parents])
+        choices = [Choice(parent=parent, reason="drawn") for parent in parents]
+        return Plan.from_choices(history, choices)
 
     def to_json(self):
         return {"share": self.share}
@@ -397,7 +398,8 @@ class Times:
     def __init__(self, factor=2.0):
         self.factor = factor
     def __call__(self, hyperparameters, space, rng):
-        return dataclasses.replace(hyperparameters, lr=space["lr"].closest(hyperparameters.lr * self.factor))
+        lr = space["lr"].closest(hyperparameters.lr * self.factor)
+        return dataclasses.replace(hyperparameters, lr=lr)
     def to_json(self):
         return {"factor": self.factor}
 
@@ -408,7 +410,7 @@ def doubled(hyperparameters, space, rng):
 
 @pytest.fixture
 def configured(tmp_path):
-    """Return a function that reads a configuration with a strategy, beside a file with user-defined ones."""
+    """Return a function that reads a configuration with a strategy, beside a file of them."""
     (tmp_path / "mine.py").write_text(OWN)
 
     def read(strategy, *overrides):

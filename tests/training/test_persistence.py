@@ -1,4 +1,4 @@
-"""Kills at every write, damage at random bytes, and the cost of a generation: what a run directory guarantees."""
+"""Guarantees of a run directory: kills at every write, damage, and cost of a generation."""
 
 import io
 import itertools
@@ -180,7 +180,8 @@ def test_a_generation_costs_the_same_at_any_length(tmp_path):
             length = (tmp_path / "run" / "journal.jsonl").stat().st_size
             sizes.append((sum(path.stat().st_size for path in files), length - journal))
             journal = length
-    checkpoints, events = ([each[index] for each in sizes] for index in (0, 1))
+    checkpoints = [each[0] for each in sizes]
+    events = [each[1] for each in sizes]
     for values in (checkpoints, events[1:]):  # the first also has the run event
         assert max(values[-3:]) < 1.3 * max(values[1:4])
 

@@ -34,7 +34,7 @@ def found(tmp_path_factory):
 
 
 def learnt_with(folder, line):
-    """Return the hyperparameters of every learning step of a lineage, given as the index in each generation."""
+    """Return the hyperparameters of every learning step of a lineage of indices."""
     events = read_journal(folder / "journal.jsonl")
     members = {event["generation"]: event["members"] for event in latest_generations(events)}
     rows = []
@@ -113,7 +113,8 @@ def test_the_file_is_plain_yaml_and_round_trips(found, tmp_path):
 
 
 SECTIONS = {
-    "schedule": {"generations": 2, "steps_per_generation": 1, "samples_per_step": 16, "test_questions": 0,
+    "schedule": {"generations": 2, "steps_per_generation": 1, "samples_per_step": 16,
+    "test_questions": 0,
                  "total_timesteps": 100_000, "count_evaluations": True},
     "population": {"size": 3},
     "hyperparameters": {"group_size": 8},

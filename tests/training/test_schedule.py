@@ -1,4 +1,4 @@
-"""Schedules: validation, group sizes, ineffective hyperparameters and limits in environment steps."""
+"""Schedules: validation, group sizes, ineffective hyperparameters, limits in steps."""
 
 import warnings
 
@@ -36,7 +36,8 @@ from tests.tiny_training import finish, tiny_env, tiny_population
 def test_the_block_holds_the_questions_of_the_smallest_group_size(group_size, space, expected):
     hp_config = HyperparameterConfig(**space) if space else None
     population = tiny_population(2, group_size=4, hp_config=hp_config, samples_per_step=32)
-    population[0].group_size, population[1].group_size = group_size, 16
+    population[0].group_size = group_size
+    population[1].group_size = 16
     assert Schedule(generations=1, samples_per_step=32).block(population) == expected
 
 

@@ -143,7 +143,7 @@ class TestLanguage(TaskTypeTestCase):
 
 
 class TestEnvironments(TaskTypeTestCase):
-    """The example in TRL's documentation of GRPOTrainer, whose environment has no dataset and draws its own tasks."""
+    """An example in TRL's documentation, whose environment draws its own tasks."""
 
     def values(self, folder):
         (folder / "increment.py").write_text(INCREMENT)
@@ -192,7 +192,8 @@ class TestEnvironments(TaskTypeTestCase):
 
         # 8 conversations are sampled and learnt from once; a turn adds a completion and a reply of
         # 4 tokens each.
-        (about, two), (_, four) = tokens(), tokens(turns=4)
+        about, two = tokens()
+        _, four = tokens(turns=4)
         assert four - two == 2 * 8 * 2 * (4 + 4)
         at_most, limited = tokens(max_episode_tokens=10)
         assert two - limited == 2 * 8 * (3 * 4 - 10)

@@ -36,7 +36,7 @@ def clock(monkeypatch):
 
 
 def costly(clock, steps=25, seconds=0.01, growth=1.0, after=0.0, **options):
-    """Return an environment whose steps take this many seconds of the clock, `growth` times as long `after` a time."""
+    """Return an environment with steps of this duration, `growth` times as long `after` a time."""
 
     class Costly(probes.Endless):
         def step(self, action):

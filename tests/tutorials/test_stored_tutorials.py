@@ -28,9 +28,8 @@ def test_a_tutorial_is_in_step_states_its_purpose_and_asserts_its_results(source
     text = jupytext.read(source)
     stored = nbformat.read(source.with_suffix(".ipynb"), as_version=4)
     nbformat.validate(stored)
-    cells, stored_cells = (
-        [(cell.cell_type, cell.source) for cell in each.cells] for each in (text, stored)
-    )
+    cells = [(cell.cell_type, cell.source) for cell in text.cells]
+    stored_cells = [(cell.cell_type, cell.source) for cell in stored.cells]
     assert cells == stored_cells, f"out of step: make tutorials ARGS='--store {source.stem}'"
     assert execute.problems(stored) == []
     first, *_, last = text.cells
@@ -39,10 +38,8 @@ def test_a_tutorial_is_in_step_states_its_purpose_and_asserts_its_results(source
         assert part in first.source
     ending = last.source.partition("## Three things to try")[2]
     assert re.findall(r"^(\d)\. ", ending, re.MULTILINE) == ["1", "2", "3"]
-    words, code = (
-        "\n\n".join(cell.source for cell in text.cells if cell.cell_type == kind)
-        for kind in ("markdown", "code")
-    )
+    words = "\n\n".join(cell.source for cell in text.cells if cell.cell_type == "markdown")
+    code = "\n\n".join(cell.source for cell in text.cells if cell.cell_type == "code")
     rows = [line for line in words.splitlines() if line.startswith("|")]
     assert [row for row in rows if not row.rstrip().endswith("|") or row.strip() == "|"] == []
     assert len(re.findall(r"^```(?:\w+)?$", words, re.MULTILINE)) == words.count("```")
