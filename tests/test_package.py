@@ -70,12 +70,11 @@ def test_an_unknown_name_raises_attribute_error():
 def test_lowest_tested_versions_are_the_lowest_allowed():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     asked = {"": project["dependencies"], **project["optional-dependencies"]}
-    bounds = [
-        (extra, *each.lower().split(">="))
-        for extra, group in asked.items()
-        for each in group
-        if not each.startswith("evogrpo[")
-    ]
+    bounds = []
+    for extra, group in asked.items():
+        for each in group:
+            if not each.startswith("evogrpo["):
+                bounds.append((extra, *each.lower().split(">=")))
     (parts,) = (each.removeprefix("evogrpo[").removesuffix("]").split(",") for each in asked["all"])
     lines = (ROOT / "constraints-lowest.txt").read_text(encoding="utf-8").splitlines()
     tried = dict(line.lower().split("==") for line in lines if line and not line.startswith("#"))

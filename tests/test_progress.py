@@ -40,7 +40,9 @@ def test_every_part_of_a_step_runs_from_zero_to_its_total(make):
     listened = take_a_step(*make(), stop)
     learning = next(label for label, _ in updates if label.startswith("learning"))
     acting = "writing 16 completions" if make is language else "playing 16 episodes"
-    parts = {label: [part for each, part in updates if each == label] for label, _ in updates}
+    parts = {}
+    for label, part in updates:
+        parts.setdefault(label, []).append(part)
     assert {acting, learning} <= set(parts)
     for label in (acting, learning, *(["scoring 16 completions"] if make is language else [])):
         # An evaluation, and each policy of a team, starts at zero again.

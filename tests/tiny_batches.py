@@ -108,10 +108,18 @@ def join_turns(
             cells += [(token, True, value) for token, value in sampled]
             cells += [(token, False, 0.0) for token in replies[row]]
     width = max(map(len, table))
-    padded = [[*cells, *[(PAD, False, 0.0)] * (width - len(cells))] for cells in table]
-    actions = torch.tensor([[cell[0] for cell in cells] for cells in padded])
-    mask = torch.tensor([[cell[1] for cell in cells] for cells in padded])
-    log_probs = torch.tensor([[cell[2] for cell in cells] for cells in padded])
+    all_tokens = []
+    all_counts = []
+    all_values = []
+    for cells in table:
+        padding = [(PAD, False, 0.0)] * (width - len(cells))
+        tokens, counts, values = zip(*cells, *padding, strict=True)
+        all_tokens.append(tokens)
+        all_counts.append(counts)
+        all_values.append(values)
+    actions = torch.tensor(all_tokens)
+    mask = torch.tensor(all_counts)
+    log_probs = torch.tensor(all_values)
     present = torch.arange(width) < torch.tensor([len(cells) for cells in table])[:, None]
     rollout = Rollout(
         actions=actions,

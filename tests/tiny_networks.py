@@ -129,7 +129,10 @@ def observe(space: spaces.Space[Any], rng: np.random.Generator) -> Any:
 def stacked(values: Sequence[Any]) -> Any:
     """Stack observations along a leading axis."""
     if isinstance(values[0], dict):
-        return {key: stacked([value[key] for value in values]) for key in values[0]}
+        result = {}
+        for key in values[0]:
+            result[key] = stacked([value[key] for value in values])
+        return result
     if isinstance(values[0], tuple):
         return tuple(stacked(parts) for parts in zip(*values, strict=True))
     return np.stack([np.asarray(value) for value in values])
@@ -156,12 +159,11 @@ def acted_batch(
     base: bool = False,
 ) -> Batch:
     """Act with slot i as member `members[i]`, with its observations, uniforms and settings."""
-    work = [
-        (slot, member, start, replica)
-        for slot, member in enumerate(members)
-        for start in range(STARTS)
-        for replica in range(groups[member % 3])
-    ]
+    work = []
+    for slot, member in enumerate(members):
+        for start in range(STARTS):
+            for replica in range(groups[member % 3]):
+                work.append((slot, member, start, replica))
     rngs = [
         generator(seed, "test steps", *address, step)
         for (_, *address), step in product(work, range(STEPS))

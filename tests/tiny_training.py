@@ -105,10 +105,8 @@ def tiny_env(**options: Any) -> HuggingFaceGym:
     train = QUESTIONS[:64]
     test = QUESTIONS[64:]
     if "reward_funcs" in options:
-        train, test = (
-            [{"prompt": row["question"], "answer": row["answer"]} for row in rows]
-            for rows in (train, test)
-        )
+        train = [{"prompt": row["question"], "answer": row["answer"]} for row in train]
+        test = [{"prompt": row["question"], "answer": row["answer"]} for row in test]
     return HuggingFaceGym(train, test, shared_tokenizer(), **(defaults | options))
 
 

@@ -83,9 +83,11 @@ def test_turns_alternate_and_replies_are_masked():
         assert all(tokens[-1] in ENDS for tokens in said[:-1])  # only finished turns get a reply
         assert bool(batch.truncated[row]) is (said[-1][-1] not in ENDS)
         positions = positions_in_turn(batch.chosen)[row][batch.action_mask[row]].tolist()
-        assert positions == [
-            position for tokens, own in runs if own for position in range(len(tokens))
-        ]
+        expected = []
+        for tokens, own in runs:
+            if own:
+                expected.extend(range(len(tokens)))
+        assert positions == expected
     assert counts == {1, 3, 5}
     assert not batch.sampler_log_probs[~batch.action_mask].any()
 
@@ -97,10 +99,11 @@ def test_conversations_do_not_depend_on_other_members():
         clone = agent.clone()
         separate = collect_alone(clone, talks(), block=4).experience["default"]
         rows = batch.select_members([agent.slot])
-        turns = [[turns_of(each, row) for row in range(len(each))] for each in (rows, separate)]
+        beside = [turns_of(rows, row) for row in range(len(rows))]
+        alone = [turns_of(separate, row) for row in range(len(separate))]
         # Other batch shapes round differently, so a uniform on the boundary between two tokens may
         # select either.
-        assert sum(one == other for one, other in zip(*turns, strict=True)) >= 15
+        assert sum(one == other for one, other in zip(beside, alone, strict=True)) >= 15
 
 
 def test_the_room_for_turns_depends_on_the_own_prompt_only():
@@ -108,9 +111,10 @@ def test_the_room_for_turns_depends_on_the_own_prompt_only():
         return [{"prompt": [{"role": "user", "content": "x" * length}]} for length in lengths]
 
     def turns(completions, **columns):
-        return [
-            sum(message["role"] == "assistant" for message in messages) for messages in completions
-        ]
+        result = []
+        for messages in completions:
+            result.append(sum(message["role"] == "assistant" for message in messages))
+        return result
 
     env = MultiTurnGym(
         asked(*range(3, 9)),

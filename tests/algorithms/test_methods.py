@@ -71,9 +71,11 @@ def test_training_actions_differ_between_calls_and_repeat_with_the_seed():
     one = tiny_agent(seed=3)
     other = tiny_agent(seed=3)
     third = tiny_agent(seed=4)
-    first, *others = (
-        [rows.tolist() for rows in each.get_action(prompts)[0]] for each in (one, one, other, third)
-    )
+    actions = []
+    for each in (one, one, other, third):
+        ids, _ = each.get_action(prompts)
+        actions.append([rows.tolist() for rows in ids])
+    first, *others = actions
     assert [first == actions for actions in others] == [False, True, False]
 
 
@@ -90,14 +92,15 @@ def test_other_actions_are_one_greedy_row(agent):
             expected.append(int(member.probabilities(expected, temperature=1.0).argmax()))
         assert rows[0, : len(expected)].tolist() == expected
     agent.set_training_mode(False)
-    padding = torch.full((1, 2), PAD)  # on the left, which is ignored
-    padded = [
-        {key: torch.cat([padding, prompt[key]], 1) for key in ("input_ids", "attention_mask")}
-        for prompt in prompts
-    ]
-    assert [rows.tolist() for rows in agent.get_action(padded)[0]] == [
-        rows.tolist() for rows in ids
-    ]
+    # Padding on the left is ignored.
+    padding = torch.full((1, 2), PAD)
+    padded = []
+    for prompt in prompts:
+        input_ids = torch.cat([padding, prompt["input_ids"]], 1)
+        mask = torch.cat([padding, prompt["attention_mask"]], 1)
+        padded.append({"input_ids": input_ids, "attention_mask": mask})
+    for rows, expected in zip(agent.get_action(padded)[0], ids, strict=True):
+        assert rows.tolist() == expected.tolist()
     agent.set_training_mode(True)
     assert agent.get_action(prompts)[0][0].shape[0] == agent.group_size
 

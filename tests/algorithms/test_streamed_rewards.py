@@ -52,9 +52,14 @@ def test_async_functions_start_during_sampling_and_others_afterwards():
     stop.listener = hear
     both = collected([beside, plain], stop=stop)
     assert {activity for (activity, _), _, _ in calls["plain"]} == {"rewarding"}
-    everything = [text for _, _, texts in calls["plain"] for text in texts]
+    everything = []
+    for _, _, texts in calls["plain"]:
+        everything.extend(texts)
     assert len(everything) == 32
-    assert sorted(text for _, _, texts in calls["beside"] for text in texts) == sorted(everything)
+    beside = []
+    for _, _, texts in calls["beside"]:
+        beside.extend(texts)
+    assert sorted(beside) == sorted(everything)
     assert all(len(texts) == 2 and len(set(prompts)) == 1 for _, prompts, texts in calls["beside"])
     (activity, part), *_ = calls["beside"][0]
     assert activity == "writing"

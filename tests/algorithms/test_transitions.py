@@ -217,9 +217,7 @@ def test_the_optimizer_steps_of_a_script_are_reproduced():
     states = torch.from_numpy(observations[masks])
     taken = torch.from_numpy(actions[masks])
     episodes = [row[mask].tolist() for row, mask in zip(rewards[0], masks[0], strict=True)]
-    returns = torch.tensor(
-        [value for episode in episodes for value in returns_to_go(episode, 0.99)]
-    )
+    returns = torch.cat([torch.tensor(returns_to_go(episode, 0.99)) for episode in episodes])
     advantages = (returns - returns.mean()) / (returns.std() + 1e-8)
     with torch.no_grad():
         old = Categorical(logits=actor(states))

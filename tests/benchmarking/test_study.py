@@ -32,7 +32,9 @@ def record(
 def test_known_arms_run_once_and_only_where_values_are_known():
     runs = list(study.wanted(chosen()))
     assert len(set(runs)) == len(runs)
-    counts = {arm: sum(run[2] == arm for run in runs) for arm in study.ARMS}
+    counts = {}
+    for arm in study.ARMS:
+        counts[arm] = sum(run[2] == arm for run in runs)
     tuned = sum(task.tuned is not None for task in study.TASKS.values())
     assert (counts["tuned"], counts["default"]) == (2 * tuned, 2 * len(study.TASKS))
     assert all(0 < count <= 4 * len(study.TASKS) for count in counts.values())

@@ -288,9 +288,9 @@ def test_the_forecast_is_an_upper_bound():
     schedule = task.config.schedule
     strategy = task.config.strategy
     run = Trainer(task.population(), task.env, schedule=schedule, strategy=strategy)
-    steps = [
-        member for report in run.reports() for member in getattr(report, "learned", {}).values()
-    ]
+    steps = []
+    for report in run.reports():
+        steps.extend(getattr(report, "learned", {}).values())
     assert steps
     assert all(0 < step.metrics["optimizer_steps"] <= 18 for step in steps)
 

@@ -1,17 +1,25 @@
 """Links of the documentation."""
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted(
-    path
-    for pattern in ("*.md", "docs/**/*.md", "benchmarking/**/*.md", "tutorials/*.md")
-    for path in ROOT.glob(pattern)
-    if not any(part.startswith(".") for part in path.relative_to(ROOT).parts)
-)
+PATTERNS = ("*.md", "docs/**/*.md", "benchmarking/**/*.md", "tutorials/*.md")
+
+
+def pages() -> Iterator[Path]:
+    """Yield all pages that are not in hidden folders."""
+    for pattern in PATTERNS:
+        for path in ROOT.glob(pattern):
+            parts = path.relative_to(ROOT).parts
+            if not any(part.startswith(".") for part in parts):
+                yield path
+
+
+PAGES = sorted(pages())
 _CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.DOTALL | re.MULTILINE)
 
 
@@ -55,15 +63,14 @@ def test_links_within_the_repository_are_valid(page):
 def test_every_page_is_in_the_menu():
     index = ROOT / "docs" / "index.md"
     lists = [index, ROOT / "docs" / "reference" / "python.md"]
-    named = {
-        (ROOT if entry.startswith("/") else page.parent) / entry.strip("/")
-        for page in lists
-        for block in re.findall(
-            r"```\{toctree\}\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL
-        )
-        for line in block.splitlines()
-        if line and not line.startswith(":")
-        for entry in [re.sub(r"^.*<(.+)>$", r"\1", line)]
-    }
-    pages = {page.with_suffix("") for page in PAGES if "docs" in page.parts}
-    assert pages - {index.with_suffix("")} <= named
+    named = set()
+    for page in lists:
+        text = page.read_text(encoding="utf-8")
+        for block in re.findall(r"```\{toctree\}\n(.*?)```", text, re.DOTALL):
+            for line in block.splitlines():
+                if line and not line.startswith(":"):
+                    entry = re.sub(r"^.*<(.+)>$", r"\1", line)
+                    folder = ROOT if entry.startswith("/") else page.parent
+                    named.add(folder / entry.strip("/"))
+    in_docs = {page.with_suffix("") for page in PAGES if "docs" in page.parts}
+    assert in_docs - {index.with_suffix("")} <= named

@@ -28,7 +28,9 @@ def test_every_key_has_a_description_and_a_type(section):
 
 
 def test_all_keys_of_configurations_are_listed():
-    listed = {key.path for section in SECTIONS for key in configuration.keys(section)}
+    listed = set()
+    for section in SECTIONS:
+        listed.update(key.path for key in configuration.keys(section))
     prefixes = {section.path for section in SECTIONS}
     for section_path, keys in _sections():
         for key in keys:
@@ -44,7 +46,10 @@ def test_keyword_arguments_follow_from_the_records_of_settings():
 
 def test_every_recorded_number_is_defined(any_stored_run):
     steps = [report for report in any_stored_run.reports if isinstance(report, StepReport)]
-    found = {name for step in steps for member in step.learned.values() for name in member.metrics}
+    found = set()
+    for step in steps:
+        for member in step.learned.values():
+            found.update(member.metrics)
     assert len(found) > 20
     assert [name for name in sorted(found) if metrics.definition(name) is None] == []
 

@@ -87,7 +87,9 @@ def test_a_batch_with_masks_equals_its_rows_alone():
     env = GymnasiumGroups(probes.MaskInObservation)
     agent = GRPO(env.observation_space, env.action_space, group_size=4, seed=1)
     observations = [probes.MaskInObservation().reset(seed=seed)[0] for seed in range(8)]
-    batch = {key: np.stack([each[key] for each in observations]) for key in observations[0]}
+    batch = {}
+    for key in observations[0]:
+        batch[key] = np.stack([each[key] for each in observations])
     together, _ = agent.predict(batch, deterministic=True)
     assert together.tolist() == [
         int(agent.predict(each, deterministic=True)[0]) for each in observations

@@ -28,7 +28,10 @@ def length(completions, **columns):
 
 
 def total_length(completions, **columns):
-    return [float(sum(len(message["content"]) for message in last)) for last in completions]
+    result = []
+    for last in completions:
+        result.append(float(sum(len(message["content"]) for message in last)))
+    return result
 
 
 def steps(completion_ids, **columns):

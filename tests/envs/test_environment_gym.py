@@ -739,7 +739,9 @@ def test_calls_masks_and_rewards_equal_those_of_trl(own_template, tmp_path, monk
     template = {**hermes_template(tokenizer), "start_anchor": "<a>"}
     if own_template:
         tokenizer.response_template = template
-    turns = [[list(tokenizer(f"{text}<eos>")["input_ids"]) for text in texts] for texts in SCRIPT]
+    turns = []
+    for texts in SCRIPT:
+        turns.append([list(tokenizer(f"{text}<eos>")["input_ids"]) for text in texts])
     # 1. evogrpo samples one group.
     env = gym(tokenizer=tokenizer, max_turns=3, environment_factory=Shown)
     model = tiny_language_model(len(tokenizer))

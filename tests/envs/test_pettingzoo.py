@@ -50,11 +50,10 @@ def test_results_do_not_depend_on_num_envs(make):
 def test_episodes_equal_pettingzoos_for_the_same_seed(policies):
     groups = PettingZooGroups(joint_probes.Lives, seed=4)
     played = play(groups, policies, starts=2, group_size=3, members=(0,))
-    table = {
-        (int(row), agent): (episodes, number)
-        for episodes in played.episodes.values()
-        for number, (row, agent) in enumerate(zip(episodes.rows, episodes.agents, strict=True))
-    }
+    table = {}
+    for episodes in played.episodes.values():
+        for number, row in enumerate(episodes.rows):
+            table[int(row), episodes.agents[number]] = (episodes, number)
     env = joint_probes.Lives()
     for row in range(6):
         seen, _ = env.reset(seed=groups.reset_seed("train", row // 3))

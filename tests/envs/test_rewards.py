@@ -27,9 +27,8 @@ PROMPTS = [{"prompt": f"{n}?", "level": n} for n in range(12)]
 def score_trl(
     function, *more, weights=None, on_error="raise", texts=("one", "two"), rows=TEXT_ROWS
 ):
-    inputs = RewardInputs(
-        rows=rows, texts=texts, token_ids=[[ord(c) for c in text] for text in texts]
-    )
+    token_ids = [list(map(ord, text)) for text in texts]
+    inputs = RewardInputs(rows=rows, texts=texts, token_ids=token_ids)
     return compute_rewards(make_rewards(None, [function, *more], weights), inputs, on_error)
 
 

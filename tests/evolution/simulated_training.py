@@ -210,9 +210,10 @@ class Simulation:
     @property
     def lines(self) -> int:
         """Number of founders with living descendants."""
-        parents = {
-            member.index: member.parent for each in self.generations for member in each.members
-        }
+        parents = {}
+        for each in self.generations:
+            for member in each.members:
+                parents[member.index] = member.parent
 
         def founder(index: int) -> int:
             parent = parents[index]

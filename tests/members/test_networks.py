@@ -88,19 +88,16 @@ def test_convolutions_match_torch(side, convolutions):
     network = DefaultNetwork(
         NetworkConfig(hidden=(6,), activation="elu", convolutions=convolutions), space, 2
     )
-    members = [
-        {
-            name: (
-                value
-                + 0.1 * torch.randn(value.shape, generator=torch.Generator().manual_seed(seed))
-            )
-            for name, value in network.initial_parameters(0).items()
-        }
-        for seed in range(2)
-    ]
-    stacked_parameters = {
-        name: torch.stack([member[name] for member in members]) for name in network.shapes
-    }
+    members = []
+    for seed in range(2):
+        member = {}
+        for name, value in network.initial_parameters(0).items():
+            noise = torch.randn(value.shape, generator=torch.Generator().manual_seed(seed))
+            member[name] = value + 0.1 * noise
+        members.append(member)
+    stacked_parameters = {}
+    for name in network.shapes:
+        stacked_parameters[name] = torch.stack([member[name] for member in members])
     seen = tensors(sample_weights(space, 6), (2, 3))
     outputs = network(stacked_parameters, seen)
     recorded, _ = network.vjp(stacked_parameters, seen)

@@ -82,9 +82,8 @@ def distinct(batch, *, of_base=False):
     members = torch.zeros_like(batch.member_ids) if of_base else batch.member_ids
     columns = [members, batch.inputs.prompt_ids, batch.inputs.temperature]
     columns += [torch.where(batch.present, batch.actions, -1), batch.action_mask, batch.chosen]
-    return len(
-        {tuple(map(str, row)) for row in zip(*(column.tolist() for column in columns), strict=True)}
-    )
+    lists = [column.tolist() for column in columns]
+    return len({tuple(map(str, row)) for row in zip(*lists, strict=True)})
 
 
 @pytest.mark.parametrize(("architecture", "entropy_gradient"), [("llama", True), ("gemma2", False)])

@@ -97,9 +97,10 @@ def test_each_member_and_temperature_is_one_request_of_token_ids(server, bank, t
     sent = server.posts("/v1/completions")
     assert sorted(body["temperature"] for body in sent) == pytest.approx([0.7, 1.0, 1.3])
     assert sum(len(body["prompt"]) for body in sent) == len(rows)
-    assert all(
-        isinstance(token, int) for body in sent for prompt in body["prompt"] for token in prompt
-    )
+    for body in sent:
+        for prompt in body["prompt"]:
+            for token in prompt:
+                assert isinstance(token, int)
     assert all(body["return_token_ids"] and body["logprobs"] is not None for body in sent)
     completions = [
         tokens[present].tolist()

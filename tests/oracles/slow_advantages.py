@@ -61,9 +61,9 @@ def gdpo(
         of_completions("outcome", column, groups, members, eps)
         for column in zip(*components, strict=True)
     ]
-    sums = [
-        sum(w * s for w, s in zip(weights, row, strict=True)) for row in zip(*scores, strict=True)
-    ]
+    sums = []
+    for row in zip(*scores, strict=True):
+        sums.append(sum(w * s for w, s in zip(weights, row, strict=True)))
     unscorable = [all(map(math.isnan, row)) for row in components]
     result = []
     for total, member, bad in zip(sums, members, unscorable, strict=True):
@@ -77,10 +77,12 @@ def gdpo(
 
 def returns_to_go(rewards: Sequence[float], gamma: float) -> list[float]:
     """Return the discounted sum from each step to the end."""
-    return [
-        sum(gamma ** (later - step) * rewards[later] for later in range(step, len(rewards)))
-        for step in range(len(rewards))
-    ]
+    result = []
+    for step in range(len(rewards)):
+        result.append(
+            sum(gamma ** (later - step) * rewards[later] for later in range(step, len(rewards)))
+        )
+    return result
 
 
 def of_actions(

@@ -38,12 +38,10 @@ class TorchMember(nn.Module):
 
     def ordered(self) -> list[nn.Parameter]:
         """Return parameters in the bank's order: by layer, weight first, log_std last."""
-        values = [
-            p
-            for layer in self.layers
-            if isinstance(layer, nn.Linear)
-            for p in (layer.weight, layer.bias)
-        ]
+        values = []
+        for layer in self.layers:
+            if isinstance(layer, nn.Linear):
+                values.extend((layer.weight, layer.bias))
         return [*values, self.log_std] if self.box else values
 
     def load(self, flat: Tensor) -> None:

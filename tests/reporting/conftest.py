@@ -51,11 +51,11 @@ def write_fake_run(
     Fitness rises, and children are better.
     """
     rng = np.random.default_rng(seed)
-    members = [
-        {"slot": slot, "index": slot, "parent": None, "born": 0, "changes": {}, "reason": "founder",
-         "hyperparameters": {name: draw(name, rng) for name in evolve}}
-        for slot in range(size)
-    ]  # fmt: skip
+    founder = {"parent": None, "born": 0, "changes": {}, "reason": "founder"}
+    members = []
+    for slot in range(size):
+        drawn = {name: draw(name, rng) for name in evolve}
+        members.append({"slot": slot, "index": slot, **founder, "hyperparameters": drawn})
     begin = {
         "event": "run",
         "seed": seed,

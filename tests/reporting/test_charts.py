@@ -1,6 +1,6 @@
 """Charts hold the journal: fitness, lineage, learning steps and hyperparameters of every member."""
 
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import numpy as np
 import pytest
@@ -38,12 +38,16 @@ def chart_of(run, name):
 
 def test_every_fitness_is_a_point_and_every_failure_a_mark(tmp_path, fake_run):
     run = charts_of(fake_run(tmp_path, size=5, generations=6, failures=[(2, 1), (4, 0)]))
-    points = {point[:2] for line in run.fitness.lines for point in line.points}
+    points = set()
+    for line in run.fitness.lines:
+        for point in line.points:
+            points.add(point[:2])
     start = (0, run.summary.start.mean)
     assert points == {
         (r.generation, r.fitness) for r in results_of(run) if r.fitness is not None
     } | {start}
-    assert sorted(point.x for line in run.failures for point in line.points) == [2, 4]
+    failures = chain.from_iterable(line.points for line in run.failures)
+    assert sorted(point.x for point in failures) == [2, 4]
     low, high = run.fitness.limits
     assert all(low < y < high for _, y in points)
 
@@ -54,7 +58,8 @@ def test_the_best_members_line_runs_from_the_baseline_to_its_last_result(tmp_pat
     assert len(best) > 1
     assert best[0][0][:2] == (0, run.summary.baseline.fitness.mean)
     assert all(before[-1][:2] == after[0][:2] for before, after in pairwise(best))
-    assert best[-1][-1].y == max(point.y for line in run.fitness.lines for point in line.points)
+    points = chain.from_iterable(line.points for line in run.fitness.lines)
+    assert best[-1][-1].y == max(point.y for point in points)
     assert run.fitness.lines[-1].colour == BEST  # drawn last
 
 
@@ -63,7 +68,9 @@ def test_hyperparameters_are_constant_between_births(tmp_path, fake_run, name, l
     run = charts_of(fake_run(tmp_path, size=6, generations=8, seed=2, evolve=ALL_NAMES))
     chart = chart_of(run, name)
     assert chart.log is log
-    births = sorted(point[:2] for line in chart.births for point in line.points)
+    births = sorted(
+        point[:2] for point in chain.from_iterable(line.points for line in chart.births)
+    )
     expected = sorted(
         (history.origin.generation, getattr(history.results[0].hyperparameters, name))
         for history in run.summary.histories.values()
@@ -91,12 +98,11 @@ def test_every_member_is_in_its_slot_of_the_lineage(tmp_path, fake_run):
     }
     for history in run.summary.histories.values():
         if history.origin is not None:
-            points = [
-                point[:2]
-                for line in run.lineage.lines
-                if line.index == history.index
-                for point in line.points
-            ]
+            points = []
+            for line in run.lineage.lines:
+                if line.index == history.index:
+                    for point in line.points:
+                        points.append(point[:2])
             assert (history.origin.generation, history.origin.slot) in points
 
 
@@ -114,7 +120,9 @@ def test_each_member_has_a_line_of_its_metrics():
     ]
     charts = {chart.title: chart for chart in run_charts(summarise(events)).metrics}
     assert list(charts) == ["reward", "entropy"]
-    lines = {line.index: [point[:2] for point in line.points] for line in charts["reward"].lines}
+    lines = {}
+    for line in charts["reward"].lines:
+        lines[line.index] = [point[:2] for point in line.points]
     assert lines == {0: [(1, 0.5), (2, 0.75)], 1: [(1, 0.25)], 2: [(2, 0.0)]}
     assert [line.colour == BEST for line in charts["reward"].lines] == [False, False, True]
     assert [line.index for line in charts["entropy"].lines] == [0]
@@ -141,6 +149,8 @@ def test_many_steps_are_averaged():
         ),
     ]
     (chart,) = run_charts(summarise([*events, generation(1, member(0, 0))])).metrics
-    points = [point for line in chart.lines for point in line.points]
+    points = []
+    for line in chart.lines:
+        points.extend(line.points)
     assert len(points) == 5000
     assert np.mean([point.y for point in points]) == pytest.approx(rewards.mean())

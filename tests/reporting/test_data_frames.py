@@ -20,11 +20,10 @@ def run_dir(stored_network_run):
 def test_frames_hold_the_journal(run_dir):
     run = read_run(run_dir)
     events = read_journal(run_dir / "journal.jsonl")
-    reported = [
-        (event["generation"], each)
-        for event in latest_generations(events)
-        for each in event["members"]
-    ]
+    reported = []
+    for event in latest_generations(events):
+        for each in event["members"]:
+            reported.append((event["generation"], each))
     rows = run.members.to_dict("records")
     assert [(row["generation"], row["member"], row["fitness"], row["lr"]) for row in rows] == [
         (number, each["index"], each["fitness"], each["hyperparameters"]["lr"])
@@ -33,29 +32,25 @@ def test_frames_hold_the_journal(run_dir):
     assert [row["mean/loss"] for row in rows] == pytest.approx(
         [each["metrics"]["loss"] for _, each in reported]
     )
-    steps = [
-        (event["step"], each)
-        for event in events
-        if event["event"] == "step"
-        for each in event["members"]
-    ]
+    steps = []
+    for event in events:
+        if event["event"] == "step":
+            for each in event["members"]:
+                steps.append((event["step"], each))
     assert [
         (row["step"], row["member"], row["learning_rate"]) for row in run.steps.to_dict("records")
     ] == [(step, each["index"], each["learning_rate"]) for step, each in steps]
-    born = [
-        child
-        for event in latest_generations(events)
-        if event["plan"]
-        for child in event["plan"]["children"]
-    ]
+    born = []
+    for event in latest_generations(events):
+        if event["plan"]:
+            born.extend(event["plan"]["children"])
     assert born
     assert list(run.births["member"]) == [0, 1, 2, *(child["index"] for child in born)]
-    numbers = [
-        (child["index"], name, old, new)
-        for child in born
-        for name, (old, new) in child["changes"].items()
-        if not isinstance(new, str)
-    ]
+    numbers = []
+    for child in born:
+        for name, (old, new) in child["changes"].items():
+            if not isinstance(new, str):
+                numbers.append((child["index"], name, old, new))
     unnamed = run.changes[run.changes["new_name"].isna()]
     assert (
         list(unnamed[["member", "name", "old", "new"]].itertuples(index=False, name=None))
@@ -95,10 +90,9 @@ def test_dtypes_do_not_depend_on_the_run(run_dir, tmp_path):
     ):
         early = read_run(written(tmp_path / str(number), RUN, *events))
         for name, columns in COLUMNS.items():
-            kinds = [
-                {column: str(getattr(run, name)[column].dtype) for column in columns}
-                for run in (early, ended)
-            ]
+            kinds = []
+            for run in (early, ended):
+                kinds.append({column: str(getattr(run, name)[column].dtype) for column in columns})
             assert kinds[0] == kinds[1]
         assert (early.best, early.stopped) == (None, None)
         assert len(early.members) == (number == 2)

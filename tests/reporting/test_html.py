@@ -149,17 +149,18 @@ def test_the_fitness_chart_has_all_results(tmp_path, fake_run):
     summary = summarise(read_journal(path))
     charts = json.loads(Page(html_page(summary)).scripts[0])
     traces = [trace for trace in charts["fitness"]["data"] if trace.get("hoverinfo") == "text"]
-    shown = {
-        (x, y)
-        for trace in traces
-        for x, y in zip(trace["x"], trace["y"], strict=True)
-        if y is not None
-    }
-    results = [member for generation in summary.generations for member in generation.members]
+    shown = set()
+    for trace in traces:
+        for x, y in zip(trace["x"], trace["y"], strict=True):
+            if y is not None:
+                shown.add((x, y))
+    results = []
+    for generation in summary.generations:
+        results.extend(generation.members)
     assert {
         (r.generation, float(f"{r.fitness:.5g}")) for r in results if r.fitness is not None
     } <= shown
-    hovers = " ".join(text for trace in traces for text in trace["hovertext"])
+    hovers = " ".join(" ".join(trace["hovertext"]) for trace in traces)
     for result in results:
         assert f"<b>#{result.index}</b> in generation {result.generation}<br>" in hovers
 

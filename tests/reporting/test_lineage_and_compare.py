@@ -1,6 +1,7 @@
 """Lineage, best member and comparison of runs, read from journals."""
 
 import math
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -67,7 +68,8 @@ def test_every_member_is_listed_once(seed, generations, size):
 def test_the_winners_path_leads_from_a_founder_to_the_best_fitness(seed):
     events, parents = random_family(seed, 20, 5)
     _, winner, path = read(events)
-    best = max(each["fitness"] for event in events[1:] for each in event["members"])
+    members = chain.from_iterable(event["members"] for event in events[1:])
+    best = max(each["fitness"] for each in members)
     assert winner.fitness == best
     assert path[-1] == winner.index
     assert [parents[index] for index in path] == [None, *path[:-1]]

@@ -1,6 +1,7 @@
 """Reports of a run equal the records read from its journal."""
 
 import json
+from itertools import chain
 
 from evogrpo.reporting.records import BaselineReport, GenerationReport, TestReport
 
@@ -20,7 +21,8 @@ def test_generations_baseline_and_test_round_trip(any_stored_run):
         report for report in any_stored_run.reports if isinstance(report, GenerationReport)
     ]
     assert len(generations) == 3
-    assert any(member.changes for report in generations for member in report.members)
+    members = chain.from_iterable(report.members for report in generations)
+    assert any(member.changes for member in members)
     assert [
         GenerationReport.from_json(event) for event in any_stored_run.events("generation")
     ] == generations

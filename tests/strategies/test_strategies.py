@@ -14,7 +14,10 @@ class TestBandit(StrategyTestCase):
         strategy = self.make_strategy()
         population = SimulatedPopulation(4, failures=0.3, spread=3.0)
         histories = [history for history, _ in self.follow(strategy, population)]
-        earned = [record.fitness for each in histories[-1].generations for record in each.slots]
+        earned = []
+        for each in histories[-1].generations:
+            for record in each.slots:
+                earned.append(record.fitness)
         assert [mean for _, mean in strategy.observed] == [
             fitness.mean for fitness in earned if fitness is not None
         ]

@@ -78,7 +78,9 @@ def test_the_journal_holds_the_events_in_order(stored_language_run):
     (baseline,) = run.events("baseline")
     assert baseline["questions"] == 8
     # beta is 0
-    assert all("kl" not in member for event in run.events("step") for member in event["members"])
+    for event in run.events("step"):
+        for member in event["members"]:
+            assert "kl" not in member
     assert run.events("test")[0]["questions"] == 36
     assert run.events()[-1]["reason"] == "3 generations"
 
@@ -95,11 +97,10 @@ def test_the_base_is_measured_first(stored_language_run):
 
 def test_the_best_member_is_saved_with_the_state_of_its_fitness(stored_language_run):
     run = stored_language_run
-    fitness = {
-        (report.generation, member.index): member.fitness
-        for report in generations_of(run)
-        for member in report.members
-    }
+    fitness = {}
+    for report in generations_of(run):
+        for member in report.members:
+            fitness[(report.generation, member.index)] = member.fitness
     best = max(fitness.values())
     first = min(key for key, value in fitness.items() if value == best)
     kept = GRPO.load(run.folder / "best", actor_network=shared_model())
@@ -141,9 +142,9 @@ def test_a_finished_run_has_a_result(stored_language_run):
     assert (result.complete, result.generations, result.steps) == (True, 3, 6)
     assert result.reason == "3 generations"
     assert result.run_dir == stored_language_run.folder
-    members = [
-        member for report in generations_of(stored_language_run) for member in report.members
-    ]
+    members = []
+    for report in generations_of(stored_language_run):
+        members.extend(report.members)
     best = max(members, key=lambda member: member.fitness)
     assert (result.best.index, result.best.fitness.mean) == (best.index, best.fitness)
     assert result.best.hyperparameters == best.hyperparameters

@@ -198,12 +198,10 @@ def test_rollout_fitness_is_the_mean_reward_of_the_last_half_of_the_steps():
     )
     reports = finish(run)
     earned = rewards_by_member(reports)
-    members = [
-        member
-        for report in reports
-        if isinstance(report, GenerationReport)
-        for member in report.members
-    ]
+    members = []
+    for report in reports:
+        if isinstance(report, GenerationReport):
+            members.extend(report.members)
     assert len(members) == 6
     for member in members:
         last = earned[member.generation, member.index][1:]

@@ -39,12 +39,11 @@ def test_children_have_the_returned_hyperparameters():
     arm = Simulation(
         Tournament(z=0.0, mutation=halved), Surface(), wrong_founders(6, lr=1e-3), seed=0
     ).run(4)
-    changes = [
-        child.changes["lr"]
-        for plan in arm.plans
-        for child in plan.children
-        if "nothing" not in child.reason
-    ]
+    changes = []
+    for plan in arm.plans:
+        for child in plan.children:
+            if "nothing" not in child.reason:
+                changes.append(child.changes["lr"])
     # The first two children of a parent; later ones find both values taken and get any other.
     ratios = [new / old for old, new in changes]
     assert {0.5, 2.0} <= {round(ratio, 6) for ratio in ratios}
@@ -143,9 +142,10 @@ def test_journal_and_display_show_retirements_and_costs(halving):
     assert [plan["parents"].count(None) for plan in plans] == [2, 3, 1, 2]
     assert [len(plan["children"]) for plan in plans] == [0, 0, 3, 0]
     assert [len(each.members) for each in summarise(events).generations] == [4, 2, 1, 4, 2]
-    shown = [
-        [str(line) for line in plan_lines(r)] for r in reports if isinstance(r, GenerationReport)
-    ]
+    shown = []
+    for r in reports:
+        if isinstance(r, GenerationReport):
+            shown.append([str(line) for line in plan_lines(r)])
     assert [lines[-1] for lines in shown[:2]] == [
         f"selection: {samples} samples per step from the next generation" for samples in (16, 32)
     ]

@@ -52,12 +52,11 @@ def line_by_hand(folder):
     events = read_journal(folder / "journal.jsonl")
     generations = {event["generation"]: event["members"] for event in latest_generations(events)}
     index = next(event["index"] for event in reversed(events) if event["event"] == "test")
-    results = [
-        (each["fitness"], -number)
-        for number, all_ in generations.items()
-        for each in all_
-        if each["index"] == index
-    ]
+    results = []
+    for number, members in generations.items():
+        for each in members:
+            if each["index"] == index:
+                results.append((each["fitness"], -number))
     line = {}
     number = -max(results)[1]
     while number:
@@ -124,7 +123,9 @@ SECTIONS = {
 
 @pytest.mark.filterwarnings("ignore:No learning signal")
 def test_a_configured_run_is_replayed_with_its_settings(tmp_path):
-    settings = {name: value for part in SECTIONS.values() for name, value in part.items()}
+    settings = {}
+    for part in SECTIONS.values():
+        settings.update(part)
     settings |= {"strategy": EVENTFUL, "fitness": {"racing": True}}
     train("CartPole-v1", run_dir=tmp_path / "run", progress=False, **settings)
     stored = HyperparameterSchedule.read(tmp_path / "run")

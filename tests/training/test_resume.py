@@ -135,9 +135,11 @@ def test_a_run_stopped_twice_resumes_equal(name, tmp_path):
     finish(again)
     check_same_run(tmp_path / "run", tmp_path / "whole")
     assert again.result.best == uninterrupted.result.best
-    assert [record.fitness for each in again.run_state.history for record in each.slots] == [
-        record.fitness for each in uninterrupted.run_state.history for record in each.slots
-    ]
+    expected = uninterrupted.run_state.history
+    for each, other in zip(again.run_state.history, expected, strict=True):
+        assert [record.fitness for record in each.slots] == [
+            record.fitness for record in other.slots
+        ]
 
 
 @pytest.mark.parametrize("generation", [1, 3])

@@ -36,12 +36,11 @@ def test_a_resumed_run_writes_the_same_records(tmp_path):
 
 
 def test_plan_lineage_and_checkpoint_agree_on_networks(stored_network_run):
-    planned = {
-        child["index"]: child["changes"].get("network")
-        for event in stored_network_run.events("generation")
-        if event.get("plan")
-        for child in event["plan"]["children"]
-    }
+    planned = {}
+    for event in stored_network_run.events("generation"):
+        if event.get("plan"):
+            for child in event["plan"]["children"]:
+                planned[child["index"]] = child["changes"].get("network")
     assert any(planned.values())
     saved = open_run(stored_network_run.folder)
     births = {birth.index: birth for birth in saved.lineage}

@@ -72,14 +72,15 @@ VALUES = {
 @pytest.mark.parametrize("seed", range(3))
 def test_values_outside_the_space_move_to_the_nearest_with_a_warning(seed):
     rng = np.random.default_rng(seed)
-    earlier = [
-        replace(
-            FIRST,
-            **{name: values[rng.integers(3)] for name, values in VALUES.items()},
-            temperature=0.5 + number,
+    earlier = []
+    for number in range(4):
+        earlier.append(
+            replace(
+                FIRST,
+                **{name: values[rng.integers(3)] for name, values in VALUES.items()},
+                temperature=0.5 + number,
+            )
         )
-        for number in range(4)
-    ]
     founders, words = warm_start_founders(earlier, FIRST, SPACE, 8)
     warning = " ".join(words)
     for record in earlier:
@@ -150,7 +151,9 @@ def test_a_configuration_names_the_earlier_run_and_stores_the_founders(
 ):
     earlier = stored_network_run.folder
     folder = tmp_path / "run"
-    settings = {name: value for part in SMALL.values() for name, value in part.items()}
+    settings = {}
+    for part in SMALL.values():
+        settings.update(part)
     settings["hp_config"] = HyperparameterConfig(lr=(1e-3, 2e-2), clip_coef=(0.1, 0.4))
     run = train("CartPole-v1", like=str(earlier), run_dir=folder, max_episode_steps=20, **settings)
     found = best_hyperparameters(earlier)
