@@ -1,4 +1,4 @@
-"""Classic control: GRPO of evogrpo and PPO of Stable-Baselines3, at equal environment steps and at equal time.
+"""Classic control: GRPO against PPO of Stable-Baselines3, at equal steps and at equal time.
 
     python benchmarking/classic_control.py               # all missing runs, then the table;
     restartable python benchmarking/classic_control.py --table-only  # the table of the recorded

@@ -1,4 +1,4 @@
-"""Processor time of a generation over a long run, which must not grow with the length of the history.
+"""Processor time of a generation over a long run, which must not grow with the history.
 
     python benchmarking/long_run.py                     # 400 generations of two members on CartPole
     python benchmarking/long_run.py --generations 1000 --out runs/long_run.json
@@ -30,9 +30,16 @@ def generation_seconds(generations: int, folder: str) -> list[float]:
         2, env.observation_space, env.action_space, group_size=4, hp_config=space
     )
     run = evolve(
-        population, env, strategy=Tournament(z=0.0), run_dir=folder, progress=False, generations=generations,
-        steps_per_generation=1, samples_per_step=8, test_questions=0,
-    )  # fmt: skip
+        population,
+        env,
+        strategy=Tournament(z=0.0),
+        run_dir=folder,
+        progress=False,
+        generations=generations,
+        steps_per_generation=1,
+        samples_per_step=8,
+        test_questions=0,
+    )
     times = [time.process_time() for _ in run]
     return np.diff(times)[10:].tolist()
 

@@ -38,7 +38,7 @@ TEST = 256
 
 
 def run(task: str, seed: int, precision: str, generations: int, steps: int) -> dict[str, Any]:
-    """Return the validation accuracy of each generation, the score of each test question, and processor seconds."""
+    """Return validation accuracies, the score of each test question, and processor seconds."""
     base = load_base("smollm2-135m", dtype=getattr(torch, precision))
     env = TASKS[task].build(base.tokenizer, seed=seed, validation_size=VALIDATION, test_size=TEST)
     population = GRPO.population(

@@ -16,7 +16,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 
 def write_record(path: Path, content: Mapping[str, Any]) -> None:
-    """Write measurements with the command, the commit, the machine and the versions of packages, in one go."""
+    """Write measurements with the command, the commit, the machine and versions of packages."""
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_suffix(".tmp")
     scratch.write_text(json.dumps({**provenance(), **content}, indent=1) + "\n", encoding="utf-8")

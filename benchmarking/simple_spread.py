@@ -1,4 +1,4 @@
-"""MPE2 simple_spread: a random policy, GRPO with several agents and independent PPO, at equal environment steps.
+"""MPE2 simple_spread: random policy, GRPO with several agents, independent PPO, equal steps.
 
     python benchmarking/simple_spread.py [--seeds 0 1 2] [--joint-steps 100000] [--methods random
     grpo ppo]

@@ -1,4 +1,4 @@
-"""Study: what finds good hyperparameters for the same samples, if the learning rate or everything is unknown?
+"""Study: what finds good hyperparameters for the same samples, if lr or all are unknown?
 
     pip install "gymnasium[box2d,mujoco]" optuna reasoning-gym python benchmarking/study.py run
     # all missing runs; a stopped study continues python benchmarking/study.py run --tasks
@@ -87,34 +87,67 @@ class Task:
 
 def _language_task(random: float, solved: float) -> Task:
     return Task(
-        budget=60_000, seconds=80.0, random=random, solved=solved, tuned={"lr": 3e-4}, samples=64, members=4,
-        samples_each=16, test=128, language=True,
-    )  # fmt: skip
+        budget=60_000,
+        seconds=80.0,
+        random=random,
+        solved=solved,
+        tuned={"lr": 3e-4},
+        samples=64,
+        members=4,
+        samples_each=16,
+        test=128,
+        language=True,
+    )
 
 
 TASKS: dict[str, Task] = {
     "CartPole-v1": Task(
-        budget=200_000, seconds=5.0, random=23.0, solved=500.0, tuned={"lr": 5e-3, "update_epochs": 2}
+        budget=200_000,
+        seconds=5.0,
+        random=23.0,
+        solved=500.0,
+        tuned={"lr": 5e-3, "update_epochs": 2},
     ),
     "Acrobot-v1": Task(
-        budget=300_000, seconds=8.0, random=-498.0, solved=-80.0, tuned={"lr": 1e-3, "update_epochs": 2}
+        budget=300_000,
+        seconds=8.0,
+        random=-498.0,
+        solved=-80.0,
+        tuned={"lr": 1e-3, "update_epochs": 2},
     ),
     "Pendulum-v1": Task(
-        budget=500_000, seconds=15.0, random=-1230.0, solved=-150.0, tuned={"lr": 3e-3, "update_epochs": 4}
+        budget=500_000,
+        seconds=15.0,
+        random=-1230.0,
+        solved=-150.0,
+        tuned={"lr": 3e-3, "update_epochs": 4},
     ),
     "LunarLander-v3": Task(
-        budget=200_000, seconds=15.0, random=-184.0, solved=200.0, tuned={"lr": 1e-3, "update_epochs": 4}, samples=16
+        budget=200_000,
+        seconds=15.0,
+        random=-184.0,
+        solved=200.0,
+        tuned={"lr": 1e-3, "update_epochs": 4},
+        samples=16,
     ),
     "FrozenLake-v1": Task(
-        budget=200_000, seconds=15.0, random=0.015, solved=0.74, tuned={"lr": 3e-3, "update_epochs": 2}, samples=64,
-        validation=100, test=1000,
+        budget=200_000,
+        seconds=15.0,
+        random=0.015,
+        solved=0.74,
+        tuned={"lr": 3e-3, "update_epochs": 2},
+        samples=64,
+        validation=100,
+        test=1000,
     ),
-    "LunarLanderContinuous-v3": Task(budget=200_000, seconds=15.0, random=-184.0, solved=200.0, samples=16),
+    "LunarLanderContinuous-v3": Task(
+        budget=200_000, seconds=15.0, random=-184.0, solved=200.0, samples=16
+    ),
     "InvertedDoublePendulum-v5": Task(budget=200_000, seconds=15.0, random=60.0, solved=9100.0),
     "two_digit_sums": _language_task(0.05, 0.6),
     "number_sequences": _language_task(0.0, 0.8),
     "chain_sum": _language_task(0.05, 0.6),
-}  # fmt: skip
+}
 
 LR = {
     False: RLParameter(min=1e-4, max=1e-1, scale="log"),
@@ -199,7 +232,7 @@ def random_point(task: Task, space: HyperparameterConfig, seed: int) -> dict[str
 
 
 def questions(name: str, task: Task, tokenizer: Any, seed: int) -> Any:
-    """Return the environment of a language task: a built-in one, or sums of reasoning-gym scored like them."""
+    """Return the environment of a language task: built-in, or sums of reasoning-gym."""
     from evogrpo.envs.text.tasks import TASKS as BUILT_IN
     from evogrpo.envs.text.tasks import accuracy
 
@@ -230,9 +263,15 @@ def questions(name: str, task: Task, tokenizer: Any, seed: int) -> Any:
 
 
 def make_run(
-    name: str, task: Task, arm: Arm, space: HyperparameterConfig, first: Mapping[str, Any], seed: int, budget: int,
+    name: str,
+    task: Task,
+    arm: Arm,
+    space: HyperparameterConfig,
+    first: Mapping[str, Any],
+    seed: int,
+    budget: int,
     env_seed: int | None = None,
-) -> tuple[Any, Any]:  # fmt: skip
+) -> tuple[Any, Any]:
     """Return the environment, and a run that ends with the budget."""
     starts = seed if env_seed is None else env_seed
     samples = task.samples if arm.alone else task.samples_each
@@ -507,7 +546,7 @@ def run_missing(chosen: argparse.Namespace) -> None:
 
 
 def tables(runs: Sequence[Mapping[str, Any]]) -> str:
-    """Return the tables as Markdown: unknown lr and unknown everything, at equal samples and at equal time."""
+    """Return the tables as Markdown: unknown lr or everything, equal samples or time."""
     parts = []
     for unknown, title in (
         ("lr", "The learning rate is unknown"),

@@ -1,4 +1,4 @@
-"""Environment steps per second of a population on CartPole, and of the same agents trained separately.
+"""Environment steps per second: a population on CartPole, and the same agents separately.
 
     python benchmarking/throughput.py [--learning-steps 150] [--rounds 3] [--cores 2] [--out
     runs/throughput.json]
@@ -88,9 +88,13 @@ def train(members: int, learning_steps: int, seed: int) -> int:
     env = GymnasiumGroups("CartPole-v1", seed=seed)
     steps = 0
     population = GRPO.population(
-        members, env.observation_space, env.action_space, network=NetworkConfig(hidden=(64,)), seed=seed,
+        members,
+        env.observation_space,
+        env.action_space,
+        network=NetworkConfig(hidden=(64,)),
+        seed=seed,
         **HYPERPARAMETERS,
-    )  # fmt: skip
+    )
     for step in range(learning_steps):
         block = SAMPLES // population[0].group_size
         collected = population.collect(env, step=step, samples_per_step=SAMPLES, block=block)
@@ -100,7 +104,7 @@ def train(members: int, learning_steps: int, seed: int) -> int:
 
 
 def work(number: int) -> tuple[int, float]:
-    """Warm up, wait for the other processes, work; return environment steps and processor seconds."""
+    """Warm up, wait for other processes, work; return environment steps and processor seconds."""
     way, learning_steps, barrier = _SHARED
     torch.set_num_threads(way.threads)
     try:
@@ -117,7 +121,7 @@ def work(number: int) -> tuple[int, float]:
 
 
 def measure(way: Way, learning_steps: int) -> dict[str, float]:
-    """Return environment steps and processor seconds of all processes, and the wall seconds until the last ends."""
+    """Return environment steps, processor seconds and wall seconds of all processes together."""
     context = multiprocessing.get_context("fork")
     barrier = context.Barrier(way.processes + 1)
     _SHARED[:] = way, learning_steps, barrier

@@ -1,4 +1,4 @@
-"""The sampler for vLLM on a CPU: differences of log-probabilities, time to load an adapter, and speed.
+"""The sampler for vLLM on a CPU: log-probability differences, loading time and speed.
 
     make .venv-vllm/.installed   # 3.4 GB python benchmarking/vllm_sampler.py [--python
     .venv-vllm/bin/python] [--precisions float32] [--fake]
@@ -48,7 +48,7 @@ def processor_seconds(server: RealServer | VLLMServer) -> float:
 
 
 def measure(precision: str, *, fake: bool, folder: Path) -> dict[str, Any]:
-    """Return differences in nats, seconds of loading an adapter, and tokens per processor second of both samplers."""
+    """Return differences in nats, seconds per loaded adapter, and tokens per processor second."""
     dtype: torch.dtype = getattr(torch, precision)
     model = tiny_llama().to(dtype) if fake else load_base("smollm2-135m", dtype=dtype).model
     bank = different_members(model, MEMBERS, std=0.03, lora_config=LORA)
@@ -81,9 +81,12 @@ def measure(precision: str, *, fake: bool, folder: Path) -> dict[str, Any]:
     finally:
         server.stop()
     return {
-        "mean": float(differences.mean()), "largest": float(differences.max()), "load": sorted(seconds)[MEMBERS // 2],
-        "vllm": speed, "own": bank_speed,
-    }  # fmt: skip
+        "mean": float(differences.mean()),
+        "largest": float(differences.max()),
+        "load": sorted(seconds)[MEMBERS // 2],
+        "vllm": speed,
+        "own": bank_speed,
+    }
 
 
 def main() -> None:

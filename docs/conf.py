@@ -1,7 +1,8 @@
-"""The documentation site: Sphinx over the repository itself, so that a link means the same on the site as in the tree.
+"""The documentation site: Sphinx over the repository, so that links are the same as in the tree.
 
-`make docs` builds it into build/docs. Pages are Markdown (MyST), tutorials are shown as they are stored, never run,
-and what can be read off the code (configuration keys, metrics, commands, public names) is: see docs/generate.
+`make docs` builds it into build/docs. Pages are Markdown (MyST). Tutorials are shown as they are
+stored and never run. Configuration keys, metrics, commands and public names are generated from the
+code: see docs/generate.
 """
 
 import sys
@@ -75,7 +76,7 @@ default_role = "py:obj"
 
 
 def _answering(inventories: dict[str, str]) -> dict[str, tuple[str, None]]:
-    """Return the other projects whose lists of names can be read now: without a network the site has fewer links."""
+    """Return the other projects whose lists of names can be read; needs a network."""
     found: dict[str, tuple[str, None]] = {}
     for name, address in inventories.items():
         try:

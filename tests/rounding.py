@@ -43,5 +43,8 @@ def assert_metrics_agree(one: Mapping[str, float], other: Mapping[str, float]) -
     """
     assert one.keys() == other.keys()
     for name in one:
-        exact = 4 * LOG_PROB if name.startswith("sampling/sampling_logp_difference") else 1e-5
+        if name.startswith("sampling/sampling_logp_difference"):
+            exact = 4 * LOG_PROB
+        else:
+            exact = 1e-5
         assert one[name] == pytest.approx(other[name], rel=1e-3, abs=exact, nan_ok=True), name

@@ -109,7 +109,9 @@ def _done(func, args, kwargs):
         return wrappers[id(each)] if id(each) in wrappers else Simulated(each)
 
     outside = tree_map(wrapped, made)
-    return return_and_correct_aliasing(func, args, kwargs, outside) if simulated else outside
+    if simulated:
+        return return_and_correct_aliasing(func, args, kwargs, outside)
+    return outside
 
 
 def _check(func, flat) -> None:

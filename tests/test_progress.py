@@ -39,7 +39,10 @@ def test_every_part_of_a_step_runs_from_zero_to_its_total(make):
     )
     listened = take_a_step(*make(), stop)
     learning = next(label for label, _ in updates if label.startswith("learning"))
-    acting = "writing 16 completions" if make is language else "playing 16 episodes"
+    if make is language:
+        acting = "writing 16 completions"
+    else:
+        acting = "playing 16 episodes"
     parts = {}
     for label, part in updates:
         parts.setdefault(label, []).append(part)

@@ -37,7 +37,10 @@ class _Shown:
     """A default whose repr has no address."""
 
     def __init__(self, default: object) -> None:
-        text = default.__qualname__ if inspect.isroutine(default) else repr(default)
+        if inspect.isroutine(default):
+            text = default.__qualname__
+        else:
+            text = repr(default)
         self.text = f"{type(default).__name__}()" if " at 0x" in text else text
 
     def __repr__(self) -> str:

@@ -48,9 +48,9 @@ def test_dimensions_of_observations_and_actions(space, observed, acted):
 def shapes(tree):
     if isinstance(tree, dict):
         return {key: shapes(part) for key, part in tree.items()}
-    return (
-        tuple(shapes(part) for part in tree) if isinstance(tree, tuple) else tuple(tree.shape[1:])
-    )
+    if isinstance(tree, tuple):
+        return tuple(shapes(part) for part in tree)
+    return tuple(tree.shape[1:])
 
 
 @pytest.mark.parametrize("space", SPACES, ids=str)

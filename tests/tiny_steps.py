@@ -39,7 +39,10 @@ def cart_pole(**options: Any) -> GymnasiumGroups:
 
 def step_options(env: GymnasiumGroups, **options: Any) -> dict[str, Any]:
     spaces = {"observation_space": env.observation_space, "action_space": env.action_space}
-    network = {} if "actor_network" in options else {"network": NetworkConfig(hidden=(6, 5))}
+    if "actor_network" in options:
+        network = {}
+    else:
+        network = {"network": NetworkConfig(hidden=(6, 5))}
     return spaces | network | {"group_size": 4, "batch_size": 64} | options
 
 

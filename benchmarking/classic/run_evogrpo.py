@@ -1,4 +1,4 @@
-"""Train GRPO on one task: one agent with fixed hand-tuned hyperparameters, or an evolving population of 8."""
+"""Train GRPO on one task: one agent with hand-tuned hyperparameters, or a population of 8."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class CountedGroups(GymnasiumGroups):
 
 
 def make_population(size: int, env: GymnasiumGroups, recipe: Recipe, seed: int) -> Population:
-    """Return one agent with the hyperparameters of the recipe, or several that are spread over its ranges."""
+    """Return one agent with the hyperparameters of the recipe, or several around them."""
     return GRPO.population(
         size,
         env.observation_space,

@@ -179,7 +179,7 @@ def prepare(
 
 
 def demo_model() -> Path:
-    """Return the folder of the demo model; another process unpacks it, which keeps this one small."""
+    """Return the folder of the demo model; another process unpacks it, to save memory here."""
     code = (
         "from evogrpo.members.language.loading import demo_model_folder; print(demo_model_folder())"
     )
@@ -301,13 +301,31 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--systems", nargs="+", choices=CONTESTANTS, default=DEFAULT_SYSTEMS, metavar="NAME",
-                        help=f"which to run, in this order, of {', '.join(CONTESTANTS)}")  # fmt: skip
-    parser.add_argument("--settings", nargs="+", choices=workload.SETTINGS, default=["short"], metavar="NAME",
-                        help=f"lengths of prompts and completions, one after another, of "
-                        f"{', '.join(workload.SETTINGS)}")  # fmt: skip
-    parser.add_argument("--precisions", nargs="+", choices=workload.PRECISIONS, default=["float32"], metavar="NAME",
-                        help=f"of the base model, of {', '.join(workload.PRECISIONS)}")  # fmt: skip
+    parser.add_argument(
+        "--systems",
+        nargs="+",
+        choices=CONTESTANTS,
+        default=DEFAULT_SYSTEMS,
+        metavar="NAME",
+        help=f"which to run, in this order, of {', '.join(CONTESTANTS)}",
+    )
+    parser.add_argument(
+        "--settings",
+        nargs="+",
+        choices=workload.SETTINGS,
+        default=["short"],
+        metavar="NAME",
+        help=f"lengths of prompts and completions, one after another, of "
+        f"{', '.join(workload.SETTINGS)}",
+    )
+    parser.add_argument(
+        "--precisions",
+        nargs="+",
+        choices=workload.PRECISIONS,
+        default=["float32"],
+        metavar="NAME",
+        help=f"of the base model, of {', '.join(workload.PRECISIONS)}",
+    )
     parser.add_argument(
         "--rounds",
         type=int,
@@ -317,13 +335,25 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--steps", type=int, default=3, help="learning steps measured in a run, after one left out"
     )
-    parser.add_argument("--micro-batches", nargs="+", type=tried, default=[], metavar="NAME=N[,N]",
-                        help="those that are tried for a system; a single one is taken without trial")  # fmt: skip
+    parser.add_argument(
+        "--micro-batches",
+        nargs="+",
+        type=tried,
+        default=[],
+        metavar="NAME=N[,N]",
+        help="those that are tried for a system; a single one is taken without trial",
+    )
     parser.add_argument(
         "--device", choices=workload.DEVICES, default="cpu", help="device of the models"
     )
-    parser.add_argument("--pythons", nargs="+", type=interpreter, default=[], metavar="PEER=PATH",
-                        help="a Python that has a peer's packages, such as trl=/usr/bin/python3")  # fmt: skip
+    parser.add_argument(
+        "--pythons",
+        nargs="+",
+        type=interpreter,
+        default=[],
+        metavar="PEER=PATH",
+        help="a Python that has a peer's packages, such as trl=/usr/bin/python3",
+    )
     parser.add_argument(
         "--threads", type=int, default=os.cpu_count() or 1, help="threads for every system alike"
     )

@@ -1,4 +1,4 @@
-"""Time a population of evogrpo on the fixed work; runs in the Python that evogrpo is installed in."""
+"""Time a population of evogrpo on the fixed work; runs in the Python that has evogrpo."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from evogrpo.storage.journal import read_journal  # noqa: E402
 def share_of_digits(
     completions: list[str], completion_ids: list[list[int]], **_: Any
 ) -> list[float]:
-    """Reward every completion, and check that each has the number of tokens that every system processes."""
+    """Reward every completion, and check that it has the number of tokens of all systems."""
     for completion, ids in zip(completions, completion_ids, strict=True):
         if "made-up" not in completion:  # the completion that evogrpo tests reward functions with
             workload.check_tokens("a completion", len(ids), work.completion_tokens)

@@ -37,7 +37,7 @@ class StepClock(TrainerCallback):
 def share_of_digits(
     completions: list[str], completion_ids: list[list[int]], **_: Any
 ) -> list[float]:
-    """Reward every completion, and check that each has the number of tokens that every system processes."""
+    """Reward every completion, and check that it has the number of tokens of all systems."""
     for ids in completion_ids:
         workload.check_tokens("a completion", len(ids), work.completion_tokens)
     return [workload.reward(completion) for completion in completions]

@@ -13,8 +13,9 @@ from evogrpo.storage.checkpoint import MANIFEST_NAME
 KeyPath = tuple[str | int, ...]
 
 VALUES: tuple[Any, ...] = (
-    None, True, False, [], {}, "", "x", "../../etc/passwd", "\x1b[2J", "nan", -1, 0, 1, 1.5, 2**31, 2**63, 10**299,
-    1e308, -1e308, [None], ["x"], [2**31], [2**40, 2**40], {"x": 1}, [[[[[[]]]]]], {"a": {"a": {"a": {}}}},
+    None, True, False, [], {}, "", "x", "../../etc/passwd", "\x1b[2J", "nan", -1, 0, 1, 1.5,
+    2**31, 2**63, 10**299, 1e308, -1e308, [None], ["x"], [2**31], [2**40, 2**40], {"x": 1},
+    [[[[[[]]]]]], {"a": {"a": {"a": {}}}},
 )  # fmt: skip
 """Values that replace others: other types, other sizes, extreme numbers."""
 
@@ -34,7 +35,7 @@ def key_paths(value: Any, path: KeyPath = ()) -> Iterator[KeyPath]:
 
 
 def forged(record: dict[str, Any], rng: np.random.Generator) -> tuple[Any, str]:
-    """Return a copy of a record with one value replaced, removed, doubled or put in a list, and a description."""
+    """Return a copy of a record with one value replaced, removed or moved, and a description."""
     copy = json.loads(json.dumps(record))
     known = list(key_paths(copy))
     path = known[int(rng.integers(len(known)))]

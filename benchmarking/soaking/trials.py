@@ -164,7 +164,7 @@ def raced(soak: Soak, run_dir: Path, seed: int, rng: np.random.Generator) -> Non
 
 
 def damaged(soak: Soak, run_dir: Path, seed: int, rng: np.random.Generator) -> None:
-    """Flip a bit in, truncate or remove a file of the newest checkpoint or of the best member, then resume."""
+    """Damage a file of the newest checkpoint or of the best member, then resume."""
     shutil.copytree(soak.finished[seed], run_dir)
     newest = generation_folder(run_dir, world.GENERATIONS)
     folder = newest if rng.integers(2) else run_dir / "best"

@@ -61,7 +61,7 @@ def begin_or_resume(folder: Path, seed: int, generations: int = GENERATIONS) -> 
 
 
 def outcome(folder: Path) -> tuple[Any, ...]:
-    """Return the result of a finished run, without times: equal runs have equal results, bit for bit."""
+    """Return a run's result without times: equal runs have equal results, bit for bit."""
     saved = open_run(folder)
     assert not saved.skipped, saved.skipped
     tensors = {name: tensor.numpy().tobytes() for name, tensor in sorted(saved.tensors.items())}

@@ -1,6 +1,7 @@
 """Reference of the configuration keys: type, default, range and description of each.
 
-Names, types, ranges and defaults are those of the configuration records. Descriptions come from their docstrings.
+Names, types, ranges and defaults are those of the configuration records. Descriptions come from
+their docstrings.
 """
 
 import dataclasses
@@ -27,8 +28,8 @@ from evogrpo.training.task_types import TASK_TYPES
 from evogrpo.validation import json_schema
 
 _SEPARATE = {
-    "task", "hyperparameters", "search_space", "population", "schedule", "strategy", "fitness", "agent", "logging",
-    "run_id",
+    "task", "hyperparameters", "search_space", "population", "schedule", "strategy", "fitness",
+    "agent", "logging", "run_id",
 }  # fmt: skip
 """Fields of `Config` with a section of their own, and one that users do not set."""
 
@@ -69,32 +70,56 @@ class Key:
 
 def sections() -> list[Section]:
     """Return all sections, in the order of the page."""
+    evolving = "Any of these may be `auto`: it then evolves, in the package's range. "
+    schedule = ", ".join(f"`{key}: {value}`" for key, value in DEFAULT_SCHEDULE.items())
     return [
         Section(path="", title="Top level", record=Config),
         *_tasks(),
         Section(path="task.dataset", title="Dataset", record=DatasetFiles),
         Section(path="task.wrappers[]", title="Wrapper with options", record=WrapperSection),
-        Section(path="hyperparameters", title="Hyperparameters of the first member", record=Hyperparameters,
-                lead="Any of these may be `auto`: it then evolves, in the package's range. " + _other_defaults()),
-        Section(path="search_space.NAME", title="Search space", record=RLParameter,
-                lead="One mapping for each hyperparameter that evolves, `auto` for the package's own range, or `null` "
-                "to keep it as it is."),
+        Section(
+            path="hyperparameters",
+            title="Hyperparameters of the first member",
+            record=Hyperparameters,
+            lead=evolving + _other_defaults(),
+        ),
+        Section(
+            path="search_space.NAME",
+            title="Search space",
+            record=RLParameter,
+            lead="One mapping for each hyperparameter that evolves, `auto` for the package's own "
+            "range, or `null` to keep it as it is.",
+        ),
         Section(path="population", title="Population", record=PopulationConfig),
-        Section(path="schedule", title="Schedule", record=Schedule,
-                lead="Without this section: " + ", ".join(f"`{k}: {v}`" for k, v in DEFAULT_SCHEDULE.items()) + "."),
-        Section(path="fitness", title="Fitness", record=FitnessConfig,
-                lead="Or one of the names of `by`."),
+        Section(
+            path="schedule",
+            title="Schedule",
+            record=Schedule,
+            lead=f"Without this section: {schedule}.",
+        ),
+        Section(
+            path="fitness",
+            title="Fitness",
+            record=FitnessConfig,
+            lead="Or one of the names of `by`.",
+        ),
         *_strategies(),
         Section(path="agent", title="Agent: language models", record=LanguageAgent),
         Section(path="agent.lora", title="LoRA adapters", record=LoraSettings),
         Section(path="agent", title="Agent: small networks", record=NetworkOptions),
         Section(path="agent.network", title="Network architecture", record=NetworkConfig),
-        Section(path="agent.evolve_network", title="Evolving architectures", record=ArchitectureLimits),
-        Section(path="agent.objective", title="Objective", record=Objective,
-                lead="Switches that exclude each other are in [objective.md](/docs/objective.md)."),
+        Section(
+            path="agent.evolve_network", title="Evolving architectures", record=ArchitectureLimits
+        ),
+        Section(
+            path="agent.objective",
+            title="Objective",
+            record=Objective,
+            lead="Switches that exclude each other are in [objective.md](/docs/objective.md).",
+        ),
         Section(path="agent.optimizer", title="Optimizer", record=Optimizer),
         Section(path="logging", title="Logging", record=LoggingConfig),
-    ]  # fmt: skip
+    ]
 
 
 def _tasks() -> Iterator[Section]:
@@ -157,7 +182,7 @@ def _default(field: "dataclasses.Field[Any]") -> Any:
 
 
 def _shown(value: Any) -> str:
-    """Return the text of a default: its YAML value as code, or the values of a record that are not defaults."""
+    """Return a default's text: its YAML value as code, or the values that a record changes."""
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return f"`{_written(value)}`"
     plain = type(value)()
@@ -192,8 +217,10 @@ def _kind(node: Mapping[str, Any]) -> str:
     if choices := node.get("enum", [node["const"]] if "const" in node else []):
         return "one of " + ", ".join(f"`{each}`" for each in choices)
     name = node.get("type")
-    if name in ("integer", "number"):
-        return f"{'whole number' if name == 'integer' else 'number'} {_bounds(node, name == 'integer')}".strip()
+    if name == "integer":
+        return f"whole number {_bounds(node, True)}".strip()
+    if name == "number":
+        return f"number {_bounds(node, False)}".strip()
     words = {
         "boolean": "true or false",
         "string": "text",

@@ -28,7 +28,7 @@ def entries(docstring: str, section: str = "Attributes") -> Mapping[str, str]:
 
 
 def attributes(kind: type) -> Mapping[str, str]:
-    """Return the descriptions of a class's attributes, including inherited ones; the class itself takes precedence."""
+    """Return the descriptions of a class's attributes, including inherited ones."""
     found: dict[str, str] = {}
     for each in reversed(kind.__mro__):
         for section in ("Args", "Attributes"):
@@ -45,7 +45,8 @@ def summary(thing: object) -> str:
 def as_markup(lines: Sequence[str]) -> list[str]:
     r"""Return plain text with `code` as reStructuredText without any other markup.
 
-    Docstrings are plain text: a star, a bar or an underscore at the end of a word has no special meaning.
+    Docstrings are plain text: a star, a bar or an underscore at the end of a word has no special
+    meaning.
     """
     parts = re.split(r"(`+[^`]*`+)", "\n".join(lines))
     # code that an s follows

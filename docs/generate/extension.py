@@ -1,4 +1,4 @@
-"""Sphinx directive `generated`, which inserts generated parts of pages, and conversion of docstrings for Sphinx."""
+"""Sphinx directive `generated` for generated parts of pages; docstrings for Sphinx."""
 
 from typing import Any, ClassVar
 
@@ -14,7 +14,7 @@ from docs.generate.pages import PAGES
 
 
 class Generated(SphinxDirective):
-    """Directive that inserts a generated part; its argument is a key of `PAGES`, or "names" and a package."""
+    """Directive that inserts a generated part: a key of `PAGES`, or "names" and a package."""
 
     required_arguments = 1
     optional_arguments = 1

@@ -1,4 +1,4 @@
-"""Keyword arguments and attributes of agents for type checkers, derived from the records of settings.
+"""Keyword arguments and attributes of agents for type checkers, from the records of settings.
 
 `python -m docs.generate.keywords` writes them to `evogrpo/config/keywords.py`.
 """
@@ -57,10 +57,16 @@ def module() -> str:
             _keywords("LanguageKeywords", "of language models", _fields(LanguageOptions, shared)),
             _keywords("NetworkKeywords", "of small networks", _fields(NetworkOptions, shared)),
             _keywords("SharedKeywords", "of all agents", shared),
-            _keywords("TeamKeywords", "of members that act for several agents", _fields(TeamOptions)),
-            _class("HyperparameterAttributes", "Hyperparameters as attributes of an agent.", hyperparameters),
+            _keywords(
+                "TeamKeywords", "of members that act for several agents", _fields(TeamOptions)
+            ),
+            _class(
+                "HyperparameterAttributes",
+                "Hyperparameters as attributes of an agent.",
+                hyperparameters,
+            ),
         ]
-    )  # fmt: skip
+    )
 
 
 def _fields(record: type[Any], left_out: Mapping[str, Any] = {}) -> dict[str, str]:

@@ -24,7 +24,7 @@ PACKAGES = (
     "evogrpo.storage.checkpoint",
     "evogrpo.cli",
 )
-"""The packages and modules with an `__all__`, in the order of the pages; a name is described on the first."""
+"""Packages and modules with an `__all__`, in page order; a name is described on the first."""
 
 INTERFACES = {
     "evogrpo.training.evolve": ("Run",),
@@ -38,7 +38,13 @@ INTERFACES = {
     "evogrpo.training.schedule": ("Schedule",),
     "evogrpo.algorithms.agent": ("Agent",),
     "evogrpo.compat.translation": ("Imported",),
-    "evogrpo.config.agent": ("LanguageOptions", "NetworkOptions", "TeamOptions", "AgentOptions", "Seeded"),
+    "evogrpo.config.agent": (
+        "LanguageOptions",
+        "NetworkOptions",
+        "TeamOptions",
+        "AgentOptions",
+        "Seeded",
+    ),
     "evogrpo.algorithms.factory": ("CommonOptions", "Options", "MultiAgentOptions"),
     "evogrpo.envs.text.prompt_environment": ("PromptOptions",),
     "evogrpo.members.language.loading": ("load_base", "BaseModel"),
@@ -75,7 +81,7 @@ _FOREIGN = (
 
 
 def described(package: str) -> Iterator[tuple[str, str]]:
-    """Yield the names on this package's page with their modules: those that no earlier package has."""
+    """Yield names and modules of this package's page, without those of earlier packages."""
     before: set[int] = set()
     for each in PACKAGES[: PACKAGES.index(package)]:
         module = import_module(each)
@@ -94,7 +100,7 @@ def elsewhere(package: str) -> list[str]:
 
 
 def page(package: str) -> str:
-    """Return the reStructuredText for the names of a package, or for those that only "interfaces" has."""
+    """Return the reStructuredText for names of a package, or for those of "interfaces" only."""
     if package == "interfaces":
         return "\n\n".join(
             _entry(name, module) for module, names in INTERFACES.items() for name in names
@@ -120,7 +126,7 @@ def _entry(name: str, home: str) -> str:
 
 
 def _text_below(name: str, home: str) -> Sequence[str]:
-    """Return the text below an assignment, in the module or in the module that it is imported from."""
+    """Return the text below an assignment, in the module or where it is imported from."""
     while True:
         tree = ast.parse(Path(import_module(home).__file__ or "").read_text(encoding="utf-8"))
         for node, after in pairwise([*tree.body, ast.Pass()]):

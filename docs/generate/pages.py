@@ -12,4 +12,4 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "frames": metrics.frames_page,
     "commands": commands.page,
 }
-"""Functions that make the Markdown of a part; `names PACKAGE` is reStructuredText, for Sphinx's autodoc."""
+"""Functions that make the Markdown of a part; `names PACKAGE` is reStructuredText."""

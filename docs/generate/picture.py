@@ -1,4 +1,4 @@
-"""Picture of a run for README.md, legible on a phone: `python -m docs.generate.picture runs/demo docs/demo.png`."""
+"""Picture of a run for README.md: `python -m docs.generate.picture runs/demo docs/demo.png`."""
 
 import argparse
 from pathlib import Path

@@ -1,7 +1,8 @@
 """Terminal session of a run as a picture: `python -m docs.generate.session demo.svg demo`.
 
-The command runs in the working directory. Its output is stored beside the picture as `demo.ansi`; `--again` draws from
-this file. Of a long session, the picture shows the start, the last generation and the end.
+The command runs in the working directory. Its output is stored beside the picture as `demo.ansi`;
+`--again` draws from this file. Of a long session, the picture shows the start, the last generation
+and the end.
 """
 
 import argparse

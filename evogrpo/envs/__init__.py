@@ -1,1 +1,1 @@
-"""Environments: prompt datasets and conversations (`text`), Gymnasium and PettingZoo (`control`)."""
+"""Environments: prompt datasets, conversations (`text`), Gymnasium, PettingZoo (`control`)."""

@@ -1,4 +1,4 @@
-"""Conformance suites for pytest: subclass the test case of a protocol to test an implementation of your own.
+"""Conformance suites for pytest: subclass the test case of a protocol to test your own class.
 
 `environments` is for `GroupEnvironment`, `members` for `Members`, `strategies` for `Strategy`, and
 `samplers` for `Sampler`.

@@ -153,7 +153,7 @@ def source_of(history: History, plan: Plan, child: MemberRecord) -> MemberRecord
 
 
 def permuted(history: History, order: Sequence[int]) -> History:
-    """Return the same history with every member in another slot: slot i gets the member of slot `order[i]`."""
+    """Return the same history with members in other slots: slot i gets that of slot `order[i]`."""
 
     def record(slot: int, old: SlotRecord) -> SlotRecord:
         if old.member is None:
@@ -242,7 +242,7 @@ class StrategyTestCase(ABC):
             population.apply(plan)
 
     def simulated(self) -> list[tuple[History, Plan]]:
-        """Return history and plan of every generation in all situations, each with a new strategy."""
+        """Return history and plan of every generation in all situations, with new strategies."""
         return _simulated_by(type(self))
 
     def rebuilt(self, strategy: Strategy) -> Strategy:

@@ -130,7 +130,7 @@ def sizes_text(env: GroupEnvironment) -> str:
 
 
 def possible_values(config: Config, name: str) -> list[int]:
-    """Return an integer hyperparameter's first value, and its choices or the bounds of its range."""
+    """Return an integer hyperparameter's first value, and its choices or bounds."""
     space = config.search_space.for_samples_per_step(config.schedule.samples_per_step)
     values = {int(getattr(config.hyperparameters, name))}
     if name in space:

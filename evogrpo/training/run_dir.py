@@ -627,7 +627,7 @@ def _load(
         kind = record.population.shared["kind"]
         if record.run_state.members != members:
             raise ValueError(f"it must hold {record.run_state.members} members, got {members}.")
-        # The class of a user's own algorithm knows its kinds of members; it is checked by `restore`.
+        # A user's own algorithm has its own kinds of members, which `restore` checks.
         if record.algorithm is None and kind not in AGENT_CLASSES:
             raise unknown_name_error("kind of members", kind, AGENT_CLASSES)
         if journal is not None:

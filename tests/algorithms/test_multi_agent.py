@@ -216,7 +216,10 @@ def test_actions_in_a_manual_loop_are_legal(beside):
     agent = population_for(env, 1)[0]
     seen, infos = probe.reset(seed=1)
     while probe.agents:
-        masks = None if beside else {name: info.get("action_mask") for name, info in infos.items()}
+        if beside:
+            masks = None
+        else:
+            masks = {name: info.get("action_mask") for name, info in infos.items()}
         actions = agent.get_action(seen, action_mask=masks)
         assert all(actions[name] != probe.targets[name] for name in probe.agents)
         seen, _, _, _, infos = probe.step(actions)

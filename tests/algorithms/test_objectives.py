@@ -262,14 +262,13 @@ def test_the_entropy_bonus_follows_entropy_reduction(reduction):
 
 
 def corrected(kind, difference, cap):
-    ratio = (
-        difference.sum().exp().expand_as(difference)
-        if kind.startswith("sequence")
-        else difference.exp()
-    )
-    return (
-        ratio.clamp(max=cap) if kind.endswith("truncate") else torch.where(ratio > cap, 0.0, ratio)
-    )
+    if kind.startswith("sequence"):
+        ratio = difference.sum().exp().expand_as(difference)
+    else:
+        ratio = difference.exp()
+    if kind.endswith("truncate"):
+        return ratio.clamp(max=cap)
+    return torch.where(ratio > cap, 0.0, ratio)
 
 
 def with_other_sampler(batch):

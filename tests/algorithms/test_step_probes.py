@@ -91,7 +91,10 @@ def test_evaluate_policy_of_stable_baselines3_gives_the_mean_return(num_envs):
     def make():
         return sb3.monitor.Monitor(Seeded(gymnasium.make("CartPole-v1", max_episode_steps=40)))
 
-    given = sb3.vec_env.DummyVecEnv([make] * num_envs) if num_envs else make()
+    if num_envs:
+        given = sb3.vec_env.DummyVecEnv([make] * num_envs)
+    else:
+        given = make()
     mean = sb3.evaluation.evaluate_policy(agent, given, n_eval_episodes=6, deterministic=True)[0]
     drawn = sb3.evaluation.evaluate_policy(agent, given, n_eval_episodes=6, deterministic=False)[0]
     if not num_envs:  # environments that run ahead take other seeds

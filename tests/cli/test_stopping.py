@@ -73,11 +73,17 @@ def test_a_run_stopped_by_a_signal_resumes_to_the_same_result(
     assert sum(event["event"] == "step" for event in events) < 4
 
     Path("hurry").touch()
-    words = (
-        ("resume", "run")
-        if number == signal.SIGINT
-        else ("train", str(project / "tiny.yaml"), "--run-dir", "run", "--resume-if-exists", *slow)
-    )
+    if number == signal.SIGINT:
+        words = ("resume", "run")
+    else:
+        words = (
+            "train",
+            str(project / "tiny.yaml"),
+            "--run-dir",
+            "run",
+            "--resume-if-exists",
+            *slow,
+        )
     assert main(words) == 0
     assert "Resuming run after generation" in capsys.readouterr().out
     assert events_of(workdir / "run") == uninterrupted

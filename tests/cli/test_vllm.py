@@ -80,9 +80,9 @@ def test_a_run_is_saved_if_its_server_dies_and_resumes(project, server, capsys):
 
 def steps(folder):
     path = Path(folder, "journal.jsonl")
-    return (
-        [event for event in read_journal(path) if event["event"] == "step"] if path.exists() else []
-    )
+    if path.exists():
+        return [event for event in read_journal(path) if event["event"] == "step"]
+    return []
 
 
 @pytest.mark.vllm

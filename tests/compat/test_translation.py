@@ -304,11 +304,10 @@ def test_infrastructure_keys_and_defaults_are_ignored(library):
         objective(library),
         imported(library, {}).settings,
     )
-    known = (
-        trl.FIELDS
-        if library == "trl"
-        else {name: key for name, key in roll.KEYS.items() if "." not in name}
-    )
+    if library == "trl":
+        known = trl.FIELDS
+    else:
+        known = {name: key for name, key in roll.KEYS.items() if "." not in name}
     assert imported(
         library, {name: key.default for name, key in known.items()} | PLAIN[library]
     ) == imported(library, {})

@@ -183,7 +183,10 @@ def perform(folder: str, *names: str) -> None:
     for name in names:
         scenario, _, generations = name.partition("+")
         where = Path(folder) / scenario
-        run = go_on(where, int(generations)) if generations else SCENARIOS[where.name](where)
+        if generations:
+            run = go_on(where, int(generations))
+        else:
+            run = SCENARIOS[where.name](where)
         finish(run)
 
 

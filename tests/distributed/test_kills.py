@@ -172,11 +172,10 @@ def events_in(folder: Path) -> int:
 
 def _pace(folder: Path, began: float) -> Pace:
     journal = folder / "run" / "journal.jsonl"
-    times = (
-        [json.loads(line)["time"] for line in journal.read_bytes().splitlines()]
-        if journal.exists()
-        else [began]
-    )
+    if journal.exists():
+        times = [json.loads(line)["time"] for line in journal.read_bytes().splitlines()]
+    else:
+        times = [began]
     return Pace(startup=times[0] - began, event=(times[-1] - times[0]) / max(1, len(times) - 1))
 
 
@@ -251,7 +250,9 @@ def words(kind: str, project: Path) -> list[str]:
     given = [
         str(project / word) if word.endswith((".yaml", ".py")) else word for word in COMMANDS[kind]
     ]
-    return given if "program.py" in COMMANDS[kind] else [*given, "--run-dir", "run"]
+    if "program.py" in COMMANDS[kind]:
+        return given
+    return [*given, "--run-dir", "run"]
 
 
 @pytest.mark.parametrize("kind", COMMANDS)

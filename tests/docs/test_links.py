@@ -46,7 +46,12 @@ def broken(page: Path, target: str) -> str | None:
     if re.match(r"[a-z]+:", target):
         return None
     name, _, anchor = target.partition("#")
-    path = page if not name else ROOT / name[1:] if name.startswith("/") else page.parent / name
+    if not name:
+        path = page
+    elif name.startswith("/"):
+        path = ROOT / name[1:]
+    else:
+        path = page.parent / name
     if not path.exists():
         return f"{target}: there is no {name}"
     if anchor and (path.suffix != ".md" or anchor not in anchors(path)):

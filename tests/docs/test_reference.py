@@ -90,7 +90,10 @@ WRITTEN = {str(page.relative_to(ROOT)): page for page in PAGES}
 @pytest.mark.parametrize("name", [*WRITTEN, *GENERATED])
 def test_angle_brackets_are_in_code(name):
     """Browsers hide `<tag>` outside of code."""
-    listed = WRITTEN[name].read_text(encoding="utf-8") if name in WRITTEN else GENERATED[name]()
+    if name in WRITTEN:
+        listed = WRITTEN[name].read_text(encoding="utf-8")
+    else:
+        listed = GENERATED[name]()
     plain = re.sub(
         r"^```.*?^```|`[^`]*`|<!--.*?-->|<https?:[^>]*>", "", listed, flags=re.DOTALL | re.MULTILINE
     )

@@ -24,7 +24,12 @@ class Numbers(Environment):
 
     def step(self, action, timeout_s=None, **options):
         found = action.value == self.number
-        text = "right" if found else "too low" if action.value < self.number else "too high"
+        if found:
+            text = "right"
+        elif action.value < self.number:
+            text = "too low"
+        else:
+            text = "too high"
         return Answer(text=text, reward=float(found), done=found)
 
     @property

@@ -322,11 +322,9 @@ class Odd(gymnasium.Env):
         self.options = {"reward": 1.0, "ends": bool, "infos": ({},), "broken": ()} | options
 
     def observe(self):
-        return (
-            np.full(self.observation_space.shape, self.sees)
-            if np.ndim(self.sees) == 0
-            else self.sees
-        )
+        if np.ndim(self.sees) == 0:
+            return np.full(self.observation_space.shape, self.sees)
+        return self.sees
 
     def reset(self, *, seed=None, options=None):
         assert options is None  # as in a single environment, also where resets are masked
@@ -334,7 +332,9 @@ class Odd(gymnasium.Env):
         self.steps, self.episodes = 0, self.episodes + 1
         infos = self.options["infos"]
         result = self.observe(), infos[int(self.np_random.integers(len(infos)))]
-        return self.options["reset"](*result) if "reset" in self.options else result
+        if "reset" in self.options:
+            return self.options["reset"](*result)
+        return result
 
     def step(self, action):
         if "step" in self.options["broken"]:
@@ -344,7 +344,9 @@ class Odd(gymnasium.Env):
         self.steps += 1
         over = self.options["ends"](self.steps == 3)
         result = self.observe(), self.options["reward"], over, False, self.options["infos"][0]
-        return self.options["step"](*result) if "step" in self.options else result
+        if "step" in self.options:
+            return self.options["step"](*result)
+        return result
 
     def close(self):
         if "close" in self.options["broken"]:

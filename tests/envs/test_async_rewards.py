@@ -14,11 +14,10 @@ from evogrpo.envs.text.reward_runner import RewardRunner
 
 
 def earned(*functions, texts=("a", "bb"), form="trl", timeout=None, on_error="raise", times=1):
-    rewards = (
-        make_rewards(None, list(functions), None)
-        if form == "trl"
-        else make_rewards(*functions, None, None)
-    )
+    if form == "trl":
+        rewards = make_rewards(None, list(functions), None)
+    else:
+        rewards = make_rewards(*functions, None, None)
     runner = RewardRunner(rewards, timeout, None)
     rows = [{"prompt": "p", "question": "q", "answer": "a"}] * len(texts)
     given = RewardInputs(rows=rows, texts=texts, token_ids=[[1]] * len(texts))

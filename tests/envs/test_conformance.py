@@ -40,7 +40,9 @@ def steps(completion_ids, **columns):
 
 def reply(row, messages):
     last = messages[-1]["content"]
-    return None if last.endswith("0") else f"{len(messages)} {last} {row['answer']}"
+    if last.endswith("0"):
+        return None
+    return f"{len(messages)} {last} {row['answer']}"
 
 
 class ArithmeticPrompts(PromptEnvironmentTestCase):

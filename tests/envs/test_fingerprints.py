@@ -119,7 +119,10 @@ def test_code_hash_covers_code_behind_decorators(tmp_path, decorator, result):
     for factor in "112":
         module = loaded(tmp_path, text.replace("FACTOR", factor))
         # these are for methods
-        functions = [] if decorator in ("@staticmethod", "@classmethod") else [module.function]
+        if decorator in ("@staticmethod", "@classmethod"):
+            functions = []
+        else:
+            functions = [module.function]
         hashes.append([code_hash(each) for each in (module.Grader, *functions) if callable(each)])
     assert hashes[0] == hashes[1]
     assert not set(hashes[0]) & set(hashes[2])

@@ -29,7 +29,9 @@ ROWS = [{"prompt": [{"role": "user", "content": f"guess {n}"}], "digit": n % 10}
 def hint(row, messages):
     """Return the distance of a guess, or None if it is right."""
     guess = messages[-1]["content"]
-    return None if guess == str(row["digit"]) else f"no: {guess} is not it\nafter {len(messages)}"
+    if guess == str(row["digit"]):
+        return None
+    return f"no: {guess} is not it\nafter {len(messages)}"
 
 
 def right(completions, digit, **columns):

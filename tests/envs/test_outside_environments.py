@@ -112,9 +112,10 @@ def test_a_textarena_game_is_played():
         reply = reply_texts(batch, conversation)[-1]
         if "over" in reply:
             break
-        low, high = (
-            ((low + high) // 2 + 1, high) if "higher" in reply else (low, (low + high) // 2 - 1)
-        )
+        if "higher" in reply:
+            low = (low + high) // 2 + 1
+        else:
+            high = (low + high) // 2 - 1
     assert len(guesses) <= 5
     started = converse(batch, "x<eos>", row=9)
     assert batch.score([conversation, started]).rewards.tolist() == [1, 0]

@@ -42,13 +42,19 @@ def test_rewards_do_not_depend_on_changes_by_other_calls(tokenizer, encode, form
     if "async" in way:
         batched = functions.changes_all_async
         single = functions.changes_one_async
-    given = {"reward_funcs": [batched, batched]} if form == "trl" else {"reward_fn": single}
+    if form == "trl":
+        given = {"reward_funcs": [batched, batched]}
+    else:
+        given = {"reward_fn": single}
     table = rows()
     env = HuggingFaceGym(
         table, None, tokenizer, reward_workers=1 if "workers" in way else 0, **given
     )
     conversations = single_turn_conversations([0, 0, 1, 1], [encode("abc")] * 4, [0, 0, 0, 1])
-    expected = [2 * (2 + 2 + 4 + 2 + 2 + 1)] * 4 if form == "trl" else [2 + 3] * 4
+    if form == "trl":
+        expected = [2 * (2 + 2 + 4 + 2 + 2 + 1)] * 4
+    else:
+        expected = [2 + 3] * 4
     for _ in range(2):
         assert env.open("train", [3, 4]).score(conversations).rewards.tolist() == expected
     assert repr(table) == repr(rows())

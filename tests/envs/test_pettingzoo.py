@@ -300,7 +300,9 @@ class Faulty(joint_probes.Favours):
 
     def step(self, actions):
         result = super().step(actions)
-        return self.change(self, result) if self.at in (self.time, "step") else result
+        if self.at in (self.time, "step"):
+            return self.change(self, result)
+        return result
 
 
 def change_actions(env, result):

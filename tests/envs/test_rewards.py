@@ -125,7 +125,12 @@ def test_parameters_are_passed_by_name_or_position(parameters, passed):
     ],
 )
 def test_functions_with_wrong_parameters_are_refused(plain_tokenizer, form, parameters, message):
-    rows, name = (QA, "reward_fn") if form == "agilerl" else (PROMPTS, "reward_funcs")
+    if form == "agilerl":
+        rows = QA
+        name = "reward_fn"
+    else:
+        rows = PROMPTS
+        name = "reward_funcs"
     with pytest.raises(ValueError, match=f"'reward'.*{message}"):
         HuggingFaceGym(rows, None, plain_tokenizer, **{name: defined(parameters)})
 

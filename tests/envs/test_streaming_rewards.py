@@ -35,7 +35,10 @@ def make_env(tokenizer, tmp_path_factory):
         trl = form == "trl"
         question, column = ("prompt", "place") if trl else ("question", "answer")
         rows = [{question: f"q{number}", column: str(log)} for number in range(12)]
-        given = {"reward_funcs": list(rewards)} if trl else {"reward_fn": rewards[0]}
+        if trl:
+            given = {"reward_funcs": list(rewards)}
+        else:
+            given = {"reward_fn": rewards[0]}
         made.append(
             HuggingFaceGym(
                 rows, None, tokenizer, validation_size=3, reward_workers=workers, **given, **options

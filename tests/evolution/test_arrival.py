@@ -65,7 +65,10 @@ def test_step_sizes_are_inherited_from_the_parent():
             math.log10(draw(np.random.default_rng(n)).lr / record.member.hyperparameters.lr)
             for n in range(60)
         ]
-        step_size = math.log10(np.divide(*births[index].changes["lr"])) if index in births else 0.8
+        if index in births:
+            step_size = math.log10(np.divide(*births[index].changes["lr"]))
+        else:
+            step_size = 0.8
         sizes[index] = (min(max(abs(step_size), 0.08), 1.0), np.median(np.abs(logs)))
     assert len({inherited for inherited, _ in sizes.values()}) > 2
     for inherited, typical in sizes.values():

@@ -23,7 +23,10 @@ NOTHING = torch.zeros(2, 3, dtype=torch.float64)
 
 
 def normalised(rewards, norm, **options):
-    running = update_running_statistics(NOTHING, rewards, MEMBERS) if norm == "running" else None
+    if norm == "running":
+        running = update_running_statistics(NOTHING, rewards, MEMBERS)
+    else:
+        running = None
     return normalise_rewards(
         rewards, norm, group_ids=GROUPS, member_ids=MEMBERS, running=running, **options
     )

@@ -24,7 +24,10 @@ def repeated(values, count=GRID):
 def test_categorical_frequencies_match_probabilities(temperature):
     logits = [0.3, -1.0, 2.0, -30.0, 0.0]
     dist = distribution_for(spaces.Discrete(5, start=7))
-    temperatures = None if temperature is None else np.full(GRID, temperature, dtype=np.float32)
+    if temperature is None:
+        temperatures = None
+    else:
+        temperatures = np.full(GRID, temperature, dtype=np.float32)
     actions, log_probs = dist.sample(repeated(logits), UNIFORMS, temperatures, None)
     chances = torch.softmax(
         torch.tensor(logits, dtype=torch.float64) / (temperature or 1.0), 0

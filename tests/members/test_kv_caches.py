@@ -64,11 +64,10 @@ def sample_turns(bank, rows, turns=3, like=None):
     rows = replace(rows, keep=True)
     found = []
     for turn in range(turns):
-        rows = (
-            with_robust_uniforms(bank, rows)
-            if like is None
-            else replace(rows, uniforms=like[turn][0].uniforms)
-        )
+        if like is None:
+            rows = with_robust_uniforms(bank, rows)
+        else:
+            rows = replace(rows, uniforms=like[turn][0].uniforms)
         rollout = bank.sample(rows)
         replies = example_replies(rows, turn)
         again = bank.sample(replace(rows, kept=None, kept_rows=None))

@@ -30,7 +30,10 @@ def test_initial_weights_are_orthogonal_and_biases_zero():
             assert not value.any()
             continue
         rows = value.flatten(1) if value.ndim == 4 else value.T
-        gram = rows @ rows.T if rows.shape[0] <= rows.shape[1] else rows.T @ rows
+        if rows.shape[0] <= rows.shape[1]:
+            gram = rows @ rows.T
+        else:
+            gram = rows.T @ rows
         gain = 0.01 if name == "output.weight" else 2**0.5
         torch.testing.assert_close(gram, gain**2 * torch.eye(len(gram)), rtol=1e-4, atol=1e-5)
 
@@ -77,7 +80,10 @@ def test_image_channels_come_first(space, expected):
     assert vector is None
     assert encoder.images == [expected]
     assert tuple(pixels.shape[1:]) == expected
-    pixel = seen[2].reshape(expected) if space.shape != (5, 7, 3) else seen[2].transpose(2, 0, 1)
+    if space.shape != (5, 7, 3):
+        pixel = seen[2].reshape(expected)
+    else:
+        pixel = seen[2].transpose(2, 0, 1)
     np.testing.assert_allclose(pixels[2].numpy(), pixel / 255, rtol=1e-6)
 
 

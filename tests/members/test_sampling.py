@@ -78,9 +78,10 @@ def test_token_frequencies_match_transformers(name):
     grid = (torch.arange(count, dtype=torch.float64) + 0.5) / count
     for slot, temperature, first in ((0, 1.0, None), (1, 0.6, 0.3)):
         member = PeftMember(bank.base.model, lora(), bank.peft_files(slot)[0], [EOS])
-        uniforms = (
-            grid[:, None] if first is None else torch.stack([torch.full_like(grid, first), grid], 1)
-        )
+        if first is None:
+            uniforms = grid[:, None]
+        else:
+            uniforms = torch.stack([torch.full_like(grid, first), grid], 1)
         rows = one_prompt(PROMPTS[1], uniforms, temperature=temperature, slot=slot, options=options)
         drawn = bank.sample(rows)
         assert drawn.exact is (options == SamplingOptions()), (

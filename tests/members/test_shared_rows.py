@@ -79,7 +79,10 @@ def row_counts(monkeypatch):
 
 def distinct(batch, *, of_base=False):
     """Count distinct completions."""
-    members = torch.zeros_like(batch.member_ids) if of_base else batch.member_ids
+    if of_base:
+        members = torch.zeros_like(batch.member_ids)
+    else:
+        members = batch.member_ids
     columns = [members, batch.inputs.prompt_ids, batch.inputs.temperature]
     columns += [torch.where(batch.present, batch.actions, -1), batch.action_mask, batch.chosen]
     lists = [column.tolist() for column in columns]
@@ -157,11 +160,10 @@ def alike(members=range(SIZE), *, copies=4, temperature=0.4, **settings):
 
 def distinct_prefixes(rows, rollout, at):
     """Return the distinct prefixes of `at` tokens."""
-    unfinished = (
-        rollout.present[:, at]
-        if at < rollout.present.shape[1]
-        else torch.zeros(len(rows), dtype=torch.bool)
-    )
+    if at < rollout.present.shape[1]:
+        unfinished = rollout.present[:, at]
+    else:
+        unfinished = torch.zeros(len(rows), dtype=torch.bool)
     return {
         (int(rows.member_ids[row]), int(rows.prompt_ids[row]), *rollout.actions[row, :at].tolist())
         for row in unfinished.nonzero()[:, 0].tolist()

@@ -56,7 +56,9 @@ def divergence(kind: str, now: Tensor, reference: Tensor) -> Tensor:
 
 
 def clipped(values: Sequence[float], bound: float | None) -> list[float]:
-    return list(values) if bound is None else [min(max(value, -bound), bound) for value in values]
+    if bound is None:
+        return list(values)
+    return [min(max(value, -bound), bound) for value in values]
 
 
 def advantages_of(

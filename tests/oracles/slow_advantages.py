@@ -7,7 +7,10 @@ from collections.abc import Sequence
 
 def spread(values: Sequence[float]) -> tuple[float, float]:
     """Return mean and sample deviation."""
-    deviation = statistics.stdev(values) if len(values) > 1 and len(set(values)) > 1 else 0.0
+    if len(values) > 1 and len(set(values)) > 1:
+        deviation = statistics.stdev(values)
+    else:
+        deviation = 0.0
     return statistics.fmean(values), deviation
 
 

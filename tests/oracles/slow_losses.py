@@ -8,13 +8,11 @@ from torch import Tensor
 
 
 def _clip(value: Tensor, low: float, high: float) -> Tensor:
-    return (
-        torch.full_like(value, low)
-        if value < low
-        else torch.full_like(value, high)
-        if value > high
-        else value
-    )
+    if value < low:
+        return torch.full_like(value, low)
+    if value > high:
+        return torch.full_like(value, high)
+    return value
 
 
 def _smaller(one: Tensor, other: Tensor) -> Tensor:

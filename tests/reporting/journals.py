@@ -135,7 +135,10 @@ def written(folder, *events):
     offsets = [0]
     for event in events:
         version = {} if lines else {"journal_version": VERSION}
-        offset = {"offset": offsets[event["offset"]]} if event["event"] == "resumed" else {}
+        if event["event"] == "resumed":
+            offset = {"offset": offsets[event["offset"]]}
+        else:
+            offset = {}
         lines.append(
             json.dumps({"event": event["event"], "time": 0.0} | version | event | offset) + "\n"
         )

@@ -41,7 +41,12 @@ def refused(folder, *words):
 @pytest.mark.parametrize("part", [0.0, 0.3, 0.95, -1, "longer"])
 def test_a_file_of_another_length_is_refused(folder, name, part):
     content = (folder / name).read_bytes()
-    end = None if part == "longer" else int(len(content) * part) if part >= 0 else -1
+    if part == "longer":
+        end = None
+    elif part >= 0:
+        end = int(len(content) * part)
+    else:
+        end = -1
     (folder / name).write_bytes(content[:end] if end is not None else content + b"\0")
     refused(folder, name, "damaged")
 

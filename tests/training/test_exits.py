@@ -32,7 +32,10 @@ def run_in(where, folder):
         async def waiting(completions, **_):
             return [0.5 if "made-up" in each else sys.exit(0) for each in completions]
 
-        env = tiny_env(reward_fn=reward) if where == "reward" else tiny_env(reward_funcs=waiting)
+        if where == "reward":
+            env = tiny_env(reward_fn=reward)
+        else:
+            env = tiny_env(reward_funcs=waiting)
         population = tiny_population(2)
     else:
         env = cart_pole()

@@ -162,9 +162,10 @@ def unequal():
 @pytest.mark.parametrize("rival", [None, 1e6])
 def test_races_evaluate_prefixes_and_the_leader_completely(unequal, rival):
     members, env = unequal
-    best = (
-        None if rival is None else Fitness.from_scores(np.linspace(rival, rival + 1, 40).tolist())
-    )
+    if rival is None:
+        best = None
+    else:
+        best = Fitness.from_scores(np.linspace(rival, rival + 1, 40).tolist())
     config = FitnessConfig(sampled=True, racing=True)
     found, tokens = measure_fitness(
         members, [0, 1, 2], env, "validation", config=config, rival=best

@@ -228,7 +228,10 @@ def test_members_without_their_journal_found_a_new_run(copy, tmp_path, damage):
     if damage == "lost":
         (copy / "journal.jsonl").unlink()
     else:
-        damaged = content.replace(b"CartPole", b"CartHole") if damage == "changed" else content[:50]
+        if damage == "changed":
+            damaged = content.replace(b"CartPole", b"CartHole")
+        else:
+            damaged = content[:50]
         (copy / "journal.jsonl").write_bytes(damaged)
     with pytest.raises(JournalChangedError):
         open_run(copy, writable=True)

@@ -43,7 +43,9 @@ class Drawn(gymnasium.Env):
         return np.zeros(2, np.float32), float(self.t), self.t == 5, False, {}
 
     def render(self):
-        return np.full((32, 48, 3), 40 * self.t, np.uint8) if self.image is None else self.image
+        if self.image is None:
+            return np.full((32, 48, 3), 40 * self.t, np.uint8)
+        return self.image
 
 
 class Undrawn(Drawn):

@@ -92,7 +92,8 @@ _COMPLETION_NAMES = (
     "completion", "solution_str", "response", "model_output", "generation", "prediction", "output",
 )  # fmt: skip
 _ANSWER_NAMES = (
-    "answer", "ground_truth", "label", "reference", "reference_answer", "gold", "target", "expected",
+    "answer", "ground_truth", "label", "reference", "reference_answer", "gold", "target",
+    "expected",
 )  # fmt: skip
 _QUESTION_NAMES = ("question", "prompt", "prompt_str", "query", "problem", "input")
 ARGUMENT_OF = {
