@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 # Before torch or transformers is imported.
 os.environ["HF_HUB_OFFLINE"] = "1"
-# tiny models spend longer on waking threads than on computing
+# Tiny models spend longer on waking threads than on computing.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest

@@ -157,7 +157,7 @@ def pytest_configure() -> None:
 
     backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=Module())
     torch.__future__.set_swap_module_params_on_conversion(True)
-    # so that torch.tensor(..., device=) reaches this mode
+    # Needed for torch.tensor(..., device=) to reach this mode.
     torch._C._set_only_lift_cpu_tensors(True)
     test_devices.ACCELERATORS[:] = test_devices.DEVICES[:] = [f"{NAME}:0"]
     # fast_llama requires plain weights; treat these as such.

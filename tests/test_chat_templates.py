@@ -22,7 +22,7 @@ LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% end
         (CHAT, {EOS}),  # assistant messages have no end
         (f"{TURNS}<u>\n{{% endfor %}}{OPEN}", {EOS, U}),  # ChatML
         (f"{TURNS} <u>{{% endfor %}}{OPEN}", {EOS, U}),
-        # two markers: the turn ends with the second
+        # Two markers: the turn ends with the second.
         (f"{TURNS}<a><u>\n{{% endfor %}}{OPEN}", {EOS, U}),
         # Phi: the conversation ends with EOS, unless a further turn begins.
         (f"{TURNS}<u>\n{{% endfor %}}{OPEN_OR_EOS}", {EOS, U}),

@@ -76,23 +76,19 @@ def test_names_of_other_libraries_are_translated(line):
 @pytest.mark.parametrize(
     "typed",
     [
-        *(
-            "wandb_project",
-            "foo",
-            "reward_model",
-            "trainer",
-            "x",
-            "generation_kwargs",
-            "num_generations_eval",
-            "state",
-        ),
-        *(
-            "resume_from_checkpoint",
-            "checkpoint_path",
-            "sapo_temperature_pos",
-            "overwrite_checkpoints",
-            "wrap",
-        ),
+        "wandb_project",
+        "foo",
+        "reward_model",
+        "trainer",
+        "x",
+        "generation_kwargs",
+        "num_generations_eval",
+        "state",
+        "resume_from_checkpoint",
+        "checkpoint_path",
+        "sapo_temperature_pos",
+        "overwrite_checkpoints",
+        "wrap",
     ],
 )
 def test_dissimilar_names_get_no_suggestion(typed):
@@ -239,7 +235,7 @@ def test_keys_of_other_libraries_have_an_answer_in_configurations(library):
             )
             for path in paths:
                 with pytest.raises(ValueError, match=path):
-                    # a wrong value of a known key
+                    # The key is known, its value is wrong.
                     parse_config(override(QUESTIONS, [f"{path}={{x: <nothing>}}"]))
             if "Valid names" in str(error):
                 unanswered.append(name)

@@ -40,16 +40,29 @@ from tests.tiny_steps import cart_pole, step_agent
 from tests.tiny_training import shared_model, tiny_agent, tiny_env, tiny_options, tiny_population
 
 WRONG: list[Any] = [
-    *(None, "x", "2", b"x", True, [], {}, (1, 2), -1, 0, 1.5, 10**18, 10**400, 1e308, 1e-320, -0.0),
-    *(
-        math.nan,
-        math.inf,
-        -math.inf,
-        np.float32(0.5),
-        np.float64(math.nan),
-        np.int64(3),
-        np.bool_(True),
-    ),
+    None,
+    "x",
+    "2",
+    b"x",
+    True,
+    [],
+    {},
+    (1, 2),
+    -1,
+    0,
+    1.5,
+    10**18,
+    10**400,
+    1e308,
+    1e-320,
+    -0.0,
+    math.nan,
+    math.inf,
+    -math.inf,
+    np.float32(0.5),
+    np.float64(math.nan),
+    np.int64(3),
+    np.bool_(True),
 ]
 FEW: list[Any] = [None, "x", -1, 1.5, math.nan, 10**18, [], True]
 RECORDS: list[tuple[type, dict[str, Any]]] = [

@@ -95,7 +95,7 @@ def join_turns(
     rows: SamplingBatch, turns: Sequence[tuple[Rollout, Sequence[Sequence[int]]]]
 ) -> Batch:
     """Join turns (rollout, replies) into a batch in which only sampled tokens count."""
-    # token, counts, log-probability
+    # Cells of a row: token, whether it counts, log-probability.
     table: list[list[tuple[int, bool, float]]] = [[] for _ in range(len(rows))]
     for rollout, replies in turns:
         for row, cells in enumerate(table):

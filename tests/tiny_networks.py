@@ -25,7 +25,7 @@ MIXED = spaces.Dict(
         "speed": spaces.Box(-1, 1, (2,), np.float64),
     }
 )
-# of the members, in turn
+# Group sizes of the members, in turn.
 GROUP_SIZES = (2, 3, 4)
 TEMPERATURES = (1.0, 0.7, 1.3)
 STARTS = 3

@@ -49,7 +49,7 @@ SPACE = HyperparameterConfig(
     group_size=RLParameter(choices=[2, 4, 8]),
 )
 DAMPED = Optimizer(eps=1e-5)  # Adam divides rounding errors of vanishing gradients by eps
-# no signal in the second
+# The second group has no signal.
 REWARDS = torch.tensor([[0.1, 0.4, 0.2, 0.9], [0.1, 0.1, 0.1, 0.1], [1.0, 0.2, 0.7, 0.3]])
 HOLES = torch.tensor([[0.1, 0.4, 0.2, 0.9], [0.1, 0.1, 0.1, 0.1], [1.0, torch.nan, 0.7, 0.3]])
 

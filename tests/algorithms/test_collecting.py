@@ -66,7 +66,7 @@ def test_members_answer_prefixes_of_one_block_at_equal_cost(population):
         groups = rows.group_ids.view(-1, size)
         assert bool((groups == groups[:, :1]).all())
         assert rows.inputs.temperature.tolist() == pytest.approx([agent.temperature] * 16)
-        # counted once per group
+        # Prompts count once per group.
         prompts = sum(len(prompt) for prompt in batch.inputs.prompts[: 16 // size])
         assert collected.tokens[agent.slot] == int(rows.present.sum()) + prompts
     assert len(batch.group_ids.unique()) == 8 + 2 + 4
@@ -222,7 +222,7 @@ def test_signal_depends_on_the_advantage_estimator():
     nan = torch.nan
     ids = torch.arange(3).repeat_interleave(2)
     ones = torch.ones(6, 2, dtype=torch.bool)
-    # totals are all 1
+    # Totals are all 1, so only steps differ.
     steps = [
         [1.0, 0.0],
         [0.0, 1.0],

@@ -125,7 +125,7 @@ def test_the_room_for_turns_depends_on_the_own_prompt_only():
         max_turns=6,
         reward_funcs=turns,
     )
-    # every token ends a turn
+    # Every token ends a turn.
     members = tiny_population(1, max_output_tokens=3, eos_token_ids=range(VOCABULARY)).members
     alone = evaluate(members, [0], env, "validation", questions=1)
     beside = evaluate(members, [0], env, "validation", questions=2)

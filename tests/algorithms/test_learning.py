@@ -73,7 +73,7 @@ def test_old_log_probs_are_computed_where_they_are_missing(epochs, size):
     bank = agent.members.banks["default"]
     assert missing.tokens == sum(bank.cost(batch.select(rows))[0] for rows in passes)
     learn_from(wrong, replace(batch, sampler_log_probs=batch.sampler_log_probs - 5.0))
-    # the first policy is the sampling one
+    # The first policy is the sampling one.
     assert equal_states(wrong.state(), agent.state()) == (len(plan) == 1)
 
 

@@ -334,7 +334,7 @@ def test_a_population_is_a_sequence_of_agents_on_one_bank():
     assert all(
         1e-4 <= member.lr <= 3e-2 and member.group_size in (2, 4, 8) for member in population
     )
-    # fixed hyperparameters are equal
+    # Fixed hyperparameters are equal.
     assert all(member.temperature == 1.0 for member in population)
     with pytest.raises(ValueError, match="fitness"):
         _ = population.best
@@ -417,7 +417,7 @@ def test_texts_are_continued_greedily():
         one_by_one(agent, TEXTS[0], 2)
     ]
     conversation = [{"role": "user", "content": "1+2="}]
-    # by the template
+    # The template formats the conversation.
     assert agent.generate([conversation], tokenizer) == agent.generate(["u:1+2=\na:"], tokenizer)
     assert agent.generate([]) == []
 

@@ -82,7 +82,7 @@ def test_rivals_learn_from_own_rewards_in_a_manual_loop():
         env.observation_spaces, env.action_spaces, **SMALL, policies="independent", credit="agent"
     )
     reports = [agent.learn(agent.collect(env, SAMPLES).experience) for _ in range(25)]
-    # two passes, three agents' actions
+    # Two passes over the actions of three agents.
     assert 0 < sum(report.tokens for report in reports) <= 25 * 2 * 3 * SAMPLES
     hits = []
     for seed in range(60):
@@ -119,7 +119,7 @@ def test_advantages_compare_an_agent_with_itself_from_the_same_start(credit):
         assert np.allclose(reports[slot].advantages, values, atol=1e-5)
         assert max(values) > 0.1
     red = collected.experience["red"].step_rewards
-    # all agents of a team earn the same
+    # All agents of a team earn the same.
     assert torch.equal(red[::2], red[1::2]) == (credit == "team")
 
 

@@ -29,7 +29,7 @@ from tests.tiny_training import (
     tiny_env,
 )
 
-# ratios differ from 1 after the first of 4 steps
+# Ratios differ from 1 after the first of 4 steps.
 TWICE = {
     "update_epochs": 2,
     "lr": 5e-3,
@@ -221,7 +221,7 @@ def test_the_policy_loss_uses_the_most_uncertain_actions():
         ]
     all_entropies = sorted(torch.cat(entropies).tolist())
     kept = len(all_entropies) - math.ceil((1 - quantile) * (len(all_entropies) - 1))
-    # completions of one prompt begin with equal entropies
+    # Completions of one prompt begin with equal entropies.
     threshold = all_entropies[-kept] - ROUNDING
     expected = weighted_gradient(
         agent, batch, [(entropy > threshold).float() for entropy in entropies]
@@ -242,7 +242,7 @@ def test_the_entropy_bonus_follows_entropy_reduction(reduction):
     agent = random_agent(
         objective=Objective(top_entropy_quantile=0.4, entropy_reduction=reduction), **options
     )
-    # without signal, so that the bonus is the whole loss
+    # Without signal, the bonus is the whole loss.
     batch = sampled(agent, torch.full_like(REWARDS, 0.5))
     member = peft_twin(agent)
     rows = rows_of(batch)
@@ -287,7 +287,7 @@ def test_importance_weights_correct_for_a_different_sampler(kind):
     expected = weighted_gradient(agent, batch, weights)
     metrics = learn_from(agent, changed).metrics
     assert equal_and_nonzero(agent.state()["exp_avg"] / (1 - DECAY), expected)
-    # other rows are not evaluated
+    # Other rows are not evaluated.
     taught = [row for row in range(len(batch)) if batch.group_ids[row] != 1]
     all_weights = torch.cat([weights[row] for row in taught])
     all_differences = torch.cat([differences[row] for row in taught]).abs()
@@ -322,7 +322,7 @@ def test_importance_weights_stay_fixed_while_the_policy_moves():
     """The second gradient is that of the ratio times an unchanged weight."""
     kind = "sequence_truncate"
     agent, batch = prepared(importance_correction=kind, importance_cap=1.1)
-    # nothing is clipped
+    # Nothing is clipped.
     agent.update_epochs = 2
     agent.lr = 5e-3
     agent.clip_low = 1.0

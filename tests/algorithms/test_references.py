@@ -51,7 +51,7 @@ def test_a_snapshot_is_the_policy_at_that_step():
     expected = flat(by_hand.member.parameters)
     moved = (expected - start["adapter"]).norm()
     assert float((agent.state()["adapter"] - expected).norm()) < 2e-3 * float(moved)
-    # only a new snapshot changes it
+    # Only a new snapshot changes the reference.
     assert torch.equal(agent.state()["reference"], start["reference"])
 
 
@@ -63,12 +63,8 @@ def test_a_moving_reference_equals_manual_mixing(interval, synced):
     batch = sampled(agent, REWARDS)
     expected = agent.state()["reference"]
     weights = {}
-    # the policy after so many optimizer steps; the reference is read before the first
-    for epochs in (
-        1,
-        2,
-        3,
-    ):
+    # Epochs after which the policy is mixed in; the reference is read before the first.
+    for epochs in (1, 2, 3):
         clone = agent.clone()
         clone.update_epochs = epochs
         learn_from(clone, batch)
@@ -140,7 +136,7 @@ def test_the_kl_factor_moves_towards_the_target(placement, target, turn):
     following = learn_from(agent.clone(), batch)
     assert report.kl == pytest.approx(measured)
     assert float(agent.state()["running_stats"][0]) == pytest.approx(1 + turn * 12 / 100)
-    # this step's factor; the next step uses the new one
+    # The metric is this step's factor; the next step uses the new one.
     assert report.metrics["kl_coef"] == pytest.approx(0.1)
     assert following.metrics["kl_coef"] == pytest.approx(0.1 * (1 + turn * 12 / 100))
 

@@ -270,7 +270,7 @@ def test_a_manual_loop_equals_collect():
     clone.steps = agent.steps
     seen = experiences[0].reshape(-1, 4)
     policy = agent.members.policies["default"]
-    # with the statistics before these observations
+    # Normalised with the statistics before these observations.
     shown = policy.normalise(seen, np.zeros(96, np.int64))
     experience, observed = agent.members.experience(agent.learner(), experiences)
     agent.members.update_statistics(observed)
@@ -362,7 +362,7 @@ def test_frozen_parameters_of_a_module_stay_frozen():
     assert len(agent.state()["weights"]) == 8 * 2 + 2
     agent.learn(played(agent))
     hidden = torch.cat([torch.tanh(module.first(seen)), torch.ones(5, 1)], 1).detach()
-    # still linear in these features
+    # The network is still linear in these features.
     fitted = torch.linalg.lstsq(hidden.double(), agent.get_policy()(seen).double())
     assert torch.allclose(
         hidden.double() @ fitted.solution, agent.get_policy()(seen).double(), atol=1e-5

@@ -140,11 +140,11 @@ def test_a_searched_step_equals_a_step_with_the_learning_rate_found(kind):
     # without a search.
     population, reports = learnt(kind, target_kls=(None, TARGET), lrs=(1e-3, 1e-7))
     assert reports[1].metrics["step_passes"] > 2
-    # networks aim for less, as there are few actions
+    # Networks aim for less: there are few actions.
     assert 0 < reports[1].metrics["step_kl"] <= 1.5 * TARGET
     plain, _ = learnt(kind, target_kls=(None, None), lrs=(1e-3, reports[1].lr))
     assert equal_states(weights(population, 0), weights(plain, 0))
-    # repeated passes have fewer rows, so that rounding differs
+    # Repeated passes have fewer rows, so rounding differs.
     for name, value in weights(population, 1).items():
         torch.testing.assert_close(value, weights(plain, 1)[name], rtol=1e-3, atol=1e-6)
 
@@ -227,7 +227,7 @@ def test_a_member_without_signal_takes_no_step():
     population = tiny_population(2, group_size=4, update_epochs=2)
     population[1].target_kl = TARGET
     before = [agent.state() for agent in population]
-    # momentum alone would move the weights
+    # Momentum alone would move the weights.
     for agent, state in zip(population, before, strict=True):
         state["exp_avg"] += 0.1
         state["step"] += 5

@@ -82,7 +82,7 @@ def test_batch_size_counts_transitions(size):
 
 def test_a_member_whose_episodes_are_all_masked_takes_no_step():
     shared = together(2)
-    # so that there is momentum
+    # The first step gives momentum.
     learn(shared, [learner(0), learner(1)], {"default": experience(shared)})
     before = shared.bank.state(1)
     batch = experience(shared)

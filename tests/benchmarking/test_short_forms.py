@@ -34,7 +34,7 @@ def test_the_table_lists_all_scripts():
     commands = {
         str(path.relative_to(FOLDER)) for path in scripts if "def main(" in path.read_text("utf-8")
     }
-    # those are started by the other scripts
+    # Scripts named run_ are started by the others.
     assert listed == {name for name in commands if "run_" not in name}
 
 

@@ -105,7 +105,7 @@ def test_tables_show_single_scores_intervals_and_overall_columns():
     # Scores are normalised. Of seven, one is left out at each end: 4 of the other 5 are 1.
     assert rows["halving"].startswith("| halving | 1.00 (1.00 to 1.00) | 0.00 0.00 | 0.80 (")
     assert rows["halving"].endswith(" | 4 s |")
-    # known values are in both tables; not on every task
+    # Known values are in both tables, but not for every task.
     assert rows["default"] == "| default | 0.50 |  |  | 4 s |"
     (halving,) = (line for line in time if "halving" in line)
     assert halving.startswith("| halving | 0.00 (0.00 to 0.00) | 1.00 1.00 | 0.20 (")

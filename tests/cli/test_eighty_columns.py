@@ -68,7 +68,7 @@ def test_errors_are_wrapped_on_a_terminal_and_one_line_in_a_pipe(monkeypatch, tm
     wrapped = output_of(monkeypatch, arguments, colour=True, to="stderr")
     piped = output_of(monkeypatch, arguments, colour=True, terminal=False, to="stderr")
     assert CONTROL.sub("", wrapped).startswith("error: ")
-    # a name without spaces is broken inside
+    # A name without spaces is broken inside.
     assert words(wrapped) == words(piped) or "-" in arguments[1]
     assert max(map(len, CONTROL.sub("", wrapped).splitlines())) <= 80
     assert piped.count("\n") == 1

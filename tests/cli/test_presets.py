@@ -11,13 +11,12 @@ from evogrpo.training.configuration.reading import load_config, override, parse_
 from evogrpo.training.configuration.sections import CONFIG_FILE
 
 TINY = [
-    *(
-        "population.size=2",
-        "schedule.generations=1",
-        "schedule.steps_per_generation=1",
-        "task.validation_size=2",
-    ),
-    *("task.test_size=2", "task.max_episode_steps=10"),
+    "population.size=2",
+    "schedule.generations=1",
+    "schedule.steps_per_generation=1",
+    "task.validation_size=2",
+    "task.test_size=2",
+    "task.max_episode_steps=10",
 ]
 
 

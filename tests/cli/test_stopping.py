@@ -17,8 +17,12 @@ from tests.cli.project import command
 from tests.tiny_training import events_of
 
 SHORT = (
-    *("schedule.steps_per_generation=2", "schedule.generations=2", "schedule.samples_per_step=8"),
-    *("population.size=2", "task.test_size=8", "task.validation_size=8"),
+    "schedule.steps_per_generation=2",
+    "schedule.generations=2",
+    "schedule.samples_per_step=8",
+    "population.size=2",
+    "task.test_size=8",
+    "task.validation_size=8",
 )
 
 
@@ -95,7 +99,7 @@ def test_a_run_of_smollm2_ends_ten_seconds_after_sigterm_and_resumes(
     project, workdir, monkeypatch, capsys, blocks
 ):
     """While it samples, and in a reward function that does not return."""
-    # converting the model takes a while: use the user's cache
+    # Converting the model takes a while: use the user's cache.
     monkeypatch.delenv("EVOGRPO_CACHE", raising=False)
     wait = "os.path.exists('hang') and not open('hanging', 'w').close() and time.sleep(10_000)"
     text = (project / "rewards.py").read_text().replace("return", f"{wait}; return")
@@ -138,7 +142,7 @@ def test_a_second_signal_aborts_at_once_and_the_run_resumes(
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 130, errors
     assert "Aborted" in errors
-    # without a `stopped` event
+    # There is no `stopped` event.
     assert read_journal(workdir / "run" / "journal.jsonl")[-1]["event"] == "step"
 
     Path("slow.py").write_text((project / "rewards.py").read_text())

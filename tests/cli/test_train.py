@@ -134,7 +134,9 @@ def test_a_run_of_all_weights_exports_a_model(project, workdir, capsys):
     assert f"transformers loads all {len(list(base.parameters()))} tensors" in output
     assert "AutoModelForCausalLM.from_pretrained('model')" in output
     assert {path.name for path in Path("model").iterdir()} == {
-        *("config.json", "generation_config.json", "model.safetensors")
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
     }
     ids = torch.arange(3, 19)[None]
     policy = GRPO.load("run/best", actor_network=base).members.policy(0)
@@ -196,7 +198,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(workdir, capsys):
         Path(folder).mkdir()
         Path(folder, "config.yaml").write_text(head + Path("first/config.yaml").read_text())
     assert main([*words, "--run-dir", "killed"]) == 0
-    # its own folder and id
+    # Each run has its own folder and id.
     assert Path("killed/config.yaml").read_text() != Path("first/config.yaml").read_text()
     capsys.readouterr()
     assert main([*words, "--run-dir", "own"]) == 2
@@ -218,11 +220,8 @@ def test_the_token_forecast_is_a_tight_upper_bound(finished, project):
 def test_the_fixed_demo_differs_from_the_demo_in_evolution_only(workdir, project, capsys):
     short = [f"model={project / 'model'}", "task.name=number_sequences", "task.validation_size=8"]
     short += ["agent.max_output_tokens=4"]
-    # it is reached before training
-    short += [
-        "schedule.target_fitness=0",
-        "schedule.test_questions=0",
-    ]
+    # The target is reached before training.
+    short += ["schedule.target_fitness=0", "schedule.test_questions=0"]
     for arguments in (["demo", "--seed", "3"], ["demo", "--fixed", "--seed", "3"]):
         assert main([*arguments, *short]) == 0
     evolved = yaml.safe_load(Path("runs/demo/config.yaml").read_text())
@@ -239,13 +238,8 @@ def test_the_fixed_demo_differs_from_the_demo_in_evolution_only(workdir, project
 
 def test_simultaneous_runs_get_different_default_folders(workdir):
     """Both find runs/CartPole-v1 free."""
-    # it is reached before training
-    words = (
-        "train",
-        "--env",
-        "CartPole-v1",
-        "schedule.target_fitness=0",
-    )
+    # The target is reached before training.
+    words = ("train", "--env", "CartPole-v1", "schedule.target_fitness=0")
     starts = [command(*words, f"seed={seed}", cwd=workdir) for seed in range(2)]
     for process in starts:
         assert process.wait(100) == 0

@@ -11,41 +11,43 @@ from evogrpo.config.search_space import HyperparameterConfig, RLParameter
 from evogrpo.safe_parsing import load_yaml
 
 NUMBERS = [
-    *(
-        "advantage_eps",
-        "kl_target",
-        "kl_horizon",
-        "dual_clip",
-        "delta",
-        "sapo_tau_positive",
-        "sapo_tau_negative",
-    ),
-    *(
-        "top_entropy_quantile",
-        "importance_cap",
-        "reward_clip",
-        "overlong_buffer",
-        "dynamic_sampling",
-    ),
-    *("reference_sync_steps", "reference_mixing", "min_group_reward", "max_group_reward"),
+    "advantage_eps",
+    "kl_target",
+    "kl_horizon",
+    "dual_clip",
+    "delta",
+    "sapo_tau_positive",
+    "sapo_tau_negative",
+    "top_entropy_quantile",
+    "importance_cap",
+    "reward_clip",
+    "overlong_buffer",
+    "dynamic_sampling",
+    "reference_sync_steps",
+    "reference_mixing",
+    "min_group_reward",
+    "max_group_reward",
 ]
 ANY_SIGN = ["min_group_reward", "max_group_reward"]
 WHOLE = ["kl_horizon", "overlong_buffer", "dynamic_sampling", "reference_sync_steps"]
 FLAGS = [
-    *("mask_truncated", "whiten_advantages", "cispo_clip_low", "reward_shift", "reward_scale"),
+    "mask_truncated",
+    "whiten_advantages",
+    "cispo_clip_low",
+    "reward_shift",
+    "reward_scale",
     "kl_bias_correction",
 ]
 NAMES = [
-    *(
-        "loss_type",
-        "advantage",
-        "aggregation",
-        "kl_estimator",
-        "kl_placement",
-        "importance_correction",
-        "reward_norm",
-    ),
-    *("reference", "entropy_reduction"),
+    "loss_type",
+    "advantage",
+    "aggregation",
+    "kl_estimator",
+    "kl_placement",
+    "importance_correction",
+    "reward_norm",
+    "reference",
+    "entropy_reduction",
 ]
 # Settings required by a field.
 BESIDE = {

@@ -83,7 +83,7 @@ def test_momentum_warmup_makes_all_steps_of_adamw_equally_large(beta):
     generator = torch.Generator().manual_seed(0)
     for step in range(30):
         before = weights.clone()
-        # independent signs
+        # Signs are independent.
         weights.grad = torch.randint(0, 2, weights.shape, generator=generator) * 2.0 - 1.0
         optimizer.param_groups[0]["lr"] = settings.momentum_warmup(step)
         optimizer.step()

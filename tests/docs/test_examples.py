@@ -187,7 +187,7 @@ def test_python_of_a_page_runs(name):
 )
 def test_yaml_of_a_page_is_valid(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    # the page may use another name
+    # The page may use another name.
     (tmp_path / "mine.py").write_text(program(ROOT / name), encoding="utf-8")
     for reason, kind, block in blocks(ROOT / name):
         if kind == "yaml" and not reason and not block.startswith("# not a configuration"):

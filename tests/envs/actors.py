@@ -41,5 +41,5 @@ class _Suite(PlayedEnvironmentTestCase):
         raise NotImplementedError
 
 
-# plays groups of pseudo-random episodes; equal results are equal bit for bit
+# Plays groups of pseudo-random episodes.
 groups = _Suite().groups

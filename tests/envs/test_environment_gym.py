@@ -207,7 +207,7 @@ def test_results_follow_the_end_of_the_turn(name, marker):
         return [1.0] * len(completions)
 
     closing = "\n{% endif %}{% endfor %}"
-    # the end of the assistant's turns
+    # The marker ends the assistant's turns.
     template = CHAT.replace(f"<eos>{closing}", f"{marker}{closing}")
     batch = gym(template, reward_funcs=reward).open("train", [0])
     conversation = converse(batch, call(name) + marker, f"done{marker}")

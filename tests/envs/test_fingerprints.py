@@ -30,7 +30,6 @@ class Grader:
         return min(len(NUMBER.findall(text)), self.limit)
 
 def helper(text):
-    # counts
     return Grader().grade(text) + BONUS
 
 def reward(completion, answer, question, scale=1.0):
@@ -118,7 +117,7 @@ def test_code_hash_covers_code_behind_decorators(tmp_path, decorator, result):
     hashes = []
     for factor in "112":
         module = loaded(tmp_path, text.replace("FACTOR", factor))
-        # these are for methods
+        # Both decorators are for methods.
         if decorator in ("@staticmethod", "@classmethod"):
             functions = []
         else:

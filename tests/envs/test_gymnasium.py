@@ -80,12 +80,8 @@ def test_truncation_and_termination_are_distinguished(vectorization):
     )
     steps, *fallen = ends(STILL, 60)
     assert fallen == [True, False]
-    # termination at the time limit is not truncation
-    assert ends(STILL, steps) == (
-        steps,
-        True,
-        False,
-    )
+    # Termination at the time limit is not truncation.
+    assert ends(STILL, steps) == (steps, True, False)
     assert ends(STILL, steps - 1) == (steps - 1, False, True)
 
 

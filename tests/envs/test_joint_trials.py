@@ -23,7 +23,11 @@ def lengths(env):
 @pytest.mark.parametrize(
     ("score", "expected"),
     [
-        *(("sum", 6.0), ("min", 1.0), ("mean", 2.0), ("red", 3.0), ("blue_0", 3.0)),
+        ("sum", 6.0),
+        ("min", 1.0),
+        ("mean", 2.0),
+        ("red", 3.0),
+        ("blue_0", 3.0),
         (["red_1", "blue"], 5.0),
         (("red", "red_1"), 3.0),  # each agent counts once
         (joint_probes.first_earns, 1.0),

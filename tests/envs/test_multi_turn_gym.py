@@ -82,7 +82,7 @@ SAID = [
     ("marker", "ending"), [("<eos>", "<eos>"), ("<eos>", ""), ("<s>", "<s>"), ("<s>", "")]
 )
 def test_tokens_match_the_chat_template(marker, ending):
-    # some models end their turns with another token than EOS
+    # Some models end their turns with another token than EOS.
     env = gym(CLOSED.replace("<eos>", marker))
     batch, conversation = converse(env, f"x{ending}", f"yy{ending}")
     messages = [*batch.rows[0]["prompt"], *SAID]

@@ -103,13 +103,8 @@ def test_rewards_belong_to_the_last_action_before_them():
     # for none.
     ten = [1.0, 1.0, 10.0, 10.0, 10.0]  # old_0 alone is paid ten times
     assert {key: value for key, value in found.items() if key[0] < 2} == {
-        # in the environment's own order
-        (0, "late_0"): (
-            [2, 3, 4],
-            True,
-            [0, 0, 1, 1, 1],
-            [0, 0, 2, 2, 2],
-        ),
+        # Agents are in the environment's own order.
+        (0, "late_0"): ([2, 3, 4], True, [0, 0, 1, 1, 1], [0, 0, 2, 2, 2]),
         (0, "old_0"): ([0, 1, 2, 3, 4], False, [1] * 5, [2] * 5),
         (0, "short_0"): ([0, 1], True, [1, 1, 0, 0, 0], [2, 8, 0, 0, 0]),
         (1, "old_0"): ([0, 1, 2, 3, 4], False, ten, [2, 2, 10, 10, 10]),
@@ -265,11 +260,8 @@ def test_agents_with_different_spaces_cannot_share_a_policy(sizes, policies, fit
 def test_invalid_policy_mappings_raise():
     bounded = {"a_0": Box(0, 1, (3,)), "a_1": Box(0, 2, (3,))}
     choices = dict.fromkeys(bounded, Discrete(2))
-    # bounds are ignored
-    assert map_policies(bounded, choices).specs["shared"].agents == (
-        "a_0",
-        "a_1",
-    )
+    # Bounds are ignored.
+    assert map_policies(bounded, choices).specs["shared"].agents == ("a_0", "a_1")
     with pytest.raises(ValueError, match="Agents a_0 and a_1 must have equal spaces"):
         map_policies(bounded, {"a_0": Discrete(2), "a_1": Discrete(3)})
     with pytest.raises(ValueError, match="policies must be one of"):

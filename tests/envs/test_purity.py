@@ -74,9 +74,9 @@ def test_state_carried_over_is_named_and_environments_are_recreated(part):
     assert warned[0].filename == __file__
     assert env.recreate_env
     assert env.fingerprint()["recreate_env"] == "True"
-    # noise is detected beside carried state
+    # Noise is detected beside carried state.
     assert env.reseed_noise == (part == "normalised rewards")
-    # members meet the same episodes
+    # Members meet the same episodes.
     assert len(set(play_rows(env, STILL, [0], [0] * 3, range(3)).rewards)) == 1
 
 

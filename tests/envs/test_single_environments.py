@@ -24,7 +24,7 @@ from tests.envs.actors import STILL, Rule, play_each
 from tests.envs.probes import ConstantReward, EpisodeLengths, Odd, Plus, Times, endless
 
 ROWS = 12
-# stderr of worker processes that die
+# Worker processes that die write to stderr, which Gymnasium repeats as a warning.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:gymnasium")
 EVERYWHERE = pytest.mark.parametrize("vectorization", ["serial", "processes"])
 BEST = {
@@ -341,7 +341,7 @@ def test_a_declared_limit_is_respected(name, declared, monkeypatch):
     monkeypatch.setattr("evogrpo.envs.control.seeded_groups.DEFAULT_MAX_EPISODE_STEPS", 60)
     env = GymnasiumGroups(endless, env_kwargs={name: declared})
     assert (env.max_episode_steps, env.uses_default_limit) == (declared, False)
-    # its declared limit is not kept
+    # The declared limit is not kept.
     assert play_each(env, rows=1).lengths.tolist() == [max(60, declared)]
 
 

@@ -113,7 +113,7 @@ def test_the_draw_depends_only_on_questions_and_seed():
     assert drawn[0] == drawn[1] != drawn[2]
     assert len(drawn[0]) == 7
     table = read(tables["train"])
-    # another template
+    # Another template makes longer prompts.
     longer = replace(table, prompts=[array("i", [7, *ids]) for ids in table.prompts])
     parts, _ = make_splits({"train": longer}, max_prompt_length=None, sizes=NONE, seed=0)
     assert {name: questions(part) for name, part in parts.items()} == split(tables)[0]

@@ -30,16 +30,14 @@ pytestmark = pytest.mark.skipif(
 )
 SINGLE = (single, patient_single)  # functions in AgileRL's form
 BATCHED = (
-    *(
-        batched,
-        patient,
-        functions.waits_for_second_process,
-        functions.imports_torch,
-        functions.prints_values,
-        functions.kinds,
-        functions.forks,
-        functions.forks_async,
-    ),
+    batched,
+    patient,
+    functions.waits_for_second_process,
+    functions.imports_torch,
+    functions.prints_values,
+    functions.kinds,
+    functions.forks,
+    functions.forks_async,
     functions.arrays,
     functions.parsed,
 )
@@ -155,7 +153,7 @@ def test_printed_text_is_not_a_reply(call, capfd):
     errors = ""
     deadline = time.monotonic() + 20
     while errors.count("more") < 2 and time.monotonic() < deadline:  # replies have another pipe
-        # seldom, because readouterr loses what is written while it truncates its file
+        # Read seldom: readouterr loses text that is written while it truncates its file.
         time.sleep(0.25)
         captured = capfd.readouterr()
         assert captured.out == ""

@@ -136,7 +136,7 @@ class Simulation:
             )
             fitness = None if failed else Fitness.from_scores(scores.tolist())
             slots.append(SlotRecord(member=member, fitness=fitness, tokens=1000, seconds=1.0))
-        # a run would end here; keep one member alive
+        # A run would end here: keep one member alive.
         if not any(record.fitness for record in slots):
             slot = next(slot for slot, member in enumerate(self.members) if member)
             slots[slot] = dataclasses.replace(

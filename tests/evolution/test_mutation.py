@@ -120,7 +120,7 @@ class TestMutation:
         rng = np.random.default_rng(2)
         trials = 1000
         space = HyperparameterConfig(lr=RLParameter(min=1e-6, max=1e-3, scale="log", factor=factor))
-        # the middle of the range, by symmetry without drift
+        # In the middle of the range there is no drift, by symmetry.
         start = Hyperparameters(lr=math.sqrt(1e-6 * 1e-3))
         logs = [math.log(Mutation()(start, space, rng).lr / start.lr) for _ in range(trials)]
         assert abs(np.mean(logs)) < 5 * np.std(logs) / math.sqrt(trials)
@@ -233,7 +233,7 @@ class TestSteps:
         assert typical({"lr": 0.05}) == pytest.approx(0.05, rel=0.2)
         assert typical({"lr": -0.05}) == typical({"lr": 0.05})
         assert typical(None) == typical({}) == pytest.approx(0.2, rel=0.2)
-        # step sizes have a lower bound
+        # Step sizes have a lower bound.
         assert typical({"lr": 1e-9}) == pytest.approx(0.02, rel=0.2)
         assert typical({"lr": 1.0}) > 0.3
 
@@ -304,12 +304,7 @@ class TestSpread:
             loss_type=RLParameter(choices=["grpo", "dapo"]),
         )
         # 12 points, and the defaults, whose loss type is none of these
-        for size in (
-            5,
-            12,
-            13,
-            20,
-        ):
+        for size in (5, 12, 13, 20):
             members = self.spread(size, space=space, seed=seed)
             assert len(set(members)) == min(size, 13)
 

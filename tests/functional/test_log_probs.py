@@ -192,7 +192,7 @@ def test_top_p_matches_transformers(top_p, top_k):
 
 @pytest.mark.parametrize("penalty", [0.5, 1.0, 1.3])
 def test_repetition_penalty_matches_transformers(penalty):
-    # with repetitions
+    # Token ids repeat within a row.
     token_ids = torch.randint(0, 30, (40, 12), generator=torch.Generator().manual_seed(1))
     actual = apply_repetition_penalty(LOGITS, token_ids, penalty)
     assert torch.equal(actual, RepetitionPenaltyLogitsProcessor(penalty)(token_ids, LOGITS.clone()))

@@ -46,7 +46,6 @@ def random_batch(seed, rows=5, width=6, spread=0.5):
 
 @pytest.mark.parametrize(("loss_type", "options"), OPTIONS)
 def test_losses_and_gradients_match_slow_reference(loss_type, options):
-    # of each row
     low = torch.tensor([0.2, 0.1, 0.5, 0.2, 0.1])
     high = torch.tensor([0.2, 0.3, 0.1, 0.1, 0.5])
     clips = {"clip_low": low.double()[:, None], "clip_high": high.double()[:, None]}

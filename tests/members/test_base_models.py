@@ -119,8 +119,17 @@ def test_sources_that_are_no_names_are_refused(source):
 @pytest.mark.parametrize(
     "source",
     [
-        *("SmolLM2-135M", "smollm2_135m", "smolm2-135m", "smollm2", "SmolLM2-135M-Instruct"),
-        *(Path("nowhere"), Path("no/where"), "~/no-such-model", "a b", "a\\b", __file__),
+        "SmolLM2-135M",
+        "smollm2_135m",
+        "smolm2-135m",
+        "smollm2",
+        "SmolLM2-135M-Instruct",
+        Path("nowhere"),
+        Path("no/where"),
+        "~/no-such-model",
+        "a b",
+        "a\\b",
+        __file__,
     ],
 )
 def test_sources_that_cannot_be_hub_ids_are_answered_without_the_hub(source, monkeypatch):
@@ -203,11 +212,8 @@ def gguf_file(tmp_path):
     for layer in range(config.num_hidden_layers):
         for ours, gguf_name in names.items():
             values = weights[f"model.layers.{layer}.{ours}.weight"]
-            # the format interleaves the halves that rotate together
-            if gguf_name in (
-                "attn_q",
-                "attn_k",
-            ):
+            # The format interleaves the halves that rotate together.
+            if gguf_name in ("attn_q", "attn_k"):
                 values = (
                     values.reshape(-1, 2, head // 2, values.shape[1])
                     .swapaxes(1, 2)

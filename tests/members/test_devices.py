@@ -61,7 +61,7 @@ def test_mixed_precision_agrees_with_full_precision(prompts, accelerators):
     rows = make_rows([0] * size, prompts=prompts)  # each slot as member 0: equally many rows
     for work in (rows, make_rows(range(size), prompts=prompts)):
         batch = as_batch(work, mixed.sample(work))
-        # of logits of about 10
+        # Logits are about 10.
         assert float((mixed.log_probs(batch) - exact.log_probs(batch)).abs().max()) < 0.2
         assert float((batch.sampler_log_probs - exact.log_probs(batch)).abs().max()) < 0.2
 

@@ -190,7 +190,7 @@ def test_later_turns_match_a_plain_model(architecture, shared, system):
     assert turns[0][0].present.sum(1).unique().numel() > 2, "the test needs ragged completions"
     assert all((rollout.kept is not None) is shared for rollout, _ in turns)
     batch = join_turns(rows, turns)
-    # once per member, or once per row of a group
+    # Prompts run once per member, or once per row of a group.
     prompts = (3 if shared else 2 + 3 + 4) * sum(map(len, given))
     assert sum(bank.cost(batch).values()) == int(batch.present.sum()) + prompts  # with replies
     scored = bank.log_probs(batch)
@@ -256,7 +256,7 @@ def test_common_beginning_runs_once_per_member():
 @pytest.mark.parametrize("kind", UNSHAREABLE)
 def test_model_without_shared_cache_is_exact(kind):
     model = AutoModelForCausalLM.from_config(UNSHAREABLE[kind])
-    # excluded: fused kernels bypass their hooks
+    # Fused kernels bypass the hooks of these modules.
     config = lora(exclude_modules=["out_proj", "dt_proj"])
     bank = different_members(model, 3, lora_config=config)
     assert not bank.base.shares_prefix

@@ -97,7 +97,7 @@ def test_initial_weights_match_peft():
     for target in targets:
         values, b = target.matrices(flat)
         assert not b.any()
-        # kaiming_uniform with a = sqrt(5): uniform within 1 / sqrt(width)
+        # As kaiming_uniform with a = sqrt(5): uniform within 1 / sqrt(width).
         bound = 1 / math.sqrt(target.width_in)
         assert float(values.abs().max()) <= bound
         assert float(values.std()) == pytest.approx(bound / math.sqrt(3), rel=0.2)

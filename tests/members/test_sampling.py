@@ -183,7 +183,7 @@ def test_results_do_not_depend_on_order_or_batches(architecture, shared, device,
     expected = bank.sample(rows).to(torch.device("cpu"))
     all_rows = torch.arange(len(rows))
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))
-    # one batch, or several
+    # The rows come in one batch, or in several.
     parts = (
         (sampling.CACHED_TOKENS, all_rows[::3]),
         (1, order[:6]),

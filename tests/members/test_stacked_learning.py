@@ -141,7 +141,7 @@ def test_gradients_match_finite_differences(name):
     bank.update(batch, loss_fn, {0: still, 1: still}, entropy_gradient=True)
     for slot in range(2):
         state = bank.state(slot)
-        # the first moment after the first step, as betas[0] is 0.9
+        # After the first step the first moment is a tenth of the gradient: betas[0] is 0.9.
         gradient = state["exp_avg"].double() / 0.1
         along = torch.cos(torch.arange(len(gradient)) * 1.7).double() / len(gradient) ** 0.5
         ends = []

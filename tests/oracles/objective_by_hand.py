@@ -181,7 +181,7 @@ class ByHand:
         )
         actions = sum(len(values) for values in new)
         for number, row, values in zip(chosen, rows, new, strict=True):
-            # so that a step in which every action is clipped has a gradient of zeros
+            # A step in which every action is clipped has a gradient of zeros, not none.
             extra = 0.0 * values
             if h.beta and objective.kl_placement == "loss":
                 extra = h.beta * divergence(

@@ -48,7 +48,7 @@ def liger(
         ref_per_token_logps=ref_log_probs,
         old_per_token_logps=old_log_probs,
         epsilon_low=clip_low,
-        # it caps at the number itself
+        # TRL caps the ratio at epsilon_high itself.
         epsilon_high=(1 + clip_high if loss_type == "cispo" else clip_high),
         loss_type=name,
         importance_sampling_level=level,

@@ -111,7 +111,7 @@ def test_generations_repeated_after_a_resume_count_once(tmp_path):
     run = read_run(written(tmp_path / "run", *events))
     assert run.members["generation"].tolist() == [1]
     assert run.steps["step"].tolist() == [0]
-    # the plan of the generation before the resume stays valid
+    # The plan of the generation before the resume stays valid.
     assert run.births["member"].tolist() == [
         0,
         1,
@@ -134,7 +134,7 @@ def test_path_to_the_winner_and_initial_hyperparameters(tmp_path):
     members = read_run(written(tmp_path / "run", RUN, baseline(0.1), *family)).members.set_index(
         ["generation", "member"]
     )
-    # not what the winner learned afterwards
+    # What the winner learned afterwards does not count.
     assert members.index[members["in_best_lineage"]].tolist() == [
         (1, 0),
         (2, 2),

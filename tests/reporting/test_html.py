@@ -247,11 +247,11 @@ def test_hostile_text_is_escaped(hostile_run):
     content = markup_of(hostile_run).encode("utf-8").decode("utf-8")
     page = Page(content)  # balanced tags: text stayed inside its element
     assert page.tags.count("script") == len(page.scripts) == 3
-    # charts have no text of the run
+    # Charts contain no text of the run.
     assert not re.search(r"alert|onload|replaced|founder with", page.scripts[0])
     assert not {"img"} & set(page.tags)
     assert not [name for _, name, _ in page.attributes if name.startswith("on")]
-    # prompt and completion in each generation
+    # Each generation shows a prompt and a completion.
     assert page.blocks.count("\n" + printable(HOSTILE.replace("\ud800", "?"))) == 8
     assert not set(content.replace(page.scripts[1], "")) & {"\x1b", "\0", "\x9b", "\u202e"}
     for text in ("End: ", "#0", "founder"):

@@ -50,7 +50,7 @@ def test_views_and_tied_tensors_are_stored_as_whole_tensors(tmp_path):
         read_checkpoint(tmp_path / "c")[0],
         {name: value.detach() for name, value in tensors.items()},
     )
-    # not the stack behind the views
+    # Only the views are stored, not the stack behind them.
     assert (tmp_path / "c" / "population.safetensors").stat().st_size < 2000
 
 
@@ -218,7 +218,7 @@ def test_a_checkpoint_of_another_version_is_not_lost_by_accident(folder, version
 
 
 def test_leftovers_that_cannot_be_removed_yet_do_not_hinder_a_write(folder, monkeypatch):
-    # as while NFS has their files open
+    # Folders stay, as on NFS while their files are open.
     monkeypatch.setattr(shutil, "rmtree", lambda *args, **options: None)
     for number in range(3):
         write_checkpoint(folder, {}, {"number": number}, replace=True)

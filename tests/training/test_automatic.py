@@ -145,7 +145,7 @@ def test_populations_search_missing_hyperparameters():
     assert set(members.space) == {"clip_coef", "group_size", "update_epochs"}
     assert {agent.hyperparameters.lr for agent in members} == {1e-3}
     assert len({agent.hyperparameters.update_epochs for agent in members}) > 1
-    # unknown samples per step
+    # Without samples per step, group_size cannot evolve.
     assert "group_size" not in GRPO.population(2, *SPACES, hp_config="auto").space
     language = {
         "actor_network": tiny_model(),

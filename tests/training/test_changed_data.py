@@ -162,7 +162,6 @@ def test_changes_are_refused_without_a_baseline(tmp_path):
         "options": {"hp_config": None},
     }
     list(step_run(tmp_path, size=1, fitness="rollouts", **options))
-    # one episode start in the first step
     assert open_run(tmp_path).record.run_state.baseline is None
     with pytest.raises(ValueError, match="max_episode_steps: 40 -> 11"):
         resume(tmp_path, cart_pole(max_episode_steps=11))

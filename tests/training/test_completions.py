@@ -58,8 +58,15 @@ def test_every_step_writes_completions_rewards_and_advantages(tmp_path):
         assert len(rows) == 10
         for row in rows:
             assert list(row) == [
-                *("step", "index", "prompt", "completion", "reward", "advantage", "truncated"),
-                *("rewards/lengths", "rewards/sometimes"),
+                "step",
+                "index",
+                "prompt",
+                "completion",
+                "reward",
+                "advantage",
+                "truncated",
+                "rewards/lengths",
+                "rewards/sometimes",
             ]
             assert row["step"] == step
             assert row["rewards/lengths"] == len(row["completion"])
@@ -85,7 +92,7 @@ def test_every_step_writes_completions_rewards_and_advantages(tmp_path):
 
 def test_a_resumed_run_writes_the_same_tables(stored_language_run, tmp_path):
     stop_after(tiny_run(tmp_path), 3)
-    # as if killed during a step that is repeated
+    # The run was killed during a step that is repeated.
     (tmp_path / "completions" / "step-000003.jsonl").write_text("torn")
     stop_after(resumed_run(tmp_path), 4)
     for step in range(4):

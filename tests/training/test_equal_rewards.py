@@ -32,7 +32,7 @@ def test_constant_rewards_warn_once():
     (message,), caught = run(tiny_env(reward_fn=lambda completion, answer, question: -2.5))
     assert "the first 3 learning steps: all rewards within each group were equal" in message
     assert "partial credit" in message
-    # the user's line
+    # The warning points at the user's line.
     assert {each.filename for each in caught if str(each.message) == message} == {__file__}
 
 

@@ -66,7 +66,11 @@ def test_reported_members_are_those_of_the_last_plan(any_stored_run):
 def test_the_journal_holds_the_events_in_order(stored_language_run):
     run = stored_language_run
     assert [event["event"] for event in run.events()] == [
-        *("run", "baseline", *(["step", "step", "generation"] * 3), "test", "ended")
+        "run",
+        "baseline",
+        *(["step", "step", "generation"] * 3),
+        "test",
+        "ended",
     ]
     (opening,) = run.events("run")
     assert opening["task"] == "HuggingFaceGym"  # a configured run names its task
@@ -77,7 +81,7 @@ def test_the_journal_holds_the_events_in_order(stored_language_run):
     ] * 3
     (baseline,) = run.events("baseline")
     assert baseline["questions"] == 8
-    # beta is 0
+    # No KL is measured: beta is 0.
     for event in run.events("step"):
         for member in event["members"]:
             assert "kl" not in member
@@ -242,8 +246,12 @@ def test_a_token_limit_ends_a_generation_early(stored_language_run):
     budget = all_steps[0].tokens + all_steps[1].tokens + all_steps[2].tokens
     reports = finish(tiny_run(None, generations=None, max_tokens=budget))
     assert [type(report) for report in reports] == [
-        *(StepReport, StepReport, GenerationReport),
-        *(StepReport, GenerationReport, TestReport),
+        StepReport,
+        StepReport,
+        GenerationReport,
+        StepReport,
+        GenerationReport,
+        TestReport,
     ]
     assert [report.tokens for report in reports if isinstance(report, StepReport)] == [
         s.tokens for s in all_steps[:3]

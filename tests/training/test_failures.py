@@ -154,7 +154,7 @@ class Fragile:
         return variety(completion, answer, question)
 
 
-# calls of the reward function
+# Numbers of calls of the reward function.
 BASELINE = 8
 STEP = 3 * 8
 VALIDATION = 3 * 8
@@ -240,9 +240,9 @@ def test_a_run_records_the_number_of_rewarded_questions(tmp_path):
     assert run.result.test.questions < env.size("test")
     before = run.result.test.before
     after = run.result.test.after
-    # the same questions for both
+    # Both answer the same questions.
     assert run.result.test.gain.mean == pytest.approx(after.mean - before.mean)
-    # a finished run is not tested again
+    # A finished run is not tested again.
     assert finish(resumed_run(tmp_path / "run", env=env)) == []
 
 

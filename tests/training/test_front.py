@@ -113,7 +113,7 @@ def test_train_equals_population_and_evolve():
     by_hand = evolve(
         population, env, strategy=Fixed(), generations=2, steps_per_generation=2, samples_per_step=8
     ).finish()
-    # seconds differ
+    # Seconds differ, so costs are not compared.
     tests = [dataclasses.replace(each.result.test, cost=None) for each in (by_hand, short)]
     assert tests[0] == tests[1]
     for one, other in zip(population, short.population, strict=True):

@@ -303,7 +303,7 @@ def test_costs_of_evaluations_add_up(tmp_path):
         each = [member.evaluation.tokens for member in report.members]
         assert min(each) > 0
         total = report.evaluation.tokens
-        # the first total includes the untrained network's
+        # The first total includes that of the untrained network.
         assert sum(each) == total - spent or spent == 0
         spent = total
     curves = generation_curves(generations[-1].members, [])

@@ -118,5 +118,5 @@ def test_images_of_a_batch_count():
         ValueError, match=r"5,[56]\d\d GB.*samples_per_step.*skip_memory_check=True"
     ):
         evolve(population, env, **run)
-    # nothing is played before the first iteration
+    # Nothing is played before the first iteration.
     evolve(population, env, **run, skip_memory_check=True)

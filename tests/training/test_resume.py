@@ -219,7 +219,7 @@ def test_a_run_killed_at_random_moments_ends_as_if_never_killed(uninterrupted, t
 
     Every restart continues from the last complete generation.
     """
-    # children start at once, with everything imported
+    # Forked children start at once: everything is imported.
     context = multiprocessing.get_context("fork")
     delays = random.Random(0)
     kills = 0
