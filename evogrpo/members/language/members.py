@@ -352,7 +352,7 @@ class LanguageMembers(BankMembers):
     def _draw(
         self, purpose: str, turn: int, streams: Sequence[tuple[int, ...]], counts: Sequence[int]
     ) -> Tensor:
-        """Return random numbers `[sum(counts), max_output_tokens]`: `counts[i]` rows of stream i."""
+        """Return uniforms `[sum(counts), max_output_tokens]`: `counts[i]` rows of stream i."""
         name = purpose if not turn else f"{purpose} turn {turn}"
         length = self.settings.max_output_tokens
         parts = [
