@@ -167,7 +167,7 @@ class PolicyBank(Protocol):
         """
 
     def divergences(self, batch: Batch, before: Tensor) -> Tensor:
-        """Return exact KL(before || current policy) `[n, t]` in nats, without gradient; 0 where masked.
+        """Return exact KL(before || current) `[n, t]` in nats, without gradient; 0 where masked.
 
         Args:
             batch: Rows of any members, in any order.

@@ -90,7 +90,7 @@ class StepControl:
         self._latest: tuple[float, float] | None = None
 
     def update(self, kl: float) -> bool:
-        """Record the measurement of a pass, set the next factor, and return True to repeat the step.
+        """Record the measurement of a pass, set the next factor, and return True to repeat it.
 
         Args:
             kl: Mean KL(before || after) per action, in nats; NaN and infinity count as too large.
