@@ -538,8 +538,8 @@ def _answer(name: str, names: Sequence[str], where: Where | None, *, is_argument
     match = one_edit_match(name, names)
     if match is not None and not is_argument and not _is_known(name):
         return f": did you mean {match!r}?"
-    # 3. What to use instead: exact names first, then patterns such as "vllm_*". Arguments are looked
-    #    up in all public calls.
+    # 3. What to use instead: exact names first, then patterns such as "vllm_*". Arguments are
+    #    looked up in all public calls.
     if where is None and is_argument:
         where = public_place
     if where is not None:

@@ -1,8 +1,8 @@
 """fast_llama: the forward pass of Llama-like models, computed from their weights.
 
-Letters in shapes: `n` rows, `t` new tokens of a row, `s` its cached and new tokens, `m` prompts, `P`
-tokens of a prompt; `kv` key-value heads, `rep` query heads that share one, `d` width of a head, `h`
-width of a hidden state, `r` rank of an adapter. In norms and linear layers, `m` counts tokens
+Letters in shapes: `n` rows, `t` new tokens of a row, `s` its cached and new tokens, `m` prompts,
+`P` tokens of a prompt; `kv` key-value heads, `rep` query heads that share one, `d` width of a head,
+`h` width of a hidden state, `r` rank of an adapter. In norms and linear layers, `m` counts tokens
 and `w` is the width of the MLP.
 """
 
