@@ -574,11 +574,12 @@ class ObservationInputs:
 
 
 def select_rows(values: Tensor, rows: Tensor) -> Tensor:
-    """Return `values[rows]`.
+    """Return `values[rows]`: rows `[k]` of a tensor `[n, ...]`.
 
     For thousands of rows, index_select takes a third of the time of indexing.
     """
     rows = rows.to(values.device)
+    # Selecting from a vector takes half the time of selecting from a matrix of one column.
     if values.dim() == 2 and values.shape[1] == 1:
         return values[:, 0].index_select(0, rows)[:, None]
     return values.index_select(0, rows)

@@ -183,6 +183,7 @@ def plain(value: Any, depth: int = 0) -> Any:
     depth += 1
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: plain(getattr(value, field.name), depth) for field in fields(value)}
+    # Types, not `isinstance`: an object such as a mock may claim another class.
     if issubclass(type(value), Mapping):
         return {key: plain(item, depth) for key, item in value.items()}
     if (

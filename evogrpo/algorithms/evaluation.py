@@ -76,7 +76,9 @@ def _question_count(env: GroupEnvironment, split: Split, questions: int | None) 
     if questions is not None:
         count = min(questions, count)
     if count < 1:
-        raise ValueError(f"The {split} split is empty, so nothing can be evaluated on it.")
+        raise ValueError(
+            f"The {split} split is empty, so nothing can be evaluated on it. Add questions to it."
+        )
     return count
 
 

@@ -309,12 +309,12 @@ def _check_per_action(objective: Objective) -> None:
             " Choose 'return_to_go_timestep' or 'outcome'."
         )
     loss_type = objective.loss_type
-    facts = LOSS_TYPES[loss_type]
-    if not facts.per_action:
+    properties = LOSS_TYPES[loss_type]
+    if not properties.per_action:
         raise ValueError(
             f"loss_type={loss_type!r} needs whole completions. Choose 'dapo', 'bnpo' or 'cispo'."
         )
-    aggregation = objective.aggregation or facts.aggregation
+    aggregation = objective.aggregation or properties.aggregation
     if aggregation != "token-mean":
         raise ValueError(
             f"loss_type={loss_type!r} with aggregation={aggregation!r} needs whole completions."

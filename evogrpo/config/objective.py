@@ -317,17 +317,17 @@ class Objective:
         """Refuse loss types that are the same loss: a mutation between them changes nothing."""
         found: dict[tuple[str, ...], str] = {}
         for loss_type in loss_types:
-            facts = LOSS_TYPES[loss_type]
-            # Losses of a clipped ratio differ in its unit and in their reduction only.
-            meaning: tuple[str, ...] = (loss_type,)
-            if facts.bounded:
-                meaning = (facts.ratio, self.aggregation or facts.aggregation)
-            if meaning in found:
+            properties = LOSS_TYPES[loss_type]
+            # Bounded losses differ only in the ratio (per action or completion) and the reduction.
+            formula: tuple[str, ...] = (loss_type,)
+            if properties.bounded:
+                formula = (properties.ratio, self.aggregation or properties.aggregation)
+            if formula in found:
                 raise ValueError(
-                    f"loss_type {found[meaning]!r} and {loss_type!r} are the same loss here, so it"
+                    f"loss_type {found[formula]!r} and {loss_type!r} are the same loss here, so it"
                     " cannot evolve between them. Remove one of them."
                 )
-            found[meaning] = loss_type
+            found[formula] = loss_type
 
 
 _DEFAULTS: Mapping[str, Any] = {
@@ -341,11 +341,11 @@ _DEFAULTS: Mapping[str, Any] = {
 def _loss_problems(objective: Objective) -> Iterator[str]:
     """Yield messages about switches of the loss."""
     loss = objective.loss_type
-    loss_facts = LOSS_TYPES[loss]
+    properties = LOSS_TYPES[loss]
     for name in ("dual_clip", "delta"):
-        if objective.is_set(name) and not loss_facts.bounded:
+        if objective.is_set(name) and not properties.bounded:
             others = ", ".join(
-                other for other, other_facts in LOSS_TYPES.items() if other_facts.bounded
+                other for other, other_properties in LOSS_TYPES.items() if other_properties.bounded
             )
             yield (
                 f"{name} needs a clipped ratio, got loss_type={loss!r}. Remove it, or choose one of"
@@ -356,14 +356,14 @@ def _loss_problems(objective: Objective) -> Iterator[str]:
             f"dual_clip ({objective.dual_clip}) and delta ({objective.delta}) exclude each other."
             " Give one of them."
         )
-    for owner, other_facts in LOSS_TYPES.items():
-        for name in other_facts.switches:
+    for owner, other_properties in LOSS_TYPES.items():
+        for name in other_properties.switches:
             if objective.is_set(name) and loss != owner:
                 yield (
                     f"{name} is used by loss_type={owner!r} only, got loss_type={loss!r}."
                     " Remove it."
                 )
-    if loss_facts.ratio == "geometric mean" and objective.aggregation is not None:
+    if properties.ratio == "geometric mean" and objective.aggregation is not None:
         yield (
             f"aggregation has no meaning with loss_type={loss!r}, which is one number per"
             " completion. Remove it."
@@ -376,7 +376,7 @@ def _loss_problems(objective: Objective) -> Iterator[str]:
             f"importance_cap must be above 1 with importance_correction={correction!r}, got 1."
             " Raise it."
         )
-    if not loss_facts.per_action:
+    if not properties.per_action:
         rule = (
             f"needs one ratio per action, but loss_type={loss!r} has one per completion. Choose"
             " another loss type."

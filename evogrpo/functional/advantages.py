@@ -270,8 +270,8 @@ def _returns(step_rewards: Tensor, mask: Tensor, gamma: float | Tensor) -> Tenso
     span = 1
     width = mask.shape[1]
     while span < width:
-        # `totals[:, t]` covers the columns t to t + span - 1, `decays[:, t]` discounts over them:
-        # double both.
+        # `totals[:, t]` sums the columns t to t + span - 1, and `decays[:, t]` is the product of
+        # their discounts. Each pass doubles the span.
         ahead = slice(span, None)
         totals[:, :-span] = totals[:, :-span] + decays[:, :-span] * totals[:, ahead]
         decays[:, :-span] = decays[:, :-span] * decays[:, ahead]
@@ -372,7 +372,18 @@ def timestep_return_advantages(
 def _standardised(
     values: Tensor, applies: Tensor, group_of_action: Tensor, groups: int, eps: float
 ) -> Tensor:
-    """Return (value - mean_g) / (std_g + eps) in float64; only values that apply enter both."""
+    """Standardise values within their groups: (value - mean_g) / (std_g + eps).
+
+    Args:
+        values: `[n, t]`.
+        applies: `[n, t]` True for values that count in the mean and the standard deviation.
+        group_of_action: `[n, t]` group number of each value, from 0.
+        groups: Number of groups.
+        eps: Added to the sample standard deviation.
+
+    Returns:
+        `[n, t]` float64; meaningless where `applies` is False.
+    """
     statistics = group_statistics(values, applies, group_of_action, groups)
     centred = values.double() - statistics.mean[group_of_action]
     return centred / (statistics.std[group_of_action] + eps)

@@ -316,9 +316,13 @@ def sample_inverse_cdf(weights: Tensor, uniforms: Tensor, block: int = 256) -> T
 
 
 def _first_exceeding(weights: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the first column whose cumulative weight exceeds the threshold.
+    """Return the first column `[k]` whose cumulative weight exceeds the threshold.
 
-    Also return the threshold minus the cumulative weight before it.
+    Also return the threshold minus the cumulative weight before that column, `[k]`.
+
+    Args:
+        weights: `[k, c]`, at least 0.
+        threshold: `[k]`.
     """
     cumulative = weights.cumsum(1)
     # If rounding put the threshold at or above the total, take the last category of positive
@@ -326,7 +330,7 @@ def _first_exceeding(weights: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor
     below = torch.nextafter(cumulative[:, -1], torch.zeros_like(threshold))
     threshold = torch.minimum(threshold, below)
     chosen = torch.searchsorted(cumulative, threshold[:, None], right=True)
-    # only rows with NaN get here; callers report them
+    # Only rows with NaN exceed the range; callers report them.
     chosen = chosen.clamp(max=weights.shape[1] - 1)
     before = cumulative.gather(1, chosen) - weights.gather(1, chosen)
     return chosen[:, 0], (threshold - before[:, 0]).clamp(min=0.0)

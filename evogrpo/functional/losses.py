@@ -210,6 +210,7 @@ def _ratios(loss: LossProperties, log_ratios: Tensor, mask: Tensor) -> Tensor:
 
 
 def _sequence_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """Return `[n, t]`: each row's mean over the actions that count, repeated in every column."""
     total = torch.where(mask, values, 0.0).sum(1, keepdim=True)
     count = mask.sum(1, keepdim=True).clamp(min=1)
     return (total / count).expand_as(mask)

@@ -56,7 +56,9 @@ def space_to_json(space: spaces.Space[Any]) -> dict[str, Any]:
                 "kind": "multi_binary",
                 "n": space.n if isinstance(space.n, int) else list(space.shape),
             }
-    raise ValueError(f"A checkpoint cannot store the space {space}.")
+    raise ValueError(
+        f"A checkpoint cannot store the space {space}. Use spaces of Gymnasium's own classes."
+    )
 
 
 def space_from_json(values: Mapping[str, Any], stored_bytes: int = 0) -> spaces.Space[Any]:

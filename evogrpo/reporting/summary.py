@@ -88,7 +88,10 @@ class RunSummary:
 
     @cached_property
     def best(self) -> MemberReport | None:
-        """Report with which the run's best member became the best; None before the first."""
+        """Report of the run's best member in the generation that made it the best.
+
+        None before the first generation.
+        """
         if not self.generations:
             return None
         # The trainer decides, because members that raced compare by other means than those shown.

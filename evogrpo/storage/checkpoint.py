@@ -87,7 +87,7 @@ def damaged_error(path: Path, reason: str) -> CheckpointError:
 def checkpoint_errors(path: Path | str) -> Iterator[None]:
     """Convert errors of loading a malformed record to CheckpointError.
 
-    A forged record has valid hashes.
+    Hashes find damage only: a forged record can come with hashes that fit it.
     """
     try:
         yield
@@ -309,24 +309,34 @@ def _serialise(tensors: dict[str, Tensor]) -> bytes:
 
 
 def _check_overwrite(folder: Path, *, kind: Kind, replace: bool, written: Set[str]) -> None:
-    """Raise CheckpointError unless `folder` is free or holds only a replaceable checkpoint."""
+    """Raise CheckpointError unless `folder` is free or holds only a replaceable checkpoint.
+
+    Args:
+        folder: Folder that the new checkpoint will have.
+        kind: Kind of the new checkpoint.
+        replace: Allow files of an older checkpoint, and of the names in `written`.
+        written: Names of the additional files that the new checkpoint will have.
+    """
     if not os.path.lexists(folder):
         return
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder. Choose another path.")
     found = {entry.name for entry in folder.iterdir()}
     own = {MANIFEST_NAME, f"{kind}.json", *tensor_names(kind, found)}
-    # a damaged checkpoint may be replaced if all of its files are known by name
+    # A damaged checkpoint may be replaced if all of its files are known by name.
     with suppress(CheckpointError):
         own |= read_manifest(folder).files.keys()
     if found & own and not replace:
         raise CheckpointError(
             f"{folder} already holds a checkpoint. Pass replace=True, or choose another folder."
         )
-    # the system may have added hidden files, such as .DS_Store, which are replaced as well
+    # The system may have added hidden files, such as .DS_Store, which are replaced as well.
     if found & own:
         own |= {name for name in found if name.startswith(".") and (folder / name).is_file()}
-    if foreign := sorted(found - own - (written if replace else set())):
+    if replace:
+        own |= written
+    foreign = sorted(found - own)
+    if foreign:
         raise CheckpointError(
             f"{folder} holds other files: {', '.join(foreign[:5])}. Choose another folder."
         )

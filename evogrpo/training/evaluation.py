@@ -347,8 +347,8 @@ class SamplerCheck:
         self._warned = True
         warn(
             f"The sampler's log-probabilities differ from the trainer's by {largest:.2g} nats per"
-            " token. Its weights may be old (Sampler.sync), or its model, precision or temperature"
-            " another."
+            " token. Check that Sampler.sync loads changed weights, and that model, precision and"
+            " temperature are those of the trainer."
         )
 
 

@@ -158,31 +158,34 @@ def _select_examples(
     if not collected.questions:
         return ()  # small networks
     share, rest = divmod(max(total, len(indices)), len(indices))
+    scores = collected.scores
     slots = collected.member_ids.tolist()
     prompt_ids = collected.start_ids.tolist()
     examples = []
     for number, (slot, index) in enumerate(indices.items()):
         own = [row for row, owner in enumerate(slots) if owner == slot]
-        for position, row in enumerate(own[: share + (number < rest)]):
-            examples.append(
-                Example(
-                    prompt=collected.questions[prompt_ids[row]],
-                    completion=collected.scores.completions[row],
-                    reward=_number(collected.scores.rewards[row]),
-                    index=index,
-                    step=step,
-                    rewards={
-                        name: _number(values[row])
-                        for name, values in collected.scores.components.items()
-                    },
-                    advantage=_number(learned[slot].advantages[position]),
-                    truncated=bool(collected.truncated[row]),
-                    columns={
-                        name: _plain(values[row])
-                        for name, values in collected.scores.columns.items()
-                    },
-                )
+        # The first `rest` members give one example more than the others.
+        count = share + 1 if number < rest else share
+        for position, row in enumerate(own[:count]):
+            rewards = {}
+            for name, values in scores.components.items():
+                rewards[name] = _number(values[row])
+            columns = {}
+            for name, logged in scores.columns.items():
+                columns[name] = _plain(logged[row])
+            example = Example(
+                prompt=collected.questions[prompt_ids[row]],
+                completion=scores.completions[row],
+                reward=_number(scores.rewards[row]),
+                index=index,
+                step=step,
+                rewards=rewards,
+                # Advantages of a report are in the order of the member's rows.
+                advantage=_number(learned[slot].advantages[position]),
+                truncated=bool(collected.truncated[row]),
+                columns=columns,
             )
+            examples.append(example)
     return tuple(examples)
 
 
@@ -223,6 +226,11 @@ def generation_report(
             continue
         evaluated = measured.get(agent.slot, Measured())
         birth = births[agent.index]
+        # Means over the learning steps of the generation.
+        metrics = {}
+        for name, (total, count) in run_state.metrics[agent.slot].items():
+            metrics[name] = total / count
+        estimates = {name: estimate(fitness) for name, fitness in evaluated.fitness.items()}
         member = MemberReport(
             generation=run_state.generation,
             slot=agent.slot,
@@ -237,11 +245,8 @@ def generation_report(
             seconds=run_state.member_seconds[agent.slot],
             changes=birth.changes,
             reason=birth.reason,
-            metrics={
-                name: total / count
-                for name, (total, count) in run_state.metrics[agent.slot].items()
-            },
-            measured={name: estimate(fitness) for name, fitness in evaluated.fitness.items()},
+            metrics=metrics,
+            measured=estimates,
             questions=evaluated.questions,
             evaluation=evaluated.cost,
             scores=evaluated.fitness,

@@ -357,9 +357,8 @@ class RunDir:
                 if (self.path / BEST).is_symlink():
                     raise CheckpointError("links are not followed")
                 save_agent(agent, self.path / BEST, replace=True, note=note)
-            except (
-                CheckpointError
-            ):  # a foreign file must not end the run; the next save tries again
+            except CheckpointError:
+                # A foreign file must not end the run. The next save tries again.
                 warn(
                     f"{self.path / BEST} was not updated, because it is a link or a file, or has"
                     " other files. Move them away. The checkpoint has the best member."

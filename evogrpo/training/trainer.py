@@ -108,9 +108,10 @@ class Callback:
 def check_callbacks(callbacks: object) -> None:
     """Raise ValueError unless the value is a list of callbacks."""
     hooks = [name for name in vars(Callback) if name.startswith("on_")]
+    # The type itself is checked: an object such as a mock may claim another class.
     if not issubclass(type(callbacks), Sequence) or isinstance(callbacks, str | bytes):
         raise ValueError(f"callbacks must be a list of callbacks, got {shown(callbacks)}.")
-    assert isinstance(callbacks, Sequence)
+    assert isinstance(callbacks, Sequence)  # for mypy, which does not follow `issubclass`
     for each in callbacks:
         if isinstance(each, type) or not all(callable(getattr(each, hook, None)) for hook in hooks):
             raise ValueError(

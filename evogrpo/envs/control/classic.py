@@ -100,7 +100,14 @@ class ClassicControl(VectorEnv):
     def _advance(
         self, actions: NDArray[np.generic]
     ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-        """Replace the state by its successor; return rewards and terminations."""
+        """Replace the state by its successor, with the formulas and rounding of gymnasium.
+
+        Args:
+            actions: `[m]`, or `[m, 1]` for continuous actions.
+
+        Returns:
+            Rewards `[m]`, and terminations `[m]`.
+        """
 
     def _observe(self) -> NDArray[np.float32]:
         """Return the observations `[m, d]` of the state; by default the state itself."""
@@ -295,11 +302,12 @@ class MountainCar(ClassicControl):
         velocity = velocity + (push * _CAR_FORCE + _cosines(3 * position) * -_CAR_GRAVITY)
         velocity = np.clip(velocity, -_CAR_MAX_SPEED, _CAR_MAX_SPEED)
         position = np.clip(position + velocity, _LOWEST, _HIGHEST)
+        # The left wall stops the car.
         velocity[(position == _LOWEST) & (velocity < 0)] = 0
         self._state = np.stack([position, velocity])
-        return np.full(len(self._elapsed), -1.0), (position >= _GOAL) & (
-            velocity >= self._goal_velocity
-        )
+        rewards = np.full(len(self._elapsed), -1.0)
+        terminated = (position >= _GOAL) & (velocity >= self._goal_velocity)
+        return rewards, terminated
 
 
 class MountainCarContinuous(ClassicControl):
@@ -345,10 +353,9 @@ class MountainCarContinuous(ClassicControl):
         # steps.
         self._state = np.stack([position, velocity]).astype(np.float32).astype(np.float64)
         # The square of a float32 is exact in float64, so this is what math.pow returns.
-        return (
-            np.where(terminated, 100.0, 0.0) - np.square(force.astype(np.float64)) * 0.1,
-            terminated,
-        )
+        effort = np.square(force.astype(np.float64)) * 0.1
+        rewards = np.where(terminated, 100.0, 0.0) - effort
+        return rewards, terminated
 
 
 def _rounded(first: NDArray[np.bool_], constant: float) -> NDArray[np.float64]:

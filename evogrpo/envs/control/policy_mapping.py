@@ -94,16 +94,16 @@ class PolicySpec:
     def observation_space(self) -> spaces.Space[Any]:
         """Observation space of the policy, with one flag per agent if `agent_ids` is set."""
         space = self.agent_space
-        flags = len(self.agents)
         if not self.agent_ids:
             return space
-        # Flags are entries of a vector, and a part of their own beside anything else.
+        # A vector gets one more entry for each agent. Any other space is paired with the flags.
+        count = len(self.agents)
         if _is_vector(space):
-            ends = np.zeros(flags, space.dtype), np.ones(flags, space.dtype)
-            low = np.concatenate([space.low, ends[0]])
-            high = np.concatenate([space.high, ends[1]])
+            low = np.concatenate([space.low, np.zeros(count, space.dtype)])
+            high = np.concatenate([space.high, np.ones(count, space.dtype)])
             return spaces.Box(low, high, dtype=space.dtype)
-        return spaces.Tuple((space, spaces.Box(0.0, 1.0, (flags,), np.float32)))
+        flags = spaces.Box(0.0, 1.0, (count,), np.float32)
+        return spaces.Tuple((space, flags))
 
     def stack(self, observations: Sequence[Any], agents: Sequence[str]) -> Leaves:
         """Stack the observations of agents `[m]`, without masks, to leaves `[m, ...]`.

@@ -235,6 +235,7 @@ class SeededGroups(ABC):
 
 def _is_keywords(values: object) -> bool:
     """Return True if values are a mapping whose keys can be keyword arguments."""
+    # The type is checked too: an object such as a mock may claim another class.
     if not isinstance(values, Mapping) or not issubclass(type(values), Mapping):
         return False
     return all(isinstance(key, str) and key.isidentifier() for key in values)

@@ -148,8 +148,8 @@ def _how_to_name(missing: Sequence[str], present: Sequence[Any], columns: Sequen
     for given in ("messages", "conversations"):
         if given in present:
             return (
-                f"Rename {given} to prompt, without the last answer, and use reward_funcs (form:"
-                " trl). An answer in a column of its own is passed to them."
+                f"Rename {given} to prompt, without the last answer, and use reward_funcs (in a"
+                " configuration form: trl). An answer in a column of its own is passed to them."
             )
     renamed = []
     names = [str(given) for given in present if given not in columns]
@@ -160,7 +160,10 @@ def _how_to_name(missing: Sequence[str], present: Sequence[Any], columns: Sequen
         if known:
             renamed.append(f"{shown(known[0], 40)} to {column!r}")
         elif "prompt" in present:
-            return "With a column prompt, use reward_funcs (form: trl): they get all other columns."
+            return (
+                "With a column prompt, use reward_funcs (in a configuration form: trl): they get"
+                " all other columns."
+            )
         else:
             return "The first line of a CSV file must name them."
     return f"Rename {' and '.join(renamed)}."
@@ -255,13 +258,14 @@ class PromptSplit:
 
     def take(self, positions: Iterable[int]) -> "PromptSplit":
         """Return the prompts at these positions, in this order."""
-        chosen = list(positions)
-        return replace(
-            self,
-            rows=[self.rows[position] for position in chosen],
-            prompts=[self.prompts[position] for position in chosen],
-            hashes=[self.hashes[position] for position in chosen],
-        )
+        rows = []
+        prompts = []
+        hashes = []
+        for position in positions:
+            rows.append(self.rows[position])
+            prompts.append(self.prompts[position])
+            hashes.append(self.hashes[position])
+        return replace(self, rows=rows, prompts=prompts, hashes=hashes)
 
 
 def make_splits(

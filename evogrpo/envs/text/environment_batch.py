@@ -387,7 +387,7 @@ def _call_tool(tools: Mapping[str, Tool], name: str, arguments: Any) -> tuple[st
         if name not in tools:
             raise ValueError(f"Tool {name} not found.")
         if not isinstance(arguments, Mapping):
-            raise ValueError(f"The arguments of {name} must be an object.")
+            raise ValueError(f"The arguments of {name} must be an object, got {shown(arguments)}.")
         parameters = inspect.signature(tools[name]).parameters
         # The schema names no others, so the model has made them up.
         described = [each for each in parameters if parameters[each].kind not in _MANY]

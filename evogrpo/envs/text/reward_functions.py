@@ -324,7 +324,8 @@ class Reward:
         )
         if BATCH_NAMES & self._parameters.keys():
             raise ValueError(
-                f"{message} Pass a function of several completions as reward_funcs (form: trl)."
+                f"{message} A function of several completions is passed as reward_funcs, or with"
+                " form: trl in a configuration."
             )
         missing = self._missing([*columns, *ARGUMENT_OF])
         raise ValueError(
@@ -350,7 +351,8 @@ class Reward:
         # A singular name is a sign of a function of one completion.
         if any(ARGUMENT_OF.get(name) == "completion" for name in missing):
             raise ValueError(
-                f"{message} Pass a function of one completion as reward_fn (form: agilerl)."
+                f"{message} A function of one completion is passed as reward_fn, or with"
+                " form: agilerl in a configuration."
             )
         arguments = ", ".join((*TRL_ARGUMENTS, *from_trainer, *sorted(passed)))
         raise ValueError(
@@ -458,7 +460,8 @@ def make_rewards(
     """
     if (reward_fn is None) == (reward_funcs is None):
         raise ValueError(
-            "Exactly one of reward_fn (AgileRL's form) and reward_funcs (TRL's form) must be set."
+            "Exactly one of reward_fn (AgileRL's form) and reward_funcs (TRL's form) must be set,"
+            f" got {'none' if reward_fn is None else 'both'}."
         )
     # 1. AgileRL's form.
     if reward_fn is not None:

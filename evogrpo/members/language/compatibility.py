@@ -151,7 +151,7 @@ def logits_of(model: PreTrainedModel, ids: Tensor) -> Tensor:
     except Exception as error:
         raise ValueError(
             f"{class_name(model)} must run on token ids alone, but raised {class_name(error)}:"
-            f" {one_line(error)}"
+            f" {one_line(error)}. Use a causal language model that needs no other inputs."
         ) from error
     if bool(logits.isnan().any()):
         raise ValueError(f"The logits of {class_name(model)} contain NaN. Its weights are damaged.")

@@ -390,11 +390,16 @@ def load_outline(source: str | Path) -> BaseModel:
 
 
 def _add_end_tokens(model: PreTrainedModel, tokenizer: Any) -> None:
-    """Add tokens with which tokenizer or chat template end a turn to the generation config."""
+    """Add end-of-turn tokens to the model's generation config.
+
+    These are the EOS token of the tokenizer, and the token that closes turns in its chat template.
+    """
     ends = end_ids_of(model)
-    named = [token for token in end_of_turn_ids(tokenizer, {}) if token < vocabulary_of(model)]
-    if not ends.issuperset(named):
-        model.generation_config.eos_token_id = sorted(ends.union(named))
+    of_turns = end_of_turn_ids(tokenizer, options={})
+    # A tokenizer may have more tokens than the model's vocabulary.
+    known = [token for token in of_turns if token < vocabulary_of(model)]
+    if not ends.issuperset(known):
+        model.generation_config.eos_token_id = sorted(ends.union(known))
 
 
 def locate_base(source: str | Path) -> str:

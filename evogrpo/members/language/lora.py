@@ -265,14 +265,15 @@ def choose_targets(
             f"lora_config.target_modules={config.target_modules!r} names modules of"
             f" {class_name(model)} that cannot be adapted: {_in_words(unfit)}. {remedy}"
         )
-    # 4. Place the others in the flat vector, each at the end of the one before.
-    packed: list[Target] = []
+    # 4. Lay out the others in the vector that holds all LoRA weights of one member: each begins
+    #    where the one before ends.
+    placed: list[Target] = []
     end = 0
     for target in fitting:
-        packed.append(replace(target, start=end))
-        end = packed[-1].end
+        placed.append(replace(target, start=end))
+        end = placed[-1].end
     left_out = dict.fromkeys(_stacked_weights(model), FUSED) | unfit
-    return LoraTargets(targets=tuple(packed), left_out=left_out)
+    return LoraTargets(targets=tuple(placed), left_out=left_out)
 
 
 def find_targets(model: nn.Module, config: LoraConfig) -> tuple[Target, ...]:
@@ -336,8 +337,10 @@ def _not_linear(model: PreTrainedModel, targets: Sequence[Target]) -> dict[str, 
         def observe(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
             """Forward hook: remove the layer's reason if its input and output are as expected."""
             *shape, width = args[0].shape
-            # Some architectures flatten rows and tokens.
-            sees_all_rows = shape[0] == rows if len(shape) > 1 else shape == [rows * tokens]
+            if len(shape) > 1:
+                sees_all_rows = shape[0] == rows
+            else:  # some architectures flatten rows and tokens
+                sees_all_rows = shape == [rows * tokens]
             is_linear = (
                 sees_all_rows
                 and width == target.width_in
@@ -620,7 +623,9 @@ class StoredAdapter:
         for name, matrix in matrices.items():
             matrix.copy_(self.tensors[name])
         if not bool(torch.isfinite(flat).all()):
-            raise ValueError("The adapter contains values that are not finite.")
+            raise ValueError(
+                "The adapter contains values that are not finite. Use another adapter."
+            )
         return flat
 
 

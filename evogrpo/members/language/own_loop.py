@@ -65,7 +65,7 @@ def prompt_rows(
             )
         prompts.append(tuple(ids[mask].tolist()))
         if not prompts[-1]:
-            raise ValueError(f"Prompt {number} has no tokens.")
+            raise ValueError(f"Prompt {number} has no tokens. Leave it out.")
     # 2. Draw the random numbers. Greedy rows ignore theirs, but the width is the maximum length of
     #    a completion.
     size = learner.hyperparameters.group_size if training else 1

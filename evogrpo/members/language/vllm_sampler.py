@@ -196,27 +196,29 @@ class VLLMSampler:
         base: bool = False,
         on_finished: FinishedCallback | None = None,
     ) -> Rollout:
-        """Sample one completion per row, in one request per member and temperature.
+        """Sample one completion per row; the rows of a request share member and temperature.
 
-        The servers draw their own random numbers. Rollouts are not exact.
+        The servers draw their own random numbers and ignore `rows.uniforms`. Their
+        log-probabilities differ a little from the trainer's, so `Rollout.exact` is False.
 
         Raises:
             VLLMError: If a server does not answer in time or its answer is invalid.
         """
-        # 1. Rows of each member and temperature.
+        # 1. Group the rows by member (None = the base) and temperature.
         slots = [None] * len(rows) if base else rows.member_ids.tolist()
         groups: dict[tuple[int | None, float], list[int]] = {}
-        for row, kind in enumerate(zip(slots, rows.temperature.tolist(), strict=True)):
-            groups.setdefault(kind, []).append(row)
-        # 2. Split them into requests. All servers have the base, so they share its rows.
+        for row, key in enumerate(zip(slots, rows.temperature.tolist(), strict=True)):
+            groups.setdefault(key, []).append(row)
+        # 2. Split each group into requests. A member is on one server; the base is on all of them,
+        #    so they share its rows.
         requests: list[_Request] = []
-        for (slot, _), numbers in groups.items():
-            size = min(ROWS_PER_REQUEST, len(numbers))
+        for (slot, _), group in groups.items():
+            size = min(ROWS_PER_REQUEST, len(group))
             if base:
-                size = min(size, math.ceil(len(numbers) / len(self._servers)))
-            for start in range(0, len(numbers), size):
-                server = self._server_of(start // size if slot is None else slot)
-                requests.append((server, slot, numbers[start : start + size]))
+                size = min(size, math.ceil(len(group) / len(self._servers)))
+            for number, start in enumerate(range(0, len(group), size)):
+                server = self._server_of(number if slot is None else slot)
+                requests.append((server, slot, group[start : start + size]))
         return self._sample(rows, requests, on_finished)
 
     def _connected(self) -> AdapterBank:

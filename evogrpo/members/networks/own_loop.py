@@ -216,8 +216,10 @@ def _check_steps(present: NDArray[np.bool_], rewards: NDArray[np.float64]) -> No
             f" least 2, got {present.shape} and {rewards.shape}."
         )
     if not (np.abs(rewards[present]) <= FLOAT32_LIMIT).all():
+        wrong = rewards[present][~(np.abs(rewards[present]) <= FLOAT32_LIMIT)][0]
         raise ValueError(
-            "rewards must be finite numbers that float32 holds where action_masks is True."
+            "rewards must be finite numbers that float32 holds where action_masks is True, got"
+            f" {wrong}."
         )
     # Each episode has a first step, and no step after one that was not taken.
     empty = ~present.any(2)

@@ -589,7 +589,10 @@ def _read_table(file: TextIO, path: Path) -> list[Any]:
     for row in reader:
         # Surplus values have the key None, and missing ones are None.
         if None in row or None in row.values():
-            raise ValueError(f"Line {reader.line_num} of {path} must have one value per column.")
+            raise ValueError(
+                f"Line {reader.line_num} of {path} must have one value for each of the"
+                f" {len(reader.fieldnames or [])} columns. Check its quotes and separators."
+            )
         rows.append(row)
     return rows
 

@@ -144,9 +144,10 @@ def _sections_model(task: Any = Any, agent: Any = Any) -> type[BaseModel]:
     names = {"Strategy": Any, "FitnessConfig": FitnessConfig}
     types = get_type_hints(Config, localns=names, include_extras=True)
     types |= {"task": task, "agent": agent}
-    fields: dict[str, Any] = {
-        name: (kind, ... if name == "task" else None) for name, kind in types.items()
-    }
+    # None marks a section that is not given; `...` one that must be given.
+    fields: dict[str, Any] = {}
+    for name, kind in types.items():
+        fields[name] = (kind, ... if name == "task" else None)
     settings = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
     return create_model("Configuration", __config__=settings, **fields)
 
@@ -330,14 +331,15 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def override(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Return the values with `key=value` overrides applied in order."""
+    """Return the values with `key=value` overrides applied in order.
+
+    Paths in overrides are relative to the working directory.
+    """
     result = dict(values)
     for text in overrides:
         keys, value = parse_override(text)
-        nested = absolute_paths(_with_value({}, keys, value), Path.cwd())
-        for key in keys:
-            nested = nested[key]
-        result = _with_value(result, keys, nested)
+        value = absolute_paths(value, Path.cwd(), ".".join(keys))
+        result = _with_value(result, keys, value)
     return result
 
 
