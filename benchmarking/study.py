@@ -328,10 +328,20 @@ def make_run(
 
 def test_scores(run: Any, env: Any, best: Any) -> list[float]:
     """Return the scores of a best member on the test starts; None = the untrained network."""
-    from evogrpo.algorithms.evaluation import evaluate_states
+    from evogrpo.evolution.fitness import GREEDY_EVALUATION
+    from evogrpo.interruption import NEVER
+    from evogrpo.training.evaluation import evaluate_states
 
     states = [None if best is None else best.state]
-    return list(evaluate_states(run.population.members, states, env)[0][0].scores)
+    fitness, _ = evaluate_states(
+        run.population.members,
+        states,
+        env,
+        questions=env.size("test"),
+        config=GREEDY_EVALUATION,
+        stop=NEVER,
+    )
+    return list(fitness[0].scores)
 
 
 def spent(run: Any, task: Task) -> int:

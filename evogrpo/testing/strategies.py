@@ -310,7 +310,7 @@ class StrategyTestCase(ABC):
             for child in plan.children:
                 for name in child.changes:
                     low, high = SPACE[name].bounds
-                    assert low <= getattr(child.hyperparameters, name) <= high
+                    assert low <= child.hyperparameters.number(name) <= high
 
     def test_no_two_members_have_the_same_parent_and_equal_hyperparameters(self) -> None:
         if not self.no_twins:

@@ -214,7 +214,7 @@ def run_test(run: "Trainer") -> TestReport:
     began = run.clock.now()
     questions = run.schedule.questions("test", run.env)
     assert best is not None  # checked by the caller
-    (before, after), tokens = _evaluate_states(
+    (before, after), tokens = evaluate_states(
         run.population.members,
         [None, best.state],
         run.env,
@@ -238,7 +238,7 @@ def run_test(run: "Trainer") -> TestReport:
     return run.run_state.tested
 
 
-def _evaluate_states(
+def evaluate_states(
     members: Members,
     states: Sequence[Mapping[str, Tensor] | None],
     env: GroupEnvironment,

@@ -178,4 +178,4 @@ def test_founders_in_a_configuration_override_the_defaults():
         },
     )
     config = parse_config(json.loads(json.dumps(values)))
-    assert [(each.lr, each.clip_coef) for each in config.founders] == [(2e-3, 0.2), (5e-3, 0.3)]
+    assert [(each.lr, each.clip_coef) for each in config.founders] == [(2e-3, None), (5e-3, 0.3)]
