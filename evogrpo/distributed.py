@@ -217,7 +217,7 @@ class Processes:
         padded = torch.zeros(self.size * part, dtype=values.dtype)
         padded[: len(values)] = values.detach()
         received = torch.empty_like(padded)
-        # raises an error if a rank failed since the last section and cannot take part
+        # Raises an error if a rank failed since the last section and cannot take part.
         self._exchange(None)
         # 1. Get the part of this rank from all ranks, and sum it in rank order.
         self.wait(lambda: dist.all_to_all_single(received, padded, group=self._group))

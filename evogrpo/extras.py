@@ -46,7 +46,7 @@ def install_hint(purpose: str, *modules: str) -> str | None:
     """
     for module in modules:
         try:
-            # raises ImportError for a mere folder of that name
+            # Raises ImportError for a mere folder of that name.
             importlib.metadata.distribution(module)
             found = importlib.util.find_spec(module) is not None
         except (ImportError, ValueError):

@@ -233,7 +233,7 @@ def _interrupt_user_code(
         if over.wait(patience):
             return
         interrupting.set()
-        # a signal to the main thread also ends a blocking system call
+        # A signal to the main thread also ends a blocking system call.
         if hasattr(signal, "pthread_kill"):
             signal.pthread_kill(threading.main_thread().ident or 0, number)
         patience = RETRY_SECONDS

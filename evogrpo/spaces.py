@@ -86,7 +86,7 @@ def keys_error(space: spaces.Dict, observation: object) -> ValueError:
 
 def unflatten(space: spaces.Space[Any], leaves: Iterable[Any]) -> Any:
     """Invert `flatten`: return an array, or dicts and tuples of arrays."""
-    # the recursive calls advance the same iterator, because iter(iterator) returns it
+    # The recursive calls advance the same iterator, because iter(iterator) returns it.
     remaining = iter(leaves)
     match space:
         case spaces.Dict():
@@ -232,7 +232,7 @@ def _batched(observation: Any, shape: tuple[int, ...], device: torch.device | st
         tensor = observation
     else:
         tensor = torch.as_tensor(np.asarray(observation))
-    # torch.export must not compare sizes of batches
+    # `torch.export` must not compare sizes of batches.
     if tensor.ndim == len(shape) and tuple(tensor.shape) == shape:
         tensor = tensor[None]
     if tuple(tensor.shape[1:]) != shape or tensor.ndim != len(shape) + 1:

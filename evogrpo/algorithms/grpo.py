@@ -656,7 +656,8 @@ class MultiAgentGRPO(GRPO):
 
 # The built-in class of agents of each kind of members.
 _CLASSES: dict[str, type[GRPO]] = {
-    kind: each for each in (GRPO, MultiAgentGRPO) for kind in each.kinds
+    **dict.fromkeys(GRPO.kinds, GRPO),
+    **dict.fromkeys(MultiAgentGRPO.kinds, MultiAgentGRPO),
 }
 
 

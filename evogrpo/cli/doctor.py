@@ -30,7 +30,7 @@ from evogrpo.safe_parsing import dump_json
 from evogrpo.text import class_name, one_line, pluralize
 from evogrpo.training.console import make_console
 
-# bytes: peak memory of the demo; its converted base model and its run directory
+# Bytes: peak memory of the demo; its converted base model and its run directory.
 DEMO_MEMORY = 3.5e9
 DEMO_DISK = 2e9
 # `check_model` reports the missing ones

@@ -39,7 +39,7 @@ _OVERRIDES = f"settings, e.g. {_EXAMPLE}"
 _WRONG_CHOICE = re.compile(
     r"argument COMMAND: invalid choice: '?(.*?)'? \(choose from (.*)\)$", re.DOTALL
 )
-# commands that accept any setting
+# Commands that accept any setting.
 _CONFIGURABLE = (
     "evogrpo.cli.train:train",
     "evogrpo.cli.train:demo",
@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, value in _LIBRARY_VARIABLES.items():
         os.environ.setdefault(name, value)
     if args.runs_user_code:
-        # last, so that modules of the user do not shadow installed ones
+        # Last, so that modules of the user do not shadow installed ones.
         sys.path.append(str(Path.cwd()))
     # 3. Run the command; errors become a message and an exit code.
     module, name = args.command.split(":")

@@ -111,8 +111,11 @@ def _stages_table(schedule: BestSchedule, summary: RunSummary) -> Table:
     values = [stage.hyperparameters.to_json() for stage in schedule.stages]
     # 1. Choose the columns.
     first, *others = values
-    differing = {name for own in others for name in own if own[name] != first[name]}
-    shown = [name for name in first if name in summary.evolvable or name in differing]
+    shown = []
+    for name, value in first.items():
+        differs = any(own[name] != value for own in others)
+        if differs or name in summary.evolvable:
+            shown.append(name)
     # 2. Add a row per stage.
     table = _table("from step", "steps", "samples per step", *shown)
     first_step = 0

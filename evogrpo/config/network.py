@@ -9,7 +9,7 @@ from pydantic import Field
 from evogrpo.validation import REAL, WHOLE, PositiveShare, settings
 
 Activation = Literal["tanh", "relu", "elu"]
-# larger values are typing errors that would exhaust memory
+# Larger values are typing errors that would exhaust memory.
 MAX_LAYERS = 64
 MAX_UNITS = 65_536
 _Layers = Annotated[int, Field(ge=1, le=MAX_LAYERS), WHOLE]

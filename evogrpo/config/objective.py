@@ -532,7 +532,7 @@ def default_space(
     if len(sizes) < 2:  # a single size cannot evolve
         names.remove("group_size")
     space = HyperparameterConfig(**{name: ranges[name] for name in names if name not in fixed})
-    # unknown: the smallest number, so that one optimizer step takes all
+    # If unknown, the smallest number, so that one optimizer step takes all.
     samples = samples_per_step or 2
     unused = without_effect(
         objective, [first], space, samples_per_step=samples, rows_are_samples=rows_are_samples

@@ -222,7 +222,9 @@ class _Description:
         self.texts.append(normalised(node))
         for name in _outer_names(node):
             # A variable of an enclosing function hides a global one of the same name.
-            inner = [each for function in functions for each in bindings(function).get(name, ())]
+            inner: list[ast.stmt] = []
+            for function in functions:
+                inner += bindings(function).get(name, ())
             for statement in inner:
                 self._add_source(statement, functions, scope)
             if not inner:
@@ -291,7 +293,9 @@ class _Description:
             statements = bindings(module).get(name, statements)
         # A name that no statement binds comes from one of the `from ... import *`.
         if not statements:
-            statements = [each for module in modules for each in bindings(module).get("*", ())]
+            statements = []
+            for module in modules:
+                statements += bindings(module).get("*", ())
         # 2. Describe them. A variable's value is not read, since it may change during a run.
         for statement in statements:
             if isinstance(statement, ast.ImportFrom) and not is_code:

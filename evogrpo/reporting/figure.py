@@ -48,7 +48,7 @@ _STYLE = {
     "grid.color": "#e8e8e8",
     "axes.axisbelow": True,
 }
-# inches
+# Inches.
 _WIDTH = 11.0
 _HEADER_HEIGHT = 1.2
 _FITNESS_HEIGHT = 4.8
@@ -115,7 +115,7 @@ def _figure(run: RunCharts) -> "Figure":
     title = _one_line(run.summary.title, 120)
     figure.suptitle(title, x=0.01, ha="left", size=13.5, weight="bold", parse_math=False)
     legend = axes.legend(
-        # without them, matplotlib warns about a run without generations
+        # Without them, matplotlib warns about a run without generations.
         *axes.get_legend_handles_labels(),
         title=_facts(run.summary),
         alignment="left",

@@ -31,7 +31,7 @@ METRICS: Mapping[str, tuple[str, str]] = {
     "entropy": ("entropy", "nats per {token}"),
     "completions/mean_length": ("length", "{token}s per {sample}"),
     "learning_rate": ("learning rate", "AdamW step size"),
-    "step_kl": ("KL of a learning step", "nats per {token}"),
+    "step_kl": ("KL of a step", "nats per {token}"),
 }
 """Metrics shown for every learning step: name -> (title, unit)."""
 

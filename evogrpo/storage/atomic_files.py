@@ -60,7 +60,7 @@ def write_synced(path: Path, content: bytes) -> None:
 
 def replace_file(path: Path, content: bytes) -> None:
     """Replace a file atomically: readers see the old or the new bytes, also after a kill."""
-    # removed by `remove_temporary_files`
+    # After a kill, `remove_temporary_files` removes it.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.temporary")
     temporary.unlink(missing_ok=True)  # left by a killed process with the same process id
     try:

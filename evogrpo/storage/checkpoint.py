@@ -266,10 +266,9 @@ def _tensor_files(
 ) -> Iterator[tuple[str, bytes]]:
     """Yield names and contents of the tensor files; each tensor is read when its file is filled."""
     held: dict[str, Tensor] = {}
-    # size: bytes of the held tensors
     file_name = f"{kind}.safetensors"
     number = 1
-    size = 0
+    size = 0  # bytes of the held tensors
     for name in list(tensors):
         if held and size >= file_bytes:
             yield file_name, _serialise(held)
@@ -355,7 +354,7 @@ def _move_into_place(temporary: Path, folder: Path) -> None:
     previous = folder.with_name(f".{folder.name}.previous")
     replacing = os.path.lexists(folder)
     if replacing:
-        # a leftover that could not be removed; the next write tries again
+        # A leftover that could not be removed. The next write tries again.
         if os.path.lexists(previous):
             previous.rename(folder.with_name(f".{folder.name}.temporary-{uuid.uuid4().hex}"))
         folder.rename(previous)
@@ -562,6 +561,6 @@ def prune(run_dir: Path | str, written: int, keep: int = 2) -> None:
     for generation in older[keep:]:
         folder = checkpoint_path(generation_folder(run_dir, generation))
         temporary = folder.with_name(f".{folder.name}.temporary-{uuid.uuid4().hex}")
-        # so that a kill while files are removed leaves no incomplete checkpoint
+        # A kill while files are removed must leave no incomplete checkpoint.
         folder.rename(temporary)
         shutil.rmtree(temporary, ignore_errors=True)

@@ -71,7 +71,7 @@ class Journal:
                 os.fsync(self._file)
             if created:
                 sync_folder(self.path.parent)
-            # appending would change the other file, such as a backup
+            # Appending would change the other file, such as a backup.
             if os.fstat(self._file).st_nlink > 1:
                 self._write_again()
             self._state = _state(os.fstat(self._file))
@@ -261,7 +261,7 @@ def parse_journal(content: bytes, path: Path | str) -> list[dict[str, Any]]:
                 " resume the run with `evogrpo resume`: if the line is after the newest"
                 " checkpoint, it is not needed."
             )
-            # raised below, unless a later `resumed` event removes it
+            # It is raised below, unless a later `resumed` event removes it.
             lines.append((offset, JournalError(message)))
         offset += len(line) + 1
     # 2. Leave out what was undone, from the last line on: a `resumed` event that was undone itself

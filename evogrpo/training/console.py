@@ -182,7 +182,7 @@ class _ErrorIgnoringStream:
 
     def _give_up(self, error: Exception) -> None:
         self.failure = str(getattr(error, "strerror", None) or error)
-        # at exit Python flushes its buffer, which would fail again
+        # At exit Python flushes its buffer, which would fail again.
         with suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
         if self._stream is sys.__stdout__ or getattr(sys.stdout, "failure", None):

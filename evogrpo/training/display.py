@@ -62,7 +62,7 @@ class RunDisplay(Callback):
         self._entered = False
         self._baseline_shown = trainer.run_state.baseline is not None
         self._live: Live | None = None
-        # a notebook shows generations only
+        # A notebook shows generations only.
         self._is_log = not (console.is_terminal or console.is_jupyter)
 
     def __enter__(self) -> Self:

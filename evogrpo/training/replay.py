@@ -86,7 +86,7 @@ class HyperparameterSchedule:
                     f"{path} is not a hyperparameter schedule. Pass a run directory, or a file that"
                     " `evogrpo export --schedule` wrote."
                 )
-            # raises for values of YAML that JSON does not have, such as dates
+            # Raises an error for values of YAML that JSON does not have, such as dates.
             dump_json(stored, what=str(path))
             return validate(cls, stored, str(path), extra="forbid")
         # 2. A run directory: the schedule of its best member.

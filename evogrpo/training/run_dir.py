@@ -180,7 +180,7 @@ class RunDir:
         saved: int = 0,
         steps: int = 0,
     ) -> None:
-        # the program may change its working directory
+        # Absolute, as the program may change its working directory.
         self.path = expand_user(path, "run_dir").absolute()
         self.run_id = run_id or uuid.uuid4().hex
         self._lock = lock
@@ -195,7 +195,7 @@ class RunDir:
         self._exported: Best | None = None
         self._export_time = 0.0  # time of change of its manifest
         self._writer: Any = None
-        # also set after an error
+        # It is also set after an error.
         self._tensorboard_failed = install_hint("TensorBoard", "tensorboard") is not None
 
     def reopened(self) -> Self:
@@ -231,7 +231,7 @@ class RunDir:
         journal = self.path / JOURNAL
         first_event = b'{"event": "run", '
         leftovers = list[str]()
-        # left by a run that was killed between its first event and its first checkpoint
+        # A run that was killed between its first event and its first checkpoint leaves them.
         with suppress(OSError):
             content = read_regular(journal)
             if (
@@ -247,7 +247,7 @@ class RunDir:
         if (self.path / CHECKPOINTS).is_dir() and not any((self.path / CHECKPOINTS).glob("[!.]*")):
             leftovers.append(CHECKPOINTS)
         with suppress(OSError):
-            # of a run, not of the user
+            # It is a file of a run, not of the user.
             if read_regular(self.path / CONFIG_FILE).startswith(CONFIG_HEAD.encode()):
                 leftovers.append(CONFIG_FILE)
         check_new_folder(self.path, allowed=leftovers)
@@ -364,7 +364,8 @@ class RunDir:
                     " other files. Move them away. The checkpoint has the best member."
                 )
                 return
-        self._exported, self._export_time = best, _manifest_time(self.path / BEST)
+        self._exported = best
+        self._export_time = _manifest_time(self.path / BEST)
 
     def _check_lock(self) -> None:
         if self._lock is None:

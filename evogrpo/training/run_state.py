@@ -262,7 +262,7 @@ class RunState:
                 if step >= since
             }
             if len(counted) > 1:
-                # the same for all members
+                # Keys are the same for all members.
                 keys = [step * MAX_SAMPLES + position for step, position in counted]
                 return Fitness.from_scores(list(counted.values()), keys=keys)
         return None

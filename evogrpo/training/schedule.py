@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from evogrpo.envs.protocol import GroupEnvironment, Split
     from evogrpo.evolution.fitness import FitnessConfig
 
-    # a configuration is checked before torch and numpy are imported
+    # A configuration is checked before torch and numpy are imported.
     from evogrpo.evolution.strategies import (
         Strategy,
     )

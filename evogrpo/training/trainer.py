@@ -184,7 +184,7 @@ class Trainer:
         self.clock = Clock(schedule.max_seconds, self.run_state, processes.now)
         self.limits = Limits(self)
         if run_state is None and isinstance(env, SupportsDate) and env.date is not None:
-            # ranks may have made their environments on different days
+            # Ranks may have made their environments on different days.
             env.set_date(processes.broadcast(env.date))
         self.data = fingerprint_of(env)
         self.changed_data = tuple(changed_data)
@@ -364,7 +364,7 @@ class Trainer:
         else:
             self._record_start()
             self._save()
-        # without validation, the first step gives the baseline
+        # Without validation, the first step gives the baseline.
         if state.begun or not self.fitness.uses_validation:
             return
         self._set_progress()
@@ -380,7 +380,6 @@ class Trainer:
         population = self.population
         schedule = self.schedule
         settings = self.population.members.settings
-        # small networks have none
         self._event(
             "run",
             **(
@@ -509,7 +508,7 @@ class Trainer:
         try:
             plan = self.population.plan(self.strategy, self.run_state.history)
             if self.shared_run_dir is not None:
-                # raises if it cannot be stored
+                # Raises an error if it cannot be stored.
                 dump_json(self.strategy.state(), what="the state of the strategy")
         except (Exception, SystemExit) as error:
             self.strategy.load_state(strategy_state)
@@ -613,7 +612,7 @@ class Trainer:
             # 0 = unknown
             state = self.run_state
             total = 0
-            # the generations left are as long as the current one
+            # The generations left are as long as the current one.
             if self.schedule.generations is not None:
                 left = max(0, self.schedule.generations - state.generation)
                 total = state.step - state.step_in_generation + left * state.steps_per_generation

@@ -139,10 +139,12 @@ def learn_policy(
     # 3. Optimizer steps: usually one pass. Members with `target_kl` may repeat theirs with another
     #    learning rate.
     while slots:
-        remaining = [
-            {slot: rows for slot, rows in each.items() if slot in slots} for each in updates
-        ]
-        count = sum(len(rows) for each in remaining for rows in each.values())
+        remaining = []
+        count = 0
+        for each in updates:
+            own = {slot: rows for slot, rows in each.items() if slot in slots}
+            remaining.append(own)
+            count += sum(map(len, own.values()))
         counter = batch.stop.progress("learning", count, noun)
         for number, rows_by_slot in enumerate(remaining):
             if rows_by_slot:
@@ -373,10 +375,11 @@ def _schedule_updates(step: _Step) -> list[dict[int, Tensor]]:
     step.training_rows.compute_old(later.nonzero()[:, 0])
     # 3. Run the first optimizer steps of all members together, then the second ones, and so on.
     longest = max(map(len, plans.values()))
-    return [
-        {slot: plan[number] for slot, plan in plans.items() if number < len(plan)}
-        for number in range(longest)
-    ]
+    updates: list[dict[int, Tensor]] = [{} for _ in range(longest)]
+    for slot, plan in plans.items():
+        for number, rows in enumerate(plan):
+            updates[number][slot] = rows
+    return updates
 
 
 def _update(

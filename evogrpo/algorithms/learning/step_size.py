@@ -43,10 +43,12 @@ MEASURED_STEPS = 4
 
 The first steps are measured, too, because the momentum of AdamW is still growing.
 """
-SEARCH_COMPLETIONS, MEASURED_COMPLETIONS, MEASURED_ACTIONS = 64, 8, 2048
-"""Maximum number of completions that the KL is measured on in the search and later, and of actions
-of small networks.
-"""
+SEARCH_COMPLETIONS = 64
+"""Maximum number of completions that the KL is measured on in the search."""
+MEASURED_COMPLETIONS = 8
+"""Maximum number of completions that the KL of later steps is measured on."""
+MEASURED_ACTIONS = 2048
+"""Maximum number of actions of small networks that the KL is measured on."""
 STEP_SIZE = [RUNNING_STATS.index(name) for name in ("lr_factor", "lr_ceiling", "lr_searched_for")]
 """Columns of the running statistics: `StepControl.factor` and `ceiling` for `DEFAULT_TARGET_KL`,
 and the number of the hyperparameters that they were found with.
@@ -244,7 +246,8 @@ class StepSizes:
                 continue
             # 2. Start from the stored factor. With other hyperparameters, search again from there.
             stored = bank.running_stats[slot, STEP_SIZE].tolist()
-            factor, ceiling = (each * _scale(target_kl) for each in stored[:2])
+            factor = stored[0] * _scale(target_kl)
+            ceiling = stored[1] * _scale(target_kl)
             if stored[2] != _number(learner.hyperparameters):
                 ceiling = 0.0
             self._set_factor(slot, factor)

@@ -168,7 +168,7 @@ def stack(parts: list[spaces.Space[Any]], observations: list[list[Any]]) -> Leav
                     f"observation must have shape {shape} as in observation_space, got"
                     f" {value.shape}."
                 )
-            # text and complex numbers would be converted without an error
+            # Text and complex numbers would be converted without an error.
             if value.dtype.kind not in "biufO":
                 raise ValueError(f"observation must be of real numbers, got {value.dtype}.")
             array[row] = value

@@ -32,7 +32,7 @@ ReplayStep = tuple[int, int, Values]
 
 _SEEDS = range(1, 9)  # several, since randomness may not show in a single short episode
 _STEPS = 64  # of all episodes of a replay together, since environments may be slow
-# state carried over may depend on the previous start, and settle after a few resets
+# State carried over may depend on the previous start, and settle after a few resets.
 _SHORT_SEEDS = (
     1,
     9,

@@ -21,7 +21,7 @@ from evogrpo.warnings import warn
 
 Made = TypeVar("Made", bound=Any)
 
-# the seeds of all splits fit into 31 bits, which every environment accepts
+# The seeds of all splits fit into 31 bits, which every environment accepts.
 SEEDS_PER_SPLIT = 1 << 29
 MAX_STARTS = 10_000_000  # a pass over the training starts is shuffled in memory
 DEFAULT_MAX_EPISODE_STEPS = 1000

@@ -205,7 +205,7 @@ class ReseededNoise(gymnasium.Wrapper[Any, Any, Any, Any]):
         replica, start = divmod(seed, 1 << _SEED_BITS)
         result = self.env.reset(seed=start, options=options)
         noise = int(generator(self._seed, "noise", start, replica).integers(2**63))
-        # the generator class that environments expect
+        # Environments expect this class of generators.
         self.env.unwrapped.np_random, _ = seeding.np_random(noise)
         return result
 

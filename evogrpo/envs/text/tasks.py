@@ -10,7 +10,7 @@ from evogrpo.envs.text.huggingface_gym import HuggingFaceGym
 from evogrpo.envs.text.templates import Tokenizer
 from evogrpo.randomness import generator
 
-# with commas between thousands, or none
+# With commas between thousands, or none.
 _NUMBER = re.compile(r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?", re.ASCII)
 _MINUS = re.compile(r"(?:^|[^\w)])-$|(?:^|[=:])\s*- +$", re.ASCII)
 

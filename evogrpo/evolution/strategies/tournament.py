@@ -126,7 +126,7 @@ def tournament(last: Generation, size: int, z: float, rng: np.random.Generator) 
 def _duel(slot: int, incumbent: Fitness, challenger: int, rival: Fitness, z: float) -> Choice:
     """Compare a slot's member with its challenger."""
     lead, standard_error = difference(rival, incumbent)
-    difference_text = f"slot {challenger} scores {lead:+.3g} +- {standard_error:.2g} against it"
+    difference_text = f"slot {challenger} scores {lead:+.3g} ± {standard_error:.2g} against it"
     if lead <= 0:
         return Choice(parent=slot, reason=f"kept: no better challenger, {difference_text}")
     if lead <= z * standard_error:

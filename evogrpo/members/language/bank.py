@@ -433,7 +433,7 @@ class AdapterBank(AdapterSampler):
                     if len(part.run) > 1 or self.base.lockstep:
                         raise
                     row_losses = [0.0] * len(part.rows)
-                    # only this member fails
+                    # Only this member fails.
                     gradients[int(member_ids[part.run])].fill_(float("nan"))
                 for slot, value in zip(member_ids[part.rows].tolist(), row_losses, strict=True):
                     losses[slot] += value
@@ -533,7 +533,7 @@ class AdapterBank(AdapterSampler):
         batch = whole.select(part.run)
         inputs: TokenInputs = batch.inputs
         used = int(_lengths(batch.action_mask).max())
-        # with a token after the first action, each micro-batch takes as many passes
+        # With a token after the first action, each micro-batch takes as many passes.
         if self.base.lockstep:
             used = min(max(used, 2), batch.action_mask.shape[1])
         mask = batch.action_mask[:, :used]

@@ -226,7 +226,7 @@ Head = Callable[[Tensor], Tensor]
 SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier", "logits_mup_width_multiplier")
 # Names in Gemma 2 and RecurrentGemma.
 CAPS = ("final_logit_softcapping", "logits_soft_cap")
-# magnitudes of the compared logits: a soft cap only shows in large ones
+# Magnitudes of the compared logits: a soft cap only shows in large ones.
 PROBED = (
     1.0,
     10.0,

@@ -55,7 +55,7 @@ def rewarded_batch(
     if settings.objective.overlong_buffer is not None:
         sampled = rollout.action_mask
         lengths = 1 + positions_in_turn(rollout.action_mask)
-        # last tokens of turns: a reply has at least one token
+        # Last tokens of turns: a reply has at least one token.
         ends = sampled & ~pad(sampled, (0, 1))[:, 1:]
         by_turn = overlong_penalty(
             lengths, settings.max_output_tokens, settings.objective.overlong_buffer
@@ -319,20 +319,22 @@ def _stack(states: Sequence[_State], device: torch.device, exact: bool) -> Rollo
         list(zip(state.completions, [[], *state.replies], state.log_probs, strict=False))
         for state in states
     ]
-    width = max(
-        sum(len(reply) + len(tokens) for tokens, reply, _ in row_turns) for row_turns in turns
-    )
+    width = 0
+    for row_turns in turns:
+        width = max(width, sum(len(reply) + len(tokens) for tokens, reply, _ in row_turns))
     shape = (len(states), width)
     actions = torch.zeros(shape, dtype=torch.long)
     log_probs = torch.zeros(shape, device=device)
-    action_mask, present = (torch.zeros(shape, dtype=torch.bool) for _ in range(2))
+    action_mask = torch.zeros(shape, dtype=torch.bool)
+    present = torch.zeros(shape, dtype=torch.bool)
     for row, row_turns in enumerate(turns):
         end = 0
         for tokens, reply, values in row_turns:
             begin = end + len(reply)
             actions[row, end:begin] = torch.tensor(reply)
             end = begin + len(tokens)
-            actions[row, begin:end], action_mask[row, begin:end] = torch.tensor(tokens), True
+            actions[row, begin:end] = torch.tensor(tokens)
+            action_mask[row, begin:end] = True
             log_probs[row, begin:end] = values
         present[row, :end] = True
     return Rollout(

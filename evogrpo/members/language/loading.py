@@ -299,7 +299,7 @@ def load_base(
     # 2. Load the model and its tokenizer.
     with _loading(name):
         plain_fingerprint = None
-        # in the dtype of its files, the plain model is memory-mapped and takes hardly any memory
+        # In the dtype of its files, the plain model is memory-mapped and takes hardly any memory.
         if kind is not None:
             plain = AutoModelForCausalLM.from_pretrained(
                 place, dtype="auto", trust_remote_code=False

@@ -414,7 +414,7 @@ def _peft_record(targets: Sequence[Target], config: LoraConfig) -> dict[str, Any
     )
 
 
-# results of `_loadable_by_peft`, by model structure and configuration
+# Results of `_loadable_by_peft`, by model structure and configuration.
 _LOADABLE: dict[Any, list[Target]] = {}
 
 

@@ -436,7 +436,7 @@ class _Sampler:
         options = self._rows.options
         uniforms = self._uniforms[numbers, step]
         context = None
-        # tokens so far, for the repetition penalty, padded with tokens of the prompt
+        # Tokens so far, for the repetition penalty, padded with tokens of the prompt.
         if self._prompts is not None:
             prompts = self._prompts[numbers]
             completions = self._actions[numbers]

@@ -81,8 +81,8 @@ def vllm_command(
         raise ValueError(
             f"vLLM supports LoRA ranks up to {LORA_RANKS[-1]}, got {rank}. Use a smaller rank."
         )
-    # vLLM accepts some ranks only: the smallest one that is large enough.
     place = urllib.parse.urlsplit(url)
+    # vLLM accepts some ranks only: the smallest one that is large enough.
     largest = next(each for each in LORA_RANKS if each >= rank)
     return (
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 python -m vllm.entrypoints.openai.api_server --model"
@@ -128,7 +128,7 @@ class VLLMSampler:
         self._id = uuid.uuid4().hex[:12]
         self._adapters_dir = expand_user(adapters_dir, "adapters_dir").absolute()
         self._bank: AdapterBank | None = None
-        # by slot, the bank's change counter of the newest adapter on the server
+        # By slot: the bank's change counter of the newest adapter on the server.
         self._versions: dict[int, int] = {}
         weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
 

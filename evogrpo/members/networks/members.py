@@ -283,7 +283,7 @@ class NetworkMembers(BankMembers):
             return self._choose_for_team(learner, observations, rng, action_mask)
         actions, batched = self._choose(learner, observations, rng, action_mask)
         if isinstance(self.action_space, spaces.Discrete | spaces.MultiDiscrete):
-            # a policy counts values from 0, the space from `start`
+            # A policy counts values from 0, the space from `start`.
             actions = actions + self.action_space.start
         return actions if batched else actions[0]
 
@@ -309,7 +309,7 @@ class NetworkMembers(BankMembers):
         actions, batched = self._choose(learner, observation, rng, action_masks, base=base)
         assert self.action_space is not None
         actions = to_environment(self.action_space, actions)
-        # a scalar for Discrete: some environments use it as a key
+        # A scalar for Discrete: some environments use it as a key.
         return actions if batched else actions[0]
 
     def _choose(

@@ -252,7 +252,8 @@ class _PolicyModule(nn.Module):
         else:
             self.network = nn.Module()
             for name in stack.network.shapes:
-                owner, (*path, last) = self.network, name.split(".")
+                owner = self.network
+                *path, last = name.split(".")
                 for part in path:
                     if not hasattr(owner, part):
                         owner.add_module(part, nn.Module())

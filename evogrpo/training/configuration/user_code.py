@@ -95,7 +95,7 @@ def load_module(name: str) -> ModuleType:
         ValueError: If there is no such module, or it raises an exception.
     """
     if str(Path.cwd()) not in sys.path:
-        # last, so that modules of the user do not shadow installed ones
+        # Last, so that modules of the user do not shadow installed ones.
         sys.path.append(str(Path.cwd()))
     with _errors_of(name):
         return importlib.import_module(name)
