@@ -28,12 +28,14 @@ _HEAD = '''"""Keyword arguments and attributes of agents, for type checkers.
 Generated from the records of settings by `python -m docs.generate.keywords`. Do not edit.
 """
 
-from typing import Literal, TypedDict
+from collections.abc import Mapping
+from typing import Any, Literal, TypedDict
 
 from evogrpo.config.agent import Credit, Policies
 from evogrpo.config.network import ArchitectureLimits, NetworkConfig
 from evogrpo.config.objective import Objective
 from evogrpo.config.optimizer import Optimizer
+from evogrpo.config.task_settings import TaskSettings
 from evogrpo.functional.loss_types import AdvantageType, LossType
 '''
 _ALIASES = {
@@ -42,7 +44,11 @@ _ALIASES = {
     Policies: "Policies",
     Credit: "Credit",
 }
-_ALSO = {"lr": 'Literal["auto"]', "eos_token_ids": "int"}
+_ALSO = {
+    "lr": 'Literal["auto"]',
+    "eos_token_ids": "int",
+    "task_settings": "Mapping[str, Any]",
+}
 """Types that an argument has in addition to the type of its field."""
 
 

@@ -9,7 +9,7 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
-from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES, Hyperparameters, Value
+from evogrpo.config.hyperparameters import HYPERPARAMETER_FIELDS, Hyperparameters, Value
 from evogrpo.config.keywords import HyperparameterAttributes
 from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.evolution.fitness import Fitness
@@ -342,5 +342,5 @@ def _hyperparameter(name: str) -> property:
     return property(read, write, doc=f"Hyperparameter `{name}`; see `Hyperparameters`.")
 
 
-for _name in HYPERPARAMETER_NAMES:
+for _name in HYPERPARAMETER_FIELDS:
     setattr(Agent, _name, _hyperparameter(_name))

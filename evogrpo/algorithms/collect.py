@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from evogrpo.envs.protocol import GroupEnvironment, Scores
+from evogrpo.config.task_settings import TaskSettings
+from evogrpo.envs.protocol import GroupEnvironment, Scores, deal_for
 from evogrpo.functional.loss_types import STEP_ADVANTAGES
 from evogrpo.functional.rewards import consecutive_ids, place_on_last_action, zero_variance_groups
 from evogrpo.interruption import NEVER, Stop
@@ -27,6 +28,7 @@ def sample_groups(
     block: int,
     purpose: str,
     number: int = 0,
+    settings: Sequence[TaskSettings] = (),
     stop: Stop = NEVER,
 ) -> RolloutBatch:
     """Sample and reward whole groups on each rank, and return all rows on every rank.
@@ -42,18 +44,28 @@ def sample_groups(
         block: Length of the step's block of starts.
         purpose: Name of the random stream.
         number: Distinguishes streams of one purpose within a step.
+        settings: Distinct task settings of all members of the step; those of the learners by
+            default.
         stop: Checked between tokens or steps, and between reward calls.
+
+    Returns:
+        The samples. `starts` has each position of the block once for each of the settings.
     """
-    # 1. Open the starts, and number the rows. Groups are numbered by member and start, so no two
-    #    share a number.
-    starts = env.deal(learners[0].step, max(span.stop for span in groups), block)
+    # 1. Choose the starts to open: those of each position in the block, with all settings.
+    distinct = tuple(settings or distinct_settings(learners))
+    positions = max(span.stop for span in groups)
+    dealt = [deal_for(env, learners[0].step, positions, block, each) for each in distinct]
+    starts = tuple(chain.from_iterable(zip(*dealt, strict=True)))
+    # 2. Number the rows. Groups are numbered by member and position, so no two share a number.
     counts = []
-    start_ids_by_learner = []
+    position_ids_by_learner = []
+    number_of_settings = []
     for learner, span in zip(learners, groups, strict=True):
         group_size = learner.hyperparameters.group_size
         counts.append(len(span) * group_size)
-        start_ids_by_learner.append(torch.tensor(span).repeat_interleave(group_size))
-    start_ids = torch.cat(start_ids_by_learner)
+        position_ids_by_learner.append(torch.tensor(span).repeat_interleave(group_size))
+        number_of_settings.append(distinct.index(learner.hyperparameters.task_settings))
+    position_ids = torch.cat(position_ids_by_learner)
 
     def per_row(values: Sequence[float]) -> Tensor:
         return torch.tensor(values).repeat_interleave(torch.tensor(counts))
@@ -61,10 +73,11 @@ def sample_groups(
     request = SamplingRequest(
         learners=tuple(learners),
         counts=tuple(counts),
-        row_ids=torch.arange(len(start_ids)),
+        row_ids=torch.arange(len(position_ids)),
         member_ids=per_row([learner.slot for learner in learners]),
-        start_ids=start_ids,
-        group_ids=per_row(range(len(learners))) * block + start_ids,
+        start_ids=position_ids * len(distinct) + per_row(number_of_settings),
+        group_ids=per_row(range(len(learners))) * block + position_ids,
+        settings=distinct * positions,
         temperature=per_row([learner.hyperparameters.temperature for learner in learners]),
         purpose=purpose,
         number=number,
@@ -74,7 +87,7 @@ def sample_groups(
     ranks = members.processes
     if ranks.size == 1:
         return replace(members.sample(env, starts, request), starts=starts)
-    # 2. Choose this rank's rows: a contiguous share of the groups. `ends` holds the first row after
+    # 3. Choose this rank's rows: a contiguous share of the groups. `ends` holds the first row after
     #    each group.
     ends = request.group_ids.unique_consecutive(return_counts=True)[1].cumsum(0)
     bounds = [0]
@@ -82,15 +95,20 @@ def sample_groups(
         bounds.append(int(share[-1]) if len(share) else bounds[-1])
     rows = torch.arange(bounds[ranks.rank], bounds[ranks.rank + 1])
 
-    # 3. Sample.
+    # 4. Sample.
     def sample() -> RolloutBatch | None:
         if len(rows):
             return _moved(members.sample(env, starts, request.select(rows)), "cpu")
         return None
 
-    # 4. Merge the rows of all ranks, in order.
+    # 5. Merge the rows of all ranks, in order.
     parts = [part for part in ranks.run_section(sample) if part is not None]
     return replace(_moved(merge_rollouts(parts), members.device), starts=starts)
+
+
+def distinct_settings(learners: Sequence[Learner]) -> tuple[TaskSettings, ...]:
+    """Return the different task settings of members."""
+    return tuple(dict.fromkeys(learner.hyperparameters.task_settings for learner in learners))
 
 
 def _moved(sampled: RolloutBatch, device: torch.device | str) -> RolloutBatch:
@@ -154,7 +172,15 @@ def resample_groups(
             used[each.slot] = first + len(without_signal[each.slot])
             groups.append(range(first, used[each.slot]))
         drawn = sample_groups(
-            members, env, acting, groups, block=block, purpose="refill", number=number, stop=stop
+            members,
+            env,
+            acting,
+            groups,
+            block=block,
+            purpose="refill",
+            number=number,
+            settings=distinct_settings(learners),
+            stop=stop,
         )
         # 3. Put new groups with signal in the places of old ones.
         rows = _rows_with_refills(batch, drawn.experience[policy], without_signal, kinds)

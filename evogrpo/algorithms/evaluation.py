@@ -1,13 +1,14 @@
 """Evaluation on held-out questions: all members at once, or in racing rounds."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import NDArray
 
+from evogrpo.config.task_settings import NO_SETTINGS, TaskSettings
 from evogrpo.envs.protocol import GroupEnvironment, Split
 from evogrpo.envs.text.prompt_environment import PromptEnvironment
 from evogrpo.evolution.fitness import Fitness, FitnessConfig, paired_difference
@@ -15,6 +16,9 @@ from evogrpo.interruption import NEVER, Stop
 from evogrpo.members.members import Members
 from evogrpo.members.requests import EvaluationRequest
 from evogrpo.warnings import warn
+
+NO_SETTINGS_BY_SLOT: Mapping[int, TaskSettings] = {}
+"""Task settings by slot where no member has any."""
 
 
 def evaluate_questions(
@@ -89,6 +93,7 @@ def evaluate(
     split: Split,
     *,
     questions: int | None = None,
+    settings: Mapping[int, TaskSettings] = NO_SETTINGS_BY_SLOT,
     base: bool = False,
     answers: int | None = None,
 ) -> NDArray[np.float64]:
@@ -102,6 +107,7 @@ def evaluate(
         env: Provides questions and rewards.
         split: "validation" for selection, "test" for the final report.
         questions: Number of questions, from the first on; None = all.
+        settings: Task settings by slot, for members that have any.
         base: Evaluate the untrained base instead of members.
         answers: Number of sampled answers per question, averaged; None = one greedy answer.
 
@@ -115,7 +121,12 @@ def evaluate(
     """
     count = _question_count(env, split, questions)
     request = EvaluationRequest(
-        split=split, questions=tuple(range(count)), slots=tuple(slots), base=base, answers=answers
+        split=split,
+        questions=tuple(range(count)),
+        slots=tuple(slots),
+        settings=_of_slots(slots, settings),
+        base=base,
+        answers=answers,
     )
     return evaluate_questions(members, env, request)[0]
 
@@ -129,6 +140,7 @@ def measure_fitness(
     config: FitnessConfig,
     questions: int | None = None,
     rival: Fitness | None = None,
+    settings: Mapping[int, TaskSettings] = NO_SETTINGS_BY_SLOT,
     base: bool = False,
     stop: Stop = NEVER,
 ) -> tuple[dict[int, Fitness], dict[int, int]]:
@@ -145,6 +157,7 @@ def measure_fitness(
         config: Sampling and racing settings.
         questions: Maximum number of questions; None = all.
         rival: Fitness of the best member so far, on the same split.
+        settings: Task settings by slot, for members that have any.
         base: Evaluate the untrained base instead; `slots` then has a single slot, whose value has
             no effect.
         stop: See `EvaluationRequest`.
@@ -168,10 +181,12 @@ def measure_fitness(
     running = list(range(len(slots)))  # rows of `scores`: members that are still in the race
     # 2. Evaluate in rounds; members that are clearly behind leave the race.
     for first, last in rounds(count, racing=config.racing and not base):
+        answering = tuple(slots[row] for row in running)
         request = EvaluationRequest(
             split=split,
             questions=tuple(range(first, last)),
-            slots=tuple(slots[row] for row in running),
+            slots=answering,
+            settings=_of_slots(answering, settings),
             base=base,
             answers=config.answers if config.sampled else None,
             stop=stop,
@@ -196,6 +211,13 @@ def measure_fitness(
     leader = max((measured[row] for row in running), key=lambda fitness: fitness.mean)
     fitness = [on_all_questions(each, leader) for each in measured]
     return dict(zip(slots, fitness, strict=True)), tokens
+
+
+def _of_slots(
+    slots: Sequence[int], settings: Mapping[int, TaskSettings]
+) -> tuple[TaskSettings, ...]:
+    """Return the task settings of slots; those of members without any are empty."""
+    return tuple(settings.get(slot, NO_SETTINGS) for slot in slots)
 
 
 # ---- races

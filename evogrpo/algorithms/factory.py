@@ -17,7 +17,7 @@ from evogrpo.config.agent import (
     NetworkOptions,
     NetworkSettings,
 )
-from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES, Hyperparameters
+from evogrpo.config.hyperparameters import HYPERPARAMETER_FIELDS, Hyperparameters
 from evogrpo.config.keywords import (
     HyperparameterKeywords,
     LanguageKeywords,
@@ -322,7 +322,7 @@ def auto_space(
     defaults = {} if language else NETWORK_DEFAULTS
     given = {name: value for name, value in options.items() if value is not None}
     objective = kind(**_named(kind.__dataclass_fields__, given)).objective
-    chosen = _named(HYPERPARAMETER_NAMES, given)
+    chosen = _named(HYPERPARAMETER_FIELDS, given)
     # Without calibration, the learning rate evolves instead of target_kl.
     unset = {"target_kl": None} if "target_kl" in unused else {}
     return default_space(
@@ -364,7 +364,7 @@ def _first_hyperparameters(
     space = space or HyperparameterConfig()
     whole_between("index", options.get("index", 0), 0)
     # 2. Chosen values must lie in the search space; defaults are moved into it.
-    chosen = _named(HYPERPARAMETER_NAMES, options)
+    chosen = _named(HYPERPARAMETER_FIELDS, options)
     first = settings.objective.resolved(space.first(defaults, chosen), space)
     settings.objective.check(first, space)
     settings.check(first, space)

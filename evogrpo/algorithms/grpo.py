@@ -449,7 +449,15 @@ class EvolvableAlgorithm(Agent, AgileRLMethods):
         self.members.check(groups)
         # 3. Evaluate, and average over the starts that have a reward.
         rounds = [
-            evaluate(self.members, [self.slot], groups, split, questions=episodes, base=base)
+            evaluate(
+                self.members,
+                [self.slot],
+                groups,
+                split,
+                questions=episodes,
+                settings={self.slot: self.hyperparameters.task_settings},
+                base=base,
+            )
             for _ in range(loop)
         ]
         return float(np.mean([common_scores(rewards, split).mean() for rewards in rounds]))

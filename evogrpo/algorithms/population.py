@@ -7,11 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from evogrpo.algorithms.collect import check_groups, resample_groups, sample_groups
+from evogrpo.algorithms.collect import (
+    check_groups,
+    distinct_settings,
+    resample_groups,
+    sample_groups,
+)
 from evogrpo.algorithms.evaluation import measure_fitness
 from evogrpo.config.search_space import HyperparameterConfig, check_group_size
+from evogrpo.config.task_settings import SettingValue, TaskSettings
 from evogrpo.distributed import ProcessError, Processes
-from evogrpo.envs.protocol import GroupEnvironment, Split
+from evogrpo.envs.protocol import GroupEnvironment, Split, SupportsTaskSettings
 from evogrpo.evolution.fitness import GREEDY_EVALUATION, Fitness
 from evogrpo.evolution.history import NETWORK, Generation, History, MemberRecord
 from evogrpo.evolution.plan import Plan
@@ -171,7 +177,7 @@ class Population(NamesMissing, Sequence[Any]):
         sampled = sample_groups(
             self.members, env, learners, groups, block=full_block, purpose="sample", stop=stop
         )
-        group_rewards = _mean_group_rewards(sampled)
+        group_rewards = _mean_group_rewards(sampled, len(distinct_settings(learners)))
         # 3. Replace groups without learning signal (dynamic sampling).
         if max_refills:
             used = {
@@ -240,7 +246,13 @@ class Population(NamesMissing, Sequence[Any]):
         fitness: Mapping[int, Fitness] = {}
         if healthy:
             fitness, _ = measure_fitness(
-                self.members, healthy, env, split, config=GREEDY_EVALUATION, questions=questions
+                self.members,
+                healthy,
+                env,
+                split,
+                config=GREEDY_EVALUATION,
+                questions=questions,
+                settings=self.task_settings,
             )
         # Last, so that an interrupted evaluation changes nothing.
         for agent in self.agents:
@@ -283,7 +295,31 @@ class Population(NamesMissing, Sequence[Any]):
             ValueError: If they cannot.
         """
         check_groups(env)
+        self._check_settings(env)
         self.members.check(env)
+
+    def _check_settings(self, env: Any) -> None:
+        """Check that the environment reads the task settings that members have or may get."""
+        values: dict[str, dict[SettingValue, None]] = {}
+        for name, parameter in self.space.task_settings.items():
+            values[name] = dict.fromkeys(parameter.choices or parameter.bounds)
+        for agent in self.agents:
+            for name, value in agent.hyperparameters.task_settings.items():
+                values.setdefault(name, {})[value] = None
+        if not values:
+            return
+        if not isinstance(env, SupportsTaskSettings):
+            raise ValueError(
+                f"{class_name(env)} has no task settings, got {', '.join(values)}. Remove them from"
+                " the search space, or add the methods of"
+                " evogrpo.envs.protocol.SupportsTaskSettings."
+            )
+        env.check_settings({name: tuple(each) for name, each in values.items()})
+
+    @property
+    def task_settings(self) -> dict[int, TaskSettings]:
+        """Task settings of all members, by slot."""
+        return {agent.slot: agent.hyperparameters.task_settings for agent in self.agents}
 
     def plan(self, strategy: Strategy, generations: Sequence[Generation]) -> Plan:
         """Return a strategy's plan for the next generation.
@@ -388,11 +424,16 @@ def _checked(report: LearnReport) -> LearnReport:
     )
 
 
-def _mean_group_rewards(sampled: RolloutBatch) -> dict[int, dict[int, float]]:
-    """Return the mean raw reward of each group, by slot and position of its start."""
+def _mean_group_rewards(sampled: RolloutBatch, settings: int) -> dict[int, dict[int, float]]:
+    """Return the mean raw reward of each group, by slot and position of its start.
+
+    Args:
+        sampled: The samples.
+        settings: Number of task settings that each start was opened with.
+    """
     groups: dict[tuple[int, int], list[float]] = {}
     slots = sampled.member_ids.tolist()
-    starts = sampled.start_ids.tolist()
+    starts = (sampled.start_ids // settings).tolist()
     for slot, start, reward in zip(slots, starts, sampled.scores.rewards.tolist(), strict=True):
         if math.isfinite(reward):  # NaN = no reward applies
             groups.setdefault((slot, start), []).append(reward)

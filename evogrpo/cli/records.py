@@ -92,7 +92,7 @@ def best(args: argparse.Namespace) -> int:
 def _hyperparameters_text(schedule: BestSchedule) -> str:
     """Return the hyperparameters of the best member as one text."""
     texts = []
-    for name, value in schedule.member.hyperparameters.to_json().items():
+    for name, value in schedule.member.hyperparameters.by_name().items():
         # A calibrated rate changes within a generation; `lr` is only the first guess.
         if name == "lr" and schedule.calibrated is not None:
             first, last = map(number_text, schedule.calibrated)
@@ -108,7 +108,7 @@ def _hyperparameters_text(schedule: BestSchedule) -> str:
 
 def _stages_table(schedule: BestSchedule, summary: RunSummary) -> Table:
     """Return the stages of a lineage with hyperparameters that evolve or differ between them."""
-    values = [stage.hyperparameters.to_json() for stage in schedule.stages]
+    values = [stage.hyperparameters.by_name() for stage in schedule.stages]
     # 1. Choose the columns.
     first, *others = values
     shown = []

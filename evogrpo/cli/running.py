@@ -427,12 +427,12 @@ def show_forecast(console: Console, task: Task) -> None:
 
 def _start_text(config: Config) -> str:
     """Describe the starting values of evolving and non-default hyperparameters."""
-    values = config.hyperparameters.to_json()
-    defaults = Hyperparameters(**task_type_of(config.task).hyperparameters).to_json()
+    values = config.hyperparameters.by_name()
+    defaults = Hyperparameters(**task_type_of(config.task).hyperparameters).by_name()
     names = {*(config.search_space or ("lr", "group_size"))}
-    names.update(name for name in values if values[name] != defaults[name])
+    names.update(name for name in values if values[name] != defaults.get(name))
     # Resolve loss types and advantages that are None, which means the objective's.
-    start = config.agent.objective.resolved(config.hyperparameters, config.search_space).to_json()
+    start = config.agent.objective.resolved(config.hyperparameters, config.search_space).by_name()
     if start["target_kl"] is not None:
         start["lr"] = "calibrated on the first batch"
         names.add("lr")

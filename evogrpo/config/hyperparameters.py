@@ -3,10 +3,17 @@
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
+from evogrpo.config.task_settings import (
+    NO_SETTINGS,
+    SETTING_GROUPS,
+    TaskSettings,
+    check_setting,
+    is_task_setting,
+)
 from evogrpo.functional.loss_types import ADVANTAGES, LOSS_TYPES, AdvantageType, LossType
 from evogrpo.validation import (
     FLOAT32_LIMIT,
@@ -24,9 +31,11 @@ __all__ = [
     "CATEGORIES",
     "DEFAULT_CLIP",
     "DEFAULT_TARGET_KL",
+    "HYPERPARAMETER_FIELDS",
     "HYPERPARAMETER_NAMES",
     "Hyperparameters",
     "Value",
+    "check_name",
     "is_categorical",
     "is_integer",
 ]
@@ -77,6 +86,7 @@ class Hyperparameters:
             `evogrpo.algorithms.learning.step_size`. None = `lr` is used as it is.
         loss_type: One of `LossType`; None = the objective's.
         advantage: One of `AdvantageType`; None = the objective's.
+        task_settings: Values of the member's task settings, by name; see `TaskSettings`.
 
     Raises:
         ValueError: If a value is of the wrong type, not finite, or outside the range above.
@@ -101,6 +111,33 @@ class Hyperparameters:
     target_kl: PositiveFloat | None = None
     loss_type: LossType | None = None
     advantage: AdvantageType | None = None
+    task_settings: TaskSettings = NO_SETTINGS
+
+    def __getitem__(self, name: str) -> Value:
+        """Return the value of a hyperparameter, or of a task setting that the member has."""
+        if is_task_setting(name):
+            return self.task_settings[name]
+        value: Value = getattr(self, name)
+        return value
+
+    def get(self, name: str) -> Value:
+        """Return a value as `hyperparameters[name]`, or None for a task setting that is not set."""
+        if is_task_setting(name):
+            return self.task_settings.get(name)
+        return self[name]
+
+    def with_values(self, values: Mapping[str, Any]) -> "Hyperparameters":
+        """Return a record with other values of some hyperparameters and task settings, by name.
+
+        Raises:
+            ValueError: If a name is unknown or a value is invalid.
+        """
+        fields = {name: value for name, value in values.items() if not is_task_setting(name)}
+        refuse_unknown("hyperparameter", fields, HYPERPARAMETER_NAMES)
+        settings = {name: value for name, value in values.items() if is_task_setting(name)}
+        if settings:
+            fields["task_settings"] = {**self.task_settings, **settings}
+        return dataclasses.replace(self, **fields)
 
     @property
     def clip_bounds(self) -> tuple[float, float]:
@@ -116,9 +153,9 @@ class Hyperparameters:
         Raises:
             ValueError: If `name` is unknown or not numeric.
         """
-        if is_categorical(name):
+        value = self[name]
+        if isinstance(value, str) or is_categorical(name):
             raise ValueError(f"{name} is a name, not a number.")
-        value = getattr(self, name)
         if value is not None:
             if isinstance(value, float):
                 return float(value)
@@ -131,13 +168,25 @@ class Hyperparameters:
             return DEFAULT_CLIP
         return min(CLIP_DEVIATIONS * math.sqrt(2.0 * self.target_kl), MAX_CLIP)
 
-    def to_json(self) -> dict[str, Value]:
-        """Return the values by name, as plain JSON values."""
-        return {name: getattr(self, name) for name in HYPERPARAMETER_NAMES}
+    def by_name(self) -> dict[str, Value]:
+        """Return the values of all hyperparameters and of the member's task settings, by name."""
+        values = {name: self[name] for name in HYPERPARAMETER_NAMES}
+        return {**values, **self.task_settings}
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as plain JSON values; task settings only if there are any."""
+        values: dict[str, Any] = {name: self[name] for name in HYPERPARAMETER_NAMES}
+        if self.task_settings:
+            values["task_settings"] = dict(self.task_settings)
+        return values
 
 
-HYPERPARAMETER_NAMES: tuple[str, ...] = tuple(
+HYPERPARAMETER_FIELDS: tuple[str, ...] = tuple(
     field.name for field in dataclasses.fields(Hyperparameters)
+)
+"""Names of all fields of `Hyperparameters`."""
+HYPERPARAMETER_NAMES: tuple[str, ...] = tuple(
+    name for name in HYPERPARAMETER_FIELDS if name != "task_settings"
 )
 """Names of all hyperparameters, in the order of their fields."""
 CATEGORIES: Mapping[str, tuple[str, ...]] = {
@@ -150,19 +199,29 @@ _INTEGER_NAMES = frozenset(
 )
 
 
+def check_name(name: object) -> None:
+    """Raise ValueError unless a name is that of a hyperparameter or a task setting."""
+    if name not in HYPERPARAMETER_NAMES and not is_task_setting(str(name)):
+        refuse_unknown("hyperparameter", [name], [*HYPERPARAMETER_NAMES, *SETTING_GROUPS])
+    if isinstance(name, str) and is_task_setting(name):
+        check_setting(name)
+
+
 def is_integer(name: str) -> bool:
-    """Return True if the values of a hyperparameter are integers.
+    """Return True if all values of a hyperparameter are integers; False for task settings.
 
     Raise ValueError for an unknown name.
     """
-    refuse_unknown("hyperparameter", [name], HYPERPARAMETER_NAMES)
+    check_name(name)
     return name in _INTEGER_NAMES
 
 
 def is_categorical(name: str) -> bool:
     """Return True if the values of a hyperparameter are names.
 
+    Task settings may have names or numbers: see `RLParameter.names`.
+
     Raise ValueError for an unknown name.
     """
-    refuse_unknown("hyperparameter", [name], HYPERPARAMETER_NAMES)
+    check_name(name)
     return name in CATEGORIES

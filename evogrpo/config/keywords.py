@@ -3,12 +3,14 @@
 Generated from the records of settings by `python -m docs.generate.keywords`. Do not edit.
 """
 
-from typing import Literal, TypedDict
+from collections.abc import Mapping
+from typing import Any, Literal, TypedDict
 
 from evogrpo.config.agent import Credit, Policies
 from evogrpo.config.network import ArchitectureLimits, NetworkConfig
 from evogrpo.config.objective import Objective
 from evogrpo.config.optimizer import Optimizer
+from evogrpo.config.task_settings import TaskSettings
 from evogrpo.functional.loss_types import AdvantageType, LossType
 
 
@@ -31,6 +33,7 @@ class HyperparameterKeywords(TypedDict, total=False):
     target_kl: float | None
     loss_type: LossType | None
     advantage: AdvantageType | None
+    task_settings: Mapping[str, Any] | TaskSettings
 
 
 class LanguageKeywords(TypedDict, total=False):
@@ -94,3 +97,4 @@ class HyperparameterAttributes:
     target_kl: float | None
     loss_type: LossType | None
     advantage: AdvantageType | None
+    task_settings: TaskSettings

@@ -1,6 +1,5 @@
 """Search space of evolution: which hyperparameters evolve, and over which values."""
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
@@ -13,8 +12,11 @@ from evogrpo.config.hyperparameters import (
     DEFAULT_TARGET_KL,
     HYPERPARAMETER_NAMES,
     Hyperparameters,
+    Value,
+    check_name,
     is_categorical,
 )
+from evogrpo.config.task_settings import is_task_setting, without_groups
 from evogrpo.text import shown
 from evogrpo.validation import (
     FLOAT32_LIMIT,
@@ -23,7 +25,6 @@ from evogrpo.validation import (
     Text,
     is_text,
     plain,
-    refuse_unknown,
     settings,
     whole_between,
 )
@@ -145,9 +146,19 @@ class RLParameter:
         low, high = self.bounds
         return f"range [{low:g}, {high:g}]"
 
+    @property
+    def first(self) -> float | str:
+        """Value of a first member without a value of its own: the first choice, or the middle."""
+        if self.choices is not None:
+            return self.choices[0]
+        low, high = self.bounds
+        if self.scale == "log":
+            return math.sqrt(low * high)
+        return (low + high) / 2
+
     def closest(self, value: float | str) -> float | str | None:
-        """Return the closest possible value, or None for an unknown name."""
-        if isinstance(value, str):
+        """Return the closest possible value; None if names are possible, and not this one."""
+        if isinstance(value, str) or self.names:
             return value if value in self.names else None
         low, high = self.bounds
         if self.numbers:
@@ -246,6 +257,16 @@ def _parameter(name: str, value: Any) -> RLParameter:
     )
 
 
+def _first_setting(name: str, parameter: RLParameter) -> float | str:
+    """Return the default of a task setting."""
+    if name.startswith("task."):
+        return parameter.first
+    # Weights are 1, or the closest number to it.
+    closest = parameter.closest(1.0)
+    assert closest is not None
+    return closest
+
+
 def _check_values(name: str, parameter: RLParameter) -> None:
     """Raise ValueError if a hyperparameter cannot have the values of a parameter."""
     if parameter.choices is None and is_categorical(name):
@@ -256,20 +277,21 @@ def _check_values(name: str, parameter: RLParameter) -> None:
         )
     # Legal values are an interval, so the bounds of a range decide.
     for value in parameter.choices or parameter.bounds:
-        field: dict[str, Any] = {name: value}
-        Hyperparameters(**field)
+        Hyperparameters().with_values({name: value})
 
 
 class HyperparameterConfig(Mapping[str, RLParameter]):
-    """Search space: the hyperparameters that evolve and their values; all others stay fixed.
+    """Search space: hyperparameters and task settings that evolve, with their values.
 
-    An immutable mapping from name to `RLParameter`, always in the order of the fields of
-    `Hyperparameters`.
+    All others stay fixed. An immutable mapping from name to `RLParameter`, always in the order of
+    the fields of `Hyperparameters`; task settings follow, sorted by name.
 
     Args:
         values: For each evolving hyperparameter an `RLParameter`, a mapping of its fields, a list
             of choices, or a pair of numbers. A pair is a range on the scale of `NETWORK_RANGES`,
-            such as log for lr. A value that the caller sets for the first member must be in the
+            such as log for lr. Task settings are given in the same forms, by full name or by
+            group: `reward_weights={"digits": [0, 1]}` is `**{"reward_weights.digits": [0, 1]}`;
+            see `TaskSettings`. A value that the caller sets for the first member must be in the
             space; a default is moved into it (see `first`).
 
     Raises:
@@ -277,13 +299,15 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
     """
 
     def __init__(self, **values: Any) -> None:
-        refuse_unknown("hyperparameter", values, HYPERPARAMETER_NAMES)
+        given = without_groups(values)
+        for name in given:
+            check_name(name)
         self._parameters: dict[str, RLParameter] = {}
-        # In the order of the fields, so that equal spaces are mutated alike.
-        for name in HYPERPARAMETER_NAMES:
-            if name in values:
+        # In a fixed order, so that equal spaces are mutated alike.
+        for name in (*HYPERPARAMETER_NAMES, *sorted(filter(is_task_setting, given))):
+            if name in given:
                 try:
-                    parameter = _parameter(name, values[name])
+                    parameter = _parameter(name, given[name])
                 except ValueError as error:
                     raise ValueError(f"{name}: {error}") from error
                 _check_values(name, parameter)
@@ -301,7 +325,9 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
             if isinstance(value, HyperparameterConfig):
                 return value
             if isinstance(value, Mapping):
-                refuse_unknown("hyperparameter", value, HYPERPARAMETER_NAMES)
+                value = without_groups(value)
+                for name in value:
+                    check_name(name)
             read_parameters = parameters(value)
             return cls(**{name: each for name, each in read_parameters.items() if each is not None})
 
@@ -324,13 +350,19 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
         values = ", ".join(f"{name}={value!r}" for name, value in self.items())
         return f"HyperparameterConfig({values})"
 
+    @property
+    def task_settings(self) -> dict[str, RLParameter]:
+        """The task settings that evolve, by full name."""
+        return {name: self[name] for name in self if is_task_setting(name)}
+
     def first(self, defaults: Mapping[str, Any], chosen: Mapping[str, Any]) -> Hyperparameters:
         """Return the hyperparameters of a first member.
 
         Defaults outside the space are moved to the closest value.
 
         `target_kl` gets its default if it evolves, if `lr` is "auto", or if neither of them is set.
-        The learning rate is then calibrated.
+        The learning rate is then calibrated. Of task settings that evolve, weights of rewards and
+        data have 1 as default, and others their first choice or the middle of their range.
 
         Args:
             defaults: Defaults by name; those of `Hyperparameters` for the rest.
@@ -357,10 +389,16 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
         if "clip_coef" in self:
             defaults = {"clip_coef": DEFAULT_CLIP, **defaults}
         record = Hyperparameters(**{**defaults, **chosen})
+        # Task settings that the caller has not chosen get a default.
+        own_settings = record.task_settings
+        for name, parameter in self.task_settings.items():
+            if name not in own_settings:
+                record = record.with_values({name: _first_setting(name, parameter)})
+        chosen = {**chosen, **own_settings}
         # 3. Move defaults into the space. Values that the caller has chosen are not moved.
         moved: dict[str, Any] = {}
         for name, parameter in self.items():
-            value = getattr(record, name)
+            value: Value = record[name]
             # Names have no closest value, so a default outside the choices stays.
             if value is None or (is_categorical(name) and name not in chosen):
                 continue
@@ -370,7 +408,7 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
                     f"{name} must start in its {parameter.extent}, got {shown(value)}."
                 )
             moved[name] = closest
-        return dataclasses.replace(record, **moved)
+        return record.with_values(moved)
 
     def for_samples_per_step(self, samples_per_step: int) -> "HyperparameterConfig":
         """Return this space with group sizes that divide `samples_per_step`, if they evolve.

@@ -9,6 +9,7 @@ import gymnasium
 import numpy as np
 from numpy.typing import NDArray
 
+from evogrpo.config.task_settings import NO_SETTINGS, SettingValue, TaskSettings
 from evogrpo.randomness import generator
 from evogrpo.text import short_repr
 
@@ -131,6 +132,59 @@ class GroupEnvironment(Protocol):
             A `PromptBatch`, or for classic control an object with a `play` method, such as
             `evogrpo.envs.control.rollout.StartBatch`.
         """
+
+
+@runtime_checkable
+class SupportsTaskSettings(Protocol):
+    """A group environment that members with task settings can be trained in.
+
+    Only members that have task settings pass them: others call the methods of `GroupEnvironment`.
+    """
+
+    def check_settings(self, values: Mapping[str, Sequence[SettingValue]]) -> None:
+        """Check that the environment reads task settings, before training.
+
+        Args:
+            values: For each setting, by full name, values that members may have: all choices, or
+                both ends of a range.
+
+        Raises:
+            ValueError: If nothing reads a setting, or one of its values cannot be used.
+        """
+
+    def deal(
+        self, step: int, count: int, block: int, settings: TaskSettings = NO_SETTINGS
+    ) -> tuple[int, ...]:
+        """Select training starts of a member, as `GroupEnvironment.deal`, by its data weights."""
+
+    def open(
+        self, split: Split, starts: Sequence[int], settings: Sequence[TaskSettings] = ()
+    ) -> Any:
+        """Return a batch of starts, as `GroupEnvironment.open`, with the settings of each.
+
+        On held-out splits only settings that belong to the policy count, such as texts of prompts;
+        rewards are the metric.
+        """
+
+
+def deal_for(
+    env: GroupEnvironment, step: int, count: int, block: int, settings: TaskSettings
+) -> tuple[int, ...]:
+    """Return the training starts of a member with these task settings."""
+    if settings.group("data_weights"):
+        assert isinstance(env, SupportsTaskSettings)  # checked before training
+        return env.deal(step, count, block, settings)
+    return env.deal(step, count, block)
+
+
+def open_for(
+    env: GroupEnvironment, split: Split, starts: Sequence[int], settings: Sequence[TaskSettings]
+) -> Any:
+    """Return a batch of starts, each with the task settings at its position."""
+    if any(settings):
+        assert isinstance(env, SupportsTaskSettings)  # checked before training
+        return env.open(split, starts, settings)
+    return env.open(split, starts)
 
 
 @runtime_checkable

@@ -1,14 +1,14 @@
 """Founders: hyperparameters of members without parents."""
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from evogrpo.config.hyperparameters import Hyperparameters, is_categorical, is_integer
+from evogrpo.config.hyperparameters import Hyperparameters, is_integer
 from evogrpo.config.search_space import HyperparameterConfig, check_group_size
+from evogrpo.config.task_settings import is_task_setting
 from evogrpo.evolution.mutation import element_at, quantile
 from evogrpo.evolution.plan import draw_distinct
 from evogrpo.randomness import streams
@@ -108,19 +108,21 @@ def warm_start_founders(
     for record in earlier:
         values: dict[str, Any] = {}
         for name, parameter in space.items():
-            value = getattr(record, name)
+            value = record.get(name)
+            if is_task_setting(name) and value is None:  # the earlier run did not have it
+                value = first[name]
             closest = value
             if value is not None:
                 closest = parameter.closest(value)
                 if closest is None:  # a name outside the choices: names have no closest value
-                    closest = getattr(first, name)
+                    closest = first[name]
             values[name] = closest
             if closest != value:
                 moved = f"{name} {value} -> {closest}, the closest in its {parameter.extent}"
                 changes[moved] = None
-        founders[dataclasses.replace(first, **values)] = None
-    for name, value in first.to_json().items():
-        distinct = {getattr(record, name) for record in earlier}
+        founders[first.with_values(values)] = None
+    for name, value in first.by_name().items():
+        distinct = {record.get(name) for record in earlier}
         if len(distinct) > 1 and name not in space:
             changes[f"{name} stays {value}: it does not evolve in this run"] = None
     return tuple(founders), tuple(changes)
@@ -140,11 +142,11 @@ def point_at(
     space: HyperparameterConfig, base: Hyperparameters, fractions: Mapping[str, float]
 ) -> Hyperparameters:
     """Return the point of the space at quantiles, in [0, 1), of the founders' ranges by name."""
-    values: dict[str, Any] = base.to_json()
+    values: dict[str, Any] = {}
     for name, parameter in space.items():
         fraction = fractions[name]
-        if is_categorical(name):
+        if parameter.names:
             values[name] = element_at(parameter.names, fraction)
         else:
             values[name] = quantile(parameter, fraction, integer=is_integer(name))
-    return Hyperparameters(**values)
+    return base.with_values(values)

@@ -21,9 +21,13 @@ def changes_between(
     before: Hyperparameters, after: Hyperparameters
 ) -> dict[str, tuple[Value, Value]]:
     """Return the differences of two records, by name: (old value, new value)."""
-    old = before.to_json()
-    new = after.to_json()
-    return {name: (old[name], new[name]) for name in old if old[name] != new[name]}
+    changes = {}
+    for name in {**before.by_name(), **after.by_name()}:
+        old = before.get(name)
+        new = after.get(name)
+        if old != new:
+            changes[name] = (old, new)
+    return changes
 
 
 @dataclass(frozen=True, kw_only=True)

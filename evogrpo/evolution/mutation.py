@@ -10,7 +10,7 @@ from typing import Annotated, Any, Protocol, TypeVar
 import numpy as np
 from pydantic import PlainValidator
 
-from evogrpo.config.hyperparameters import Hyperparameters, Value, is_categorical, is_integer
+from evogrpo.config.hyperparameters import Hyperparameters, Value, is_integer
 from evogrpo.config.search_space import HyperparameterConfig, RLParameter
 from evogrpo.evolution.history import NETWORK, History, MemberRecord, changes_between
 from evogrpo.text import reference_to, shown
@@ -100,9 +100,9 @@ class Mutation:
             # a draw from the whole range or a step, and the position in the range.
             _, direction, resample, fraction = draws[:, column].tolist()
             if name not in changing:
-                return getattr(hyperparameters, name)
-            if is_categorical(name):
-                return other_choice(space[name], getattr(hyperparameters, name), fraction)
+                return hyperparameters[name]
+            if space[name].names:
+                return other_choice(space[name], hyperparameters[name], fraction)
             value = hyperparameters.number(name)
             if resample < self.resample and space[name].factor is None:
                 resampled = uniform_value(name, space[name], fraction)
@@ -122,7 +122,7 @@ class Mutation:
         values: dict[str, Any] = {
             name: new_value(column, name) for column, name in enumerate(names)
         }
-        return dataclasses.replace(hyperparameters, **values)
+        return hyperparameters.with_values(values)
 
 
 def element_at(values: Sequence[E], fraction: float) -> E:
@@ -136,14 +136,14 @@ def uniform_value(name: str, parameter: RLParameter, fraction: float) -> Value:
 
     The founders' range is ignored.
     """
-    if is_categorical(name):
+    if parameter.names:
         return element_at(parameter.names, fraction)
     return quantile(
         dataclasses.replace(parameter, founders=None), fraction, integer=is_integer(name)
     )
 
 
-def other_choice(parameter: RLParameter, value: str | None, fraction: float) -> str:
+def other_choice(parameter: RLParameter, value: Value, fraction: float) -> str:
     """Return another category than `value`, chosen by `fraction` in [0, 1)."""
     others = [name for name in parameter.names if name != value]
     return element_at(others, fraction)
@@ -309,10 +309,10 @@ def last_steps(member: MemberRecord, space: HyperparameterConfig) -> dict[str, f
     """
     old_values = {name: old for name, (old, _) in member.changes.items() if name != NETWORK}
     after = member.hyperparameters
-    before = dataclasses.replace(after, **old_values)  # type: ignore[arg-type]
+    before = after.with_values(old_values)
     steps = {}
     for name, parameter in space.items():
-        if is_categorical(name):
+        if parameter.names:
             continue
         old = relative_position(parameter, before.number(name))
         new = relative_position(parameter, after.number(name))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from evogrpo.config.hyperparameters import Hyperparameters
+from evogrpo.config.task_settings import NO_SETTINGS, TaskSettings
 from evogrpo.envs.control.normalisation import ObservationStatistics
 from evogrpo.envs.protocol import Scores, Split
 from evogrpo.interruption import NEVER, Stop
@@ -43,6 +44,7 @@ class SamplingRequest:
         member_ids: `[k]` slots.
         start_ids: `[k]` position of each row's start among the opened ones.
         group_ids: `[k]` one number per member and start.
+        settings: Task settings that each start is opened with; empty if no member has any.
         temperature: `[k]` sampling temperatures.
         purpose: Name of the random stream, with step and index.
         number: Distinguishes streams of one purpose within a step.
@@ -57,6 +59,7 @@ class SamplingRequest:
     group_ids: Tensor
     temperature: Tensor
     purpose: str
+    settings: tuple[TaskSettings, ...] = ()
     number: int = 0
     stop: Stop = NEVER
 
@@ -90,7 +93,8 @@ class RolloutBatch:
         truncated: `[n]` completions that ran out of length, or episodes in which an agent was
             truncated.
         tokens: Tokens (or environment steps) processed, by slot, discarded groups included.
-        starts: Training starts that were opened.
+        starts: Training starts that were opened; one that is opened with several task settings is
+            repeated.
         questions: Texts of the starts, for display; untrusted. Empty for environments without
             texts.
         observed: Observation statistics by policy, to add to the running ones; one entry per
@@ -127,6 +131,7 @@ class EvaluationRequest:
         split: Name of the split.
         questions: Positions of the questions in the split.
         slots: Slots to evaluate. With `base`, a single slot, whose value has no effect.
+        settings: Task settings of the member in each slot; empty = none has any.
         base: Evaluate the untrained base.
         answers: Number of answers per question, sampled at temperature 1; None = one greedy answer.
         stop: As in `SamplingRequest`.
@@ -135,9 +140,25 @@ class EvaluationRequest:
     split: Split
     questions: tuple[int, ...]
     slots: tuple[int, ...]
+    settings: tuple[TaskSettings, ...] = ()
     base: bool = False
     answers: int | None = None
     stop: Stop = NEVER
+
+    @property
+    def _distinct(self) -> tuple[TaskSettings, ...]:
+        """Distinct settings, at least one."""
+        return tuple(dict.fromkeys(self.settings)) or (NO_SETTINGS,)
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """Questions to open: all of them for each of the distinct settings."""
+        return self.questions * len(self._distinct)
+
+    @property
+    def start_settings(self) -> tuple[TaskSettings, ...]:
+        """Task settings to open each of `starts` with."""
+        return tuple(each for each in self._distinct for _ in self.questions)
 
     @property
     def answers_per_question(self) -> int:
@@ -146,12 +167,11 @@ class EvaluationRequest:
 
     @property
     def start_ids(self) -> Tensor:
-        """`[n]` position in `questions` of each row, ordered by slot, then question."""
-        return (
-            torch.arange(len(self.questions))
-            .repeat_interleave(self.answers_per_question)
-            .repeat(len(self.slots))
-        )
+        """`[n]` position in `starts` of each row, ordered by slot, then question."""
+        questions = torch.arange(len(self.questions)).repeat_interleave(self.answers_per_question)
+        first = {each: len(self.questions) * number for number, each in enumerate(self._distinct)}
+        of_slots = self.settings or (NO_SETTINGS,) * len(self.slots)
+        return torch.cat([first[each] + questions for each in of_slots])
 
     @property
     def member_ids(self) -> Tensor:

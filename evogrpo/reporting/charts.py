@@ -509,5 +509,4 @@ def _is_geometric(ticks: Sequence[float]) -> bool:
 
 
 def _value(result: MemberReport, name: str) -> float | str | None:
-    value: float | str | None = getattr(result.hyperparameters, name)
-    return value
+    return result.hyperparameters.get(name)

@@ -215,7 +215,7 @@ def _members(summary: RunSummary) -> Iterator[dict[str, Any]]:
                 "in_best_lineage": state in states,
                 "evaluation_tokens": member.evaluation.tokens,
                 "evaluation_seconds": member.evaluation.seconds,
-                **member.hyperparameters.to_json(),
+                **member.hyperparameters.by_name(),
             }
             for name, value in member.metrics.items():
                 row[f"mean/{name}"] = value
@@ -256,7 +256,7 @@ def _births(summary: RunSummary) -> Iterator[dict[str, Any]]:
             "member": birth.index,
             "founder": founders[birth.index],
             "winner": summary.best is not None and birth.index == summary.best.index,
-            **birth.hyperparameters.to_json(),
+            **birth.hyperparameters.by_name(),
         }
         # A member that finished no generation has no history.
         if birth.index in summary.histories:
@@ -335,9 +335,10 @@ def _frame(pd: Any, name: str, rows: Sequence[Mapping[str, Any]]) -> "DataFrame"
                 types[hyperparameter] = TEXT
             elif is_integer(hyperparameter):
                 types[hyperparameter] = WHOLE
-    # All other columns are metrics.
+    # All other columns are task settings, which may be texts, and metrics.
     for column in dict.fromkeys(chain.from_iterable(rows)):
-        types.setdefault(column, REAL)
+        is_text = any(isinstance(row.get(column), str) for row in rows)
+        types.setdefault(column, TEXT if is_text else REAL)
     # A frame has all of them, also where the run has no values yet.
     columns = {}
     for column, kind in types.items():

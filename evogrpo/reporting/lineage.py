@@ -197,5 +197,5 @@ def birth_text(member: MemberRecord | MemberReport, evolvable: Iterable[str]) ->
     own = member.hyperparameters
     step_size = "lr" if own.target_kl is None else "target_kl"
     names = list(evolvable) or [step_size, "group_size"]
-    values = [f"{name} {number_text(getattr(own, name))}" for name in names]
+    values = [f"{name} {number_text(own.get(name))}" for name in names]
     return f"founder with {', '.join(values)}"

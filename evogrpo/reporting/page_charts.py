@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping
+from html import escape
 from typing import Any
 
 from evogrpo.reporting.charts import BASE, BEST, Chart, Line, RunCharts, by_colour, run_charts
@@ -58,7 +59,7 @@ def page_charts(summary: RunSummary) -> dict[str, dict[str, Plot]]:
 
 def _hover_text(result: MemberReport, summary: RunSummary) -> str:
     """Return the hover text of a result: fitness, evolving hyperparameters, origin and cost."""
-    values = result.hyperparameters.to_json()
+    values = result.hyperparameters.by_name()
     birth = "founder"
     if result.parent is not None:
         birth = f"child of #{result.parent}"
@@ -69,7 +70,7 @@ def _hover_text(result: MemberReport, summary: RunSummary) -> str:
     tokens = f"{count_text(result.tokens)} {summary.terms.tokens}"
     lines = [
         f"fitness {result.estimate or '–'}",
-        *(f"{name} {number_text(values[name])}" for name in summary.evolvable),
+        *(f"{escape(name)} {escape(number_text(values[name]))}" for name in summary.evolvable),
         birth,
         f"slot {result.slot}, {tokens}, {duration_text(result.seconds)}",
     ]

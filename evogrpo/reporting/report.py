@@ -382,7 +382,7 @@ def _member_row(member: MemberReport, generation: GenerationReport, summary: Run
 def _values(member: MemberReport, summary: RunSummary) -> dict[str, str]:
     """Return the evolving hyperparameters of a member, as text."""
     own = member.hyperparameters
-    return {name: number_text(getattr(own, name)) for name in summary.evolvable}
+    return {name: number_text(own.get(name)) for name in summary.evolvable}
 
 
 def _parent_text(member: MemberReport) -> str:

@@ -7,7 +7,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES
+from evogrpo.config.hyperparameters import check_name
 from evogrpo.evolution.fitness import ROLLOUTS
 from evogrpo.evolution.history import MemberRecord
 from evogrpo.reporting.records import (
@@ -22,7 +22,7 @@ from evogrpo.reporting.records import (
 )
 from evogrpo.storage.journal import JournalError, latest_generations, read_journal
 from evogrpo.text import expand_user
-from evogrpo.validation import Record, refuse_unknown, validate
+from evogrpo.validation import Record, validate
 from evogrpo.warnings import warn
 
 METRICS: Mapping[str, tuple[str, str]] = {
@@ -224,9 +224,8 @@ def summarise(events: Sequence[Mapping[str, Any]]) -> RunSummary:
     # 1. Read the start of the run. Resuming may change the schedule: the last one counts.
     started = by_kind["run"][0]
     run = validate(_RunRecord, started, "journal, run event")
-    refuse_unknown(
-        "hyperparameter in evolvable of the run event", run.evolvable, HYPERPARAMETER_NAMES
-    )
+    for name in run.evolvable:
+        check_name(name)
     facts = {name: value for name, value in started.items() if name != "event"}
     changed_data = []
     for event in by_kind.get("resumed", []):

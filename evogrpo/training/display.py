@@ -540,7 +540,7 @@ def _member_table(
 
 def _value_text(member: MemberReport, name: str) -> Text:
     """Return a hyperparameter of a member; it is highlighted if it changed at its birth."""
-    value = number_text(getattr(member.hyperparameters, name))
+    value = number_text(member.hyperparameters.get(name))
     if name in member.changes:
         return Text(value, "bold cyan")
     return Text(value)

@@ -9,6 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from evogrpo.algorithms.evaluation import common_scores, evaluate_questions, measure_fitness
+from evogrpo.config.task_settings import NO_SETTINGS, TaskSettings
 from evogrpo.envs.protocol import GroupEnvironment
 from evogrpo.evolution.fitness import (
     GREEDY,
@@ -149,6 +150,7 @@ def measure(run: "Trainer") -> dict[int, Measured]:
             config=config,
             questions=run.schedule.questions("validation", run.env),
             rival=None if run_state.best is None else run_state.best.fitness,
+            settings=population.task_settings,
             stop=run.stop_request,
         )
     # 3. Divide the time among the members in proportion to their tokens.
@@ -216,7 +218,7 @@ def run_test(run: "Trainer") -> TestReport:
     assert best is not None  # checked by the caller
     (before, after), tokens = evaluate_states(
         run.population.members,
-        [None, best.state],
+        [(NO_SETTINGS, None), (best.member.hyperparameters.task_settings, best.state)],
         run.env,
         questions=questions,
         config=run.fitness,
@@ -240,7 +242,7 @@ def run_test(run: "Trainer") -> TestReport:
 
 def evaluate_states(
     members: Members,
-    states: Sequence[Mapping[str, Tensor] | None],
+    states: Sequence[tuple[TaskSettings, Mapping[str, Tensor] | None]],
     env: GroupEnvironment,
     *,
     questions: int,
@@ -252,7 +254,7 @@ def evaluate_states(
     Args:
         members: Members whose policies have these states. The first slot holds them during the
             evaluation.
-        states: Train states; None = the untrained base.
+        states: Task settings and train states; None = the untrained base.
         env: Provides questions and rewards.
         questions: Number of questions. Those without a reward for all states are left out.
         config: Greedy or sampled answers.
@@ -264,12 +266,13 @@ def evaluate_states(
     untrained = members.new_member().state(0)
     before = members.state(0)
     try:
-        for state in states:
+        for settings, state in states:
             members.load_state(0, untrained if state is None else state)
             request = EvaluationRequest(
                 split="test",
                 questions=tuple(range(questions)),
                 slots=(0,),
+                settings=(settings,),
                 base=state is None,
                 answers=config.answers if config.sampled else None,
                 stop=stop,

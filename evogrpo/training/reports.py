@@ -316,7 +316,7 @@ def generation_curves(
         evolving: Names of the evolving hyperparameters. Others are logged if members differ in
             them.
     """
-    values = {member.slot: member.hyperparameters.to_json() for member in members}
+    values = {member.slot: member.hyperparameters.by_name() for member in members}
     first = next(iter(values.values()), {})
     shown = [
         name

@@ -115,7 +115,7 @@ class TableMembers(Members):
         )
 
     def evaluate(self, env, request):
-        contexts = torch.from_numpy(env.open(request.split, request.questions))[request.start_ids]
+        contexts = torch.from_numpy(env.open(request.split, request.starts))[request.start_ids]
         uniforms = None
         if request.answers is not None:
             drawn = [

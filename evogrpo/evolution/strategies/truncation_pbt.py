@@ -1,12 +1,11 @@
 """Population-based training with truncation selection, as in Ray Tune (arXiv:1711.09846)."""
 
-import dataclasses
 from typing import Annotated, Any
 
 import numpy as np
 from pydantic import Field
 
-from evogrpo.config.hyperparameters import Hyperparameters, is_categorical, is_integer
+from evogrpo.config.hyperparameters import Hyperparameters, is_integer
 from evogrpo.config.search_space import HyperparameterConfig, RLParameter
 from evogrpo.evolution.history import History
 from evogrpo.evolution.mutation import (
@@ -74,8 +73,8 @@ class TruncationPBT(Stateless):
         def new_value(column: int, name: str) -> Any:
             """Return the child's value of the hyperparameter with these random numbers."""
             quantile = float(fraction[column])
-            if is_categorical(name):
-                return other_choice(space[name], getattr(hyperparameters, name), quantile)
+            if space[name].names:
+                return other_choice(space[name], hyperparameters[name], quantile)
             value = hyperparameters.number(name)
             if choose[column] < self.resample:
                 resampled = uniform_value(name, space[name], quantile)
@@ -87,7 +86,7 @@ class TruncationPBT(Stateless):
         values: dict[str, Any] = {
             name: new_value(column, name) for column, name in enumerate(sorted(space))
         }
-        return dataclasses.replace(hyperparameters, **values)
+        return hyperparameters.with_values(values)
 
     def _multiplied(
         self, parameter: RLParameter, value: float, factor: float, *, integer: bool

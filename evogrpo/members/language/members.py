@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from evogrpo.chat_templates import end_of_turn_ids
 from evogrpo.config.agent import LanguageSettings
 from evogrpo.config.search_space import HyperparameterConfig
+from evogrpo.config.task_settings import TaskSettings
 from evogrpo.distributed import Processes
-from evogrpo.envs.protocol import GroupEnvironment, PromptBatch, Scores, Split
+from evogrpo.envs.protocol import GroupEnvironment, PromptBatch, Scores, Split, open_for
 from evogrpo.envs.text.prompt_batch import SingleTurnBatch
 from evogrpo.envs.text.templates import check_messages, tokenize
 from evogrpo.interruption import Stop
@@ -248,12 +249,18 @@ class LanguageMembers(BankMembers):
         # A tokenizer may have more tokens than the model's vocabulary.
         return {token for token in space.end_ids if token < vocabulary_of(model)}
 
-    def _open(self, env: Any, split: Split, starts: Sequence[int]) -> PromptBatch:
+    def _open(
+        self,
+        env: Any,
+        split: Split,
+        starts: Sequence[int],
+        settings: Sequence[TaskSettings] = (),
+    ) -> PromptBatch:
         """Open starts.
 
         From then on, completions also end with the tokens that end a turn in the environment.
         """
-        batch = env.open(split, starts)
+        batch = open_for(env, split, starts, settings)
         if not isinstance(batch, PromptBatch):
             raise ValueError(
                 f"Language models need an environment of prompts, but {class_name(env)} is played"
@@ -281,7 +288,7 @@ class LanguageMembers(BankMembers):
             request: The rows.
         """
         # 1. Sample.
-        prompts = self._open(env, "train", starts)
+        prompts = self._open(env, "train", starts, request.settings)
 
         def uniforms(turn: int) -> Tensor:
             drawn = self._draw(request.purpose, turn, request.streams, request.counts)
@@ -321,7 +328,7 @@ class LanguageMembers(BankMembers):
         question); from the second turn on, the turn's number is appended to the purpose. External
         samplers draw their own random numbers.
         """
-        prompts = self._open(env, request.split, request.questions)
+        prompts = self._open(env, request.split, request.starts, request.start_settings)
 
         def uniforms(turn: int) -> Tensor:
             # Greedy rows ignore their numbers, but the width is the maximum length.
