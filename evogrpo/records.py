@@ -343,7 +343,7 @@ class Batch:
             given. None = only totals are known.
         reward_components: `[n, f]` unweighted value of each reward function; NaN where it does not
             apply. None = unknown.
-        component_weights: The `f` weights of the reward functions.
+        component_weights: `[n, f]` weights of the reward functions for each row; None = all 1.
         component_names: Their `f` names, for metrics.
         truncated: `[n]` True if the episode was ended by a limit; None = unknown.
         stop: Checked before each pass over rows of the batch.
@@ -361,7 +361,7 @@ class Batch:
     exact: bool = True
     step_rewards: Tensor | None = None
     reward_components: Tensor | None = None
-    component_weights: tuple[float, ...] = ()
+    component_weights: Tensor | None = None
     component_names: tuple[str, ...] = ()
     truncated: Tensor | None = None
     stop: Stop = field(default=NEVER, repr=False)
@@ -405,7 +405,8 @@ class Batch:
         """
         indices, row = self.counted_actions()
         counted = torch.ones(len(row), 1, dtype=torch.bool, device=row.device)
-        fields: dict[str, Any] = dict.fromkeys(("step_rewards", "reward_components", "truncated"))
+        dropped = ("step_rewards", "reward_components", "component_weights", "truncated")
+        fields: dict[str, Any] = dict.fromkeys(dropped)
         for name in ("rewards", "group_ids", "member_ids"):
             fields[name] = select_rows(getattr(self, name), row)
         for name in ("actions", "sampler_log_probs"):
@@ -457,8 +458,15 @@ class Batch:
 
 
 # Fields of `Batch` that have no row for each sample, and fields of rows without an axis of actions.
-_NOT_ROWS = ("inputs", "exact", "component_weights", "component_names", "stop")
-_WITHOUT_TIME = ("rewards", "group_ids", "member_ids", "reward_components", "truncated")
+_NOT_ROWS = ("inputs", "exact", "component_names", "stop")
+_WITHOUT_TIME = (
+    "rewards",
+    "group_ids",
+    "member_ids",
+    "reward_components",
+    "component_weights",
+    "truncated",
+)
 
 DEFAULT_POLICY = "default"
 """Name of the policy of a single agent; its keys of a train state have no prefix."""

@@ -95,7 +95,7 @@ class Boxes:
             rewards=closeness,
             components={"closeness": closeness},
             completions=tuple(self._shown(conversation) for conversation in conversations),
-            weights=(1.0,),
+            weights=np.ones((len(closeness), 1)),
         )
 
     def _hint(self, conversation: Conversation) -> list[int] | None:

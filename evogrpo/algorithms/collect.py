@@ -240,7 +240,10 @@ def groups_without_signal(batch: Batch, kinds: Mapping[int, str]) -> dict[int, l
             group_of_step = number[:, None].expand(rewarded.shape)[rewarded]
             equal &= zero_variance_groups(own.step_rewards[rewarded], group_of_step, count)
         if kinds[slot] == "gdpo" and own.reward_components is not None:
-            for values in own.reward_components.unbind(1):
+            weighted = own.reward_components
+            if own.component_weights is not None:
+                weighted = weighted * own.component_weights
+            for values in weighted.unbind(1):
                 equal &= zero_variance_groups(values, number, count)
         without_signal[slot] = groups[equal].tolist()
     return without_signal
@@ -267,6 +270,7 @@ def _select(rollout: RolloutBatch, rows: Tensor) -> RolloutBatch:
         scores=replace(
             scores,
             rewards=scores.rewards[numbers],
+            weights=scores.weights[numbers],
             components=components,
             completions=completions,
             columns=columns,
@@ -340,6 +344,7 @@ def _concatenate_scores(parts: Sequence[Scores]) -> Scores:
     return replace(
         first,
         rewards=np.concatenate([part.rewards for part in parts]),
+        weights=np.concatenate([part.weights for part in parts]),
         components=components,
         completions=tuple(chain.from_iterable(part.completions for part in parts)),
         columns=columns,

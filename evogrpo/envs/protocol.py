@@ -36,7 +36,8 @@ class Scores:
             apply.
         completions: Decoded text per row. Untrusted: escape it before display. For conversations of
             several turns: completions, and the lines of replies prefixed with `REPLY`.
-        weights: Weights of the reward functions, in the order of `components`.
+        weights: `[n, k]` weight of each of the k reward functions for each row, in the order of
+            `components`.
         step_rewards: `[n, t]` weighted rewards at each of a row's `Conversation.tokens`, padded to
             the longest row; NaN where there is none. The sum of a row is its reward. None if no
             reward function gives step rewards.
@@ -48,7 +49,7 @@ class Scores:
     rewards: NDArray[np.float64]
     components: dict[str, NDArray[np.float64]]
     completions: tuple[str, ...]
-    weights: tuple[float, ...]
+    weights: NDArray[np.float64]
     step_rewards: NDArray[np.float64] | None = None
     columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)

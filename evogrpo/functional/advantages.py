@@ -49,7 +49,8 @@ def advantages(
             `rewards` at the last action. Read by the `STEP_ADVANTAGES` only.
         components: `[n, f]` value of each reward function, NaN = does not apply; read by "gdpo"
             only.
-        component_weights: `[f]` weights of the reward functions; None = all 1.
+        component_weights: `[n, f]` weights of the reward functions for each row, equal within a
+            group; None = all 1.
         gamma: Discount per action, in [0, 1]; a float or `[n, 1]`.
         eps: Added to every standard deviation, in reward units.
         kl_penalty: `[n, t]` beta times an estimate of the KL divergence to the reference, without
@@ -201,7 +202,8 @@ def gdpo_advantages(
 
     Args:
         components: `[n, f]` one column per reward function; NaN = does not apply.
-        weights: `[f]` weights of the reward functions; None = all 1.
+        weights: `[n, f]` weights of the reward functions for each completion, equal within a
+            group; None = all 1.
         group_ids: `[n]` group of each completion, at least 2 completions each.
         member_ids: `[n]` member of each completion; the deviation of the sums is that of one
             member.
@@ -214,10 +216,9 @@ def gdpo_advantages(
     """
     columns = components.double().unbind(1)
     standard = torch.stack([group_advantages(column, group_ids, eps) for column in columns], 1)
-    if weights is None:
-        total = standard.sum(1)
-    else:
-        total = standard @ weights.to(standard)
+    if weights is not None:
+        standard = standard * weights.to(standard)
+    total = standard.sum(1)
     member, members = consecutive_ids(member_ids)
     # Within a group the values of every function sum to 0, so the sums have mean 0.
     std = group_statistics(total, ~components.isnan().all(1), member, members).std[member]

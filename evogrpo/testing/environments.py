@@ -259,10 +259,9 @@ class PromptEnvironmentTestCase(GroupEnvironmentTestCase):
         assert scores.rewards.dtype == np.float64
         assert len(scores.completions) == n
         assert all(isinstance(text, str) for text in scores.completions)
-        assert len(scores.weights) == len(scores.components) > 0
-        parts = np.stack(list(scores.components.values()))
-        assert parts.shape == (len(scores.weights), n)
-        total = np.nansum(np.array(scores.weights)[:, None] * parts, axis=0)
+        parts = np.stack(list(scores.components.values()), axis=1)
+        assert scores.weights.shape == parts.shape == (n, len(scores.components))
+        total = np.nansum(scores.weights * parts, axis=1)
         applies = ~np.isnan(scores.rewards)
         np.testing.assert_allclose(scores.rewards[applies], total[applies])
         if scores.step_rewards is not None:

@@ -283,7 +283,7 @@ def experience(population, step, noise=0.2):
         rewards=torch.rand(len(batch), generator=draws),
         step_rewards=torch.rand(batch.action_mask.shape, generator=draws),
         reward_components=torch.rand(len(batch), 2, generator=draws),
-        component_weights=(1.0, 2.0),
+        component_weights=torch.tensor([1.0, 2.0]).repeat(len(batch), 1),
         component_names=("one", "other"),
         sampler_log_probs=log_probs,
     )
@@ -357,7 +357,7 @@ def test_every_metric_of_a_step():
         action_mask=left_out,
         truncated=truncated,
         reward_components=parts,
-        component_weights=(1.0, 2.0),
+        component_weights=torch.tensor([1.0, 2.0]).repeat(len(batch), 1),
         component_names=("one", "other"),
     )
     report = learn_from(agent, batch)

@@ -100,7 +100,7 @@ def with_steps(batch: Batch) -> Batch:
         batch,
         step_rewards=steps,
         reward_components=components,
-        component_weights=(1.0, 0.5),
+        component_weights=torch.tensor([1.0, 0.5]).repeat(len(batch), 1),
         component_names=("one", "other"),
     )
 

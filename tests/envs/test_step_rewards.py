@@ -80,7 +80,7 @@ def test_weights_apply_to_steps_and_scalars_go_to_the_last_token(plain_tokenizer
     scores = scored(plain_tokenizer, steps, scalars, texts=["abc", "ab", "abc"], weights=[2.0, 0.5])
     np.testing.assert_array_equal(scores.step_rewards, [[2, NAN, 5], [NAN, 10, NAN], [NAN, NAN, 4]])
     np.testing.assert_array_equal(np.nansum(scores.step_rewards, axis=1), scores.rewards)
-    assert scores.weights == (2.0, 0.5)
+    assert scores.weights.tolist() == [[2.0, 0.5]] * len(scores.rewards)
 
 
 @pytest.mark.parametrize(

@@ -70,8 +70,9 @@ def test_gdpo_matches_slow_reference(dealt, functions, seed):
     expected = slow_advantages.gdpo(
         components.tolist(), weights.tolist(), groups.tolist(), members.tolist(), 0.01
     )
+    per_row = weights.expand_as(components)
     actual = completion_advantages(
-        "gdpo", components, groups, members, component_weights=weights, eps=0.01
+        "gdpo", components, groups, members, component_weights=per_row, eps=0.01
     )
     torch.testing.assert_close(actual, torch.tensor(expected), rtol=1e-4, atol=1e-5)
 

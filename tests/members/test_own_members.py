@@ -107,7 +107,12 @@ class TableMembers(Members):
         steps = request.member_ids.bincount(minlength=self.size)
         return RolloutBatch(
             experience={"default": batch},
-            scores=Scores(rewards=rewards.numpy(), components={}, completions=(), weights=()),
+            scores=Scores(
+                rewards=rewards.numpy(),
+                components={},
+                completions=(),
+                weights=np.empty((len(rewards), 0)),
+            ),
             member_ids=request.member_ids,
             start_ids=request.start_ids,
             truncated=torch.zeros(len(arms), dtype=torch.bool),

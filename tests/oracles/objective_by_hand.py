@@ -82,9 +82,9 @@ def advantages_of(
     else:
         if kind == "gdpo":
             assert batch.reward_components is not None
-            scores = gdpo(
-                batch.reward_components.tolist(), batch.component_weights, groups, members, eps
-            )
+            assert batch.component_weights is not None
+            weights = batch.component_weights[0].tolist()  # the same for all rows
+            scores = gdpo(batch.reward_components.tolist(), weights, groups, members, eps)
         else:
             scores = of_completions(kind, batch.rewards.tolist(), groups, members, eps)
         values = []

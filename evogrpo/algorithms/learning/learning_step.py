@@ -619,16 +619,13 @@ def compute_advantages(
         if kind in STEP_ADVANTAGES:
             _warn_equal_steps(kind, part)
             mask = _in_statistics(part)
-        weights = None
-        if part.component_weights:
-            weights = torch.tensor(part.component_weights)
         bound = per_row.advantage_clip[rows]
         result[rows] = advantages(
             kind,
             rewards=rewards[rows],
             step_rewards=part.step_rewards,
             components=part.reward_components,
-            component_weights=weights,
+            component_weights=part.component_weights,
             group_ids=part.group_ids,
             member_ids=part.member_ids,
             mask=mask,

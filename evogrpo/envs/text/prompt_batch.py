@@ -206,7 +206,7 @@ class SingleTurnBatch:
             rewards=result.rewards,
             components=result.components,
             completions=tuple(_display_text(turns) for turns in inputs.turns or ()),
-            weights=tuple(reward.weight for reward in self.rewards),
+            weights=result.weights,
             step_rewards=step_rewards,
             columns=columns,
             metrics=metrics,

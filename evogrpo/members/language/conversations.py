@@ -64,7 +64,7 @@ def rewarded_batch(
         penalty = torch.where(rewards.isnan(), torch.nan, by_turn.sum(1))
         rewards = rewards + penalty
         components = {**components, PENALTY: penalty.cpu().numpy()}
-        weights = (*weights, 1.0)
+        weights = np.column_stack([weights, np.ones(len(weights))])
         if steps is not None:
             penalised = ends & ~rewards.isnan()[:, None]
             steps = torch.where(penalised, steps.nan_to_num(nan=0.0) + by_turn, steps)
@@ -93,7 +93,7 @@ def rewarded_batch(
         reward_components=torch.from_numpy(np.stack(list(components.values()), axis=1))
         .float()
         .to(device),
-        component_weights=weights,
+        component_weights=torch.from_numpy(weights).float().to(device),
         component_names=tuple(components),
         truncated=rollout.truncated,
     )

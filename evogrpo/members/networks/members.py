@@ -201,7 +201,12 @@ class NetworkMembers(BankMembers):
         steps = np.bincount(member_ids, weights=played.actions, minlength=self.size)
         return RolloutBatch(
             experience=experience,
-            scores=Scores(rewards=played.rewards, components={}, completions=(), weights=()),
+            scores=Scores(
+                rewards=played.rewards,
+                components={},
+                completions=(),
+                weights=np.empty((len(played.rewards), 0)),
+            ),
             member_ids=request.member_ids,
             start_ids=request.start_ids,
             truncated=torch.from_numpy(played.truncated),
