@@ -69,12 +69,14 @@ def advantages(
         ValueError: If "gdpo" gets no components, or a group that is compared has fewer than 2
             completions.
     """
+    # Clamping to +-inf changes nothing.
     bound = torch.inf if reward_clip is None else reward_clip
     # 1. Compare rewards within their group, clip them, and place them on actions.
     if ADVANTAGES[kind] == "step rewards":
         if step_rewards is None:
             step_rewards = place_on_last_action(rewards, mask)
         steps = torch.where(mask, step_rewards, torch.nan)
+        # A completion without any reward gets advantage 0 at the end.
         applies = ~steps.isnan().all(1)
         if kind == "process":
             steps = standardised_step_rewards(steps, mask, group_ids, eps)
@@ -125,6 +127,7 @@ def _compared_rewards(
         return mean_centred_advantages(rewards, group_ids)
     if kind == "batch_std":
         return batch_std_advantages(rewards, group_ids, member_ids, eps)
+    # Rewards as they are, without a baseline.
     assert kind == "reinforce"
     return torch.where(rewards.isnan(), 0.0, rewards)
 
@@ -171,7 +174,9 @@ def leave_one_out_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
     Source: RLOO (arXiv:2402.14740).
     """
     centred, _, count = _centred(rewards, group_ids)
-    return (centred * (count / (count - 1).clamp(min=1))).to(rewards.dtype)
+    # Where a single reward applies, `centred` is 0, so the divisor only has to differ from 0.
+    factor = count / (count - 1).clamp(min=1)
+    return (centred * factor).to(rewards.dtype)
 
 
 def batch_std_advantages(
@@ -214,11 +219,13 @@ def gdpo_advantages(
 
     Source: GDPO (arXiv:2601.05242); "normalize_then_sum" in TRL.
     """
+    # 1. Standardise each reward function, then sum.
     columns = components.double().unbind(1)
     standard = torch.stack([group_advantages(column, group_ids, eps) for column in columns], 1)
     if weights is not None:
         standard = standard * weights.to(standard)
     total = standard.sum(1)
+    # 2. Divide by the deviation of the sums over all groups of the member.
     member, members = consecutive_ids(member_ids)
     # Within a group the values of every function sum to 0, so the sums have mean 0.
     std = group_statistics(total, ~components.isnan().all(1), member, members).std[member]
@@ -271,6 +278,7 @@ def _returns(step_rewards: Tensor, mask: Tensor, gamma: float | Tensor) -> Tenso
     span = 1
     width = mask.shape[1]
     while span < width:
+        # Doubling: log2(t) passes over the matrix instead of t steps from right to left.
         # `totals[:, t]` sums the columns t to t + span - 1, and `decays[:, t]` is the product of
         # their discounts. Each pass doubles the span.
         ahead = slice(span, None)
@@ -361,10 +369,12 @@ def timestep_return_advantages(
 
     Source: code of the GRPO proposal for SB3-contrib.
     """
+    # Each time step of a group is a group of its own.
     group, groups = comparable_groups(group_ids)
     width = mask.shape[1]
     group_of_action = group[:, None] * width + torch.arange(width, device=mask.device)
     totals = _returns(step_rewards, mask, gamma)
+    # Also steps after an episode's end, with their return of 0, unless no reward applies to it.
     applies = (mask & ~step_rewards.isnan()).any(1, keepdim=True).expand_as(mask)
     standard = _standardised(totals, applies, group_of_action, groups * width, eps)
     return torch.where(applies & mask, standard, 0.0).to(step_rewards.dtype)
@@ -410,6 +420,7 @@ def whiten(values: Tensor, mask: Tensor, member_ids: Tensor) -> Tensor:
     member_of_action = member[:, None].expand_as(mask)
     statistics = group_statistics(values, mask, member_of_action, members)
     centred = values.double() - statistics.mean[member_of_action]
+    # ROLL adds epsilon to the variance, not to the deviation.
     deviation = (statistics.std[member_of_action] ** 2 + 1e-8).sqrt()
     return torch.where(mask, centred / deviation, 0.0).to(values.dtype)
 

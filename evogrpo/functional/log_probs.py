@@ -66,26 +66,33 @@ def chunked_log_probs(
             hidden: Tensor, targets: Tensor, temperature: Tensor, forbidden: Tensor
         ) -> tuple[Tensor, Tensor]:
             log_p = scale_logits(head(hidden), temperature, forbidden, forbidden_ids).log_softmax(1)
-            entropies = -(log_p.exp() * log_p.clamp(min=-1e30)).sum(1)  # 0 * -inf would be NaN
+            # H = -sum(p log p). A forbidden token has log p = -inf, and 0 * -inf would be NaN.
+            entropies = -(log_p.exp() * log_p.clamp(min=-1e30)).sum(1)
             return log_p.gather(1, targets[:, None])[:, 0], entropies
 
         columns = [values.split(chunk) for values in (hidden, targets, temperature, forbidden)]
         parts = [
             checkpoint(scores, *part, use_reentrant=False) for part in zip(*columns, strict=True)
         ]
-        log_probs, entropies = (torch.cat(values) for values in zip(*parts, strict=True))
-        return log_probs, entropies if entropy_gradient else entropies.detach()
+        log_probs = torch.cat([part[0] for part in parts])
+        entropies = torch.cat([part[1] for part in parts])
+        if not entropy_gradient:
+            entropies = entropies.detach()
+        return log_probs, entropies
     # 2. Otherwise the forward pass computes the gradients, chunk by chunk.
     needs_grad = hidden.requires_grad and torch.is_grad_enabled()
-    if weight is not None and uses_onednn(FEW_ROWS, hidden, weight):
-        chunk = min(chunk, FEW_ROWS)  # measured as the fastest of 32 to 1,024: its memory is reused
-    vocabulary_head = (
-        _FunctionHead(head, needs_grad)
-        if weight is None
-        else _LinearHead(weight, min(chunk, len(hidden)), hidden.dtype)
-    )
+    if not needs_grad:
+        hidden = hidden.detach()
+    vocabulary_head: _FunctionHead | _LinearHead
+    if weight is None:
+        vocabulary_head = _FunctionHead(head, needs_grad)
+    else:
+        # Measured as the fastest chunk of 32 to 1,024 rows: its memory is reused.
+        if uses_onednn(FEW_ROWS, hidden, weight):
+            chunk = min(chunk, FEW_ROWS)
+        vocabulary_head = _LinearHead(weight, min(chunk, len(hidden)), hidden.dtype)
     log_probs, entropies = _ChunkedLogProbs.apply(
-        hidden if needs_grad else hidden.detach(),
+        hidden,
         vocabulary_head,
         targets,
         temperature,
@@ -130,9 +137,9 @@ class _LinearHead:
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits `[c, v]` of `[c, h]`."""
         if uses_onednn(FEW_ROWS, hidden, self._weight):
-            return frozen_linear(pad(hidden, (0, 0, 0, -len(hidden) % ROW_MULTIPLE)), self._weight)[
-                : len(hidden)
-            ]
+            # oneDNN compiles a kernel for each number of rows, so it gets few different ones.
+            padded = pad(hidden, (0, 0, 0, -len(hidden) % ROW_MULTIPLE))
+            return frozen_linear(padded, self._weight)[: len(hidden)]
         return torch.mm(hidden, self._weight.T, out=self._buffer[: len(hidden)])
 
     def vjp(self, grad: Tensor, *, last: bool) -> Tensor:
@@ -180,6 +187,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
             else:
                 entropy_grad = torch.empty_like(logits)
             for rows in row_tiles(logits):
+                # `rows` count from the start of the chunk, `tile` from the start of all rows.
                 tile = slice(start + rows.start, start + rows.stop)
                 scaled = scale_logits(
                     logits[rows],
@@ -235,6 +243,7 @@ def _log_probs_and_entropies(
         entropy_grad: `[c, v]` buffer for d(entropy) / d(logits), or None.
         has_forbidden: Some tokens have probability 0.
     """
+    # Subtracting the largest logit changes no probability, and `exp` cannot overflow.
     scaled -= scaled.amax(1, keepdim=True)
     target_logits = scaled.gather(1, targets)
     if has_forbidden:
@@ -305,10 +314,12 @@ def sample_inverse_cdf(weights: Tensor, uniforms: Tensor, block: int = 256) -> T
         `[k]` int64 category numbers.
     """
     count, width = weights.shape
+    # 1. Sum the weights of each block; zeros fill the last one.
     if width % block:
         weights = pad(weights, (0, -width % block))
     blocks = weights.view(count, -1, block)
     sums = blocks.sum(2)
+    # 2. Choose a block, then a category inside it with what is left of the threshold.
     chosen, rest = _first_exceeding(sums, uniforms.to(weights.dtype) * sums.sum(1))
     inside = blocks[torch.arange(count, device=weights.device), chosen]
     offset, _ = _first_exceeding(inside, rest)
@@ -354,7 +365,9 @@ def apply_repetition_penalty(logits: Tensor, token_ids: Tensor, penalty: float) 
     """
     logits = logits.float()
     scores = logits.gather(1, token_ids)
-    return logits.scatter(1, token_ids, torch.where(scores < 0, scores * penalty, scores / penalty))
+    # Repeated ids write the same value, so a token is penalised once.
+    penalised = torch.where(scores < 0, scores * penalty, scores / penalty)
+    return logits.scatter(1, token_ids, penalised)
 
 
 def truncate_logits(scaled: Tensor, *, top_k: int, top_p: float, min_p: float) -> Tensor:
@@ -374,6 +387,7 @@ def truncate_logits(scaled: Tensor, *, top_k: int, top_p: float, min_p: float) -
     Sources: Fan et al. (arXiv:1805.04833) for top-k; nucleus sampling (arXiv:1904.09751) for top-p;
     arXiv:2407.01082 for min-p. Order and ties are those of transformers.
     """
+    # Each step computes probabilities from the tokens that the one before it has left.
     if 0 < top_k < scaled.shape[1]:
         last = scaled.topk(top_k, dim=1).values[:, -1:]
         scaled = scaled.masked_fill(scaled < last, -torch.inf)
@@ -382,7 +396,9 @@ def truncate_logits(scaled: Tensor, *, top_k: int, top_p: float, min_p: float) -
         ascending, order = scaled.sort(dim=1, stable=True)
         out = ascending.softmax(1).cumsum(1) <= 1.0 - top_p
         out[:, -1] = False
-        scaled = scaled.masked_fill(torch.zeros_like(out).scatter(1, order, out), -torch.inf)
+        # From the order of the sorted row back to the order of the vocabulary.
+        excluded = torch.zeros_like(out).scatter(1, order, out)
+        scaled = scaled.masked_fill(excluded, -torch.inf)
     if min_p > 0.0:
         probs = scaled.softmax(1)
         scaled = scaled.masked_fill(probs < min_p * probs.amax(1, keepdim=True), -torch.inf)

@@ -74,10 +74,11 @@ def policy_loss(
     SAPO (arXiv:2511.20347); GMPO (arXiv:2507.20673); dual clip (arXiv:1912.09729); delta
     (arXiv:2505.07291).
     """
+    # 1. Clear the padding: NaN there times 0 would be a gradient of NaN.
     loss = LOSS_TYPES[loss_type]
     log_ratios = torch.where(mask, log_probs - old_log_probs, 0.0)
-    # NaN in the padding times 0 would be a gradient of NaN
     advantages = torch.where(mask, advantages, 0.0)
+    # 2. Losses min(rho A, clipped rho A), with their two optional bounds.
     if loss.bounded:
         ratio = _ratios(loss, log_ratios, mask)
         if delta is None:
@@ -87,11 +88,12 @@ def policy_loss(
         clipped = _clamp(ratio, 1.0 - clip_low, 1.0 + clip_high)
         losses = -torch.minimum(unclipped * advantages, clipped * advantages)
         if dual_clip is not None:
-            losses = torch.where(
-                advantages < 0, torch.minimum(losses, -dual_clip * advantages), losses
-            )
+            bounded = torch.minimum(losses, -dual_clip * advantages)
+            losses = torch.where(advantages < 0, bounded, losses)
         return torch.where(mask, losses, 0.0)
+    # 3. Losses with a form of their own.
     if loss_type == "cispo":
+        # Detached: the clip bounds the size of a gradient, but never removes it.
         factor = _exp(log_ratios.detach()).clamp(max=1.0 + clip_high)
         if cispo_clip_low:
             factor = factor.clamp(min=1.0 - clip_low)
@@ -99,13 +101,15 @@ def policy_loss(
     elif loss_type == "sapo":
         positive = (advantages > 0).to(log_probs.dtype)
         tau = sapo_tau_positive * positive + sapo_tau_negative * (1.0 - positive)
-        losses = -advantages * torch.sigmoid(tau * (_exp(log_ratios) - 1.0)) * 4.0 / tau
+        # 4 / tau makes the derivative at rho = 1 that of rho itself: sigmoid'(0) = 1 / 4.
+        gate = torch.sigmoid(tau * (_exp(log_ratios) - 1.0))
+        losses = -advantages * gate * 4.0 / tau
     else:
         assert loss_type == "gmpo"
+        # d' is chosen so that d' A = min(d A, clip(d) A).
         sign = advantages.sign()
-        clipped = sign * torch.minimum(
-            sign * log_ratios, sign * _clamp(log_ratios, -clip_low, clip_high)
-        )
+        within = _clamp(log_ratios, -clip_low, clip_high)
+        clipped = sign * torch.minimum(sign * log_ratios, sign * within)
         losses = -advantages * _exp(_sequence_mean(clipped, mask))
     return torch.where(mask, losses, 0.0)
 
@@ -135,6 +139,7 @@ def clipped_actions(
     loss = LOSS_TYPES[loss_type]
     if not loss.clips:
         return torch.zeros_like(mask), torch.zeros_like(mask)
+    # 1. Find the ratios outside the clipping interval.
     log_ratios = torch.where(mask, log_probs.detach() - old_log_probs, 0.0)
     if loss.ratio == "geometric mean":
         below = log_ratios < -clip_low
@@ -143,9 +148,12 @@ def clipped_actions(
         ratio = _ratios(loss, log_ratios, mask)
         below = ratio < 1.0 - clip_low
         above = ratio > 1.0 + clip_high
+    # 2. Keep those where the clip applies.
     if loss_type == "cispo":
         has_advantage = mask & (advantages != 0)
         return below & has_advantage & cispo_clip_low, above & has_advantage
+    # The minimum takes the clipped term where clipping makes rho A smaller: above for A > 0, below
+    # for A < 0.
     return below & mask & (advantages < 0), above & mask & (advantages > 0)
 
 
@@ -183,13 +191,14 @@ def loss_weights(
     Source: DeepSeekMath (arXiv:2402.03300), equation 3; DAPO (arXiv:2503.14476), equation 8; Dr.
     GRPO (arXiv:2503.20783); the names are verl's and ROLL's.
     """
-    loss = LOSS_TYPES[loss_type]
-    mode = loss.aggregation if aggregation is None else aggregation
+    # 1. Count actions and completions of each member.
+    mode = aggregation or LOSS_TYPES[loss_type].aggregation
     lengths = mask.sum(1)
     members = int(member_ids.max()) + 1 if len(member_ids) else 0
     zeros = torch.zeros(members, dtype=torch.float64, device=mask.device)
     ones = torch.ones_like(lengths, dtype=torch.float64)
     completions = zeros.index_add(0, member_ids, ones)[member_ids]
+    # 2. The weight of an action is one over its row's divisor.
     if mode == "token-mean":
         divisor = zeros.index_add(0, member_ids, lengths.double())[member_ids]
     elif mode == "seq-mean-token-sum":
@@ -222,7 +231,8 @@ def _exp(log_ratios: Tensor) -> Tensor:
 
 
 def _clamp(values: Tensor, low: float | Tensor, high: float | Tensor) -> Tensor:
-    return values.clamp(min=low).clamp(max=high)  # one bound may be a float and the other a tensor
+    # Two calls: one bound may be a float and the other a tensor.
+    return values.clamp(min=low).clamp(max=high)
 
 
 # ---- KL divergence to the reference policy
@@ -290,6 +300,7 @@ def bias_corrected_kl(
     Source: DeepSeek-V3.2 (arXiv:2512.02556); TRL's `use_bias_correction_kl`.
     """
     log_ratios = torch.where(mask, log_probs - old_log_probs, 0.0)
+    # E_old[rho f] = E_current[f], and the gradient of rho adds the dependence of the sampling.
     return kl * _ratios(LOSS_TYPES[loss_type], log_ratios, mask)
 
 
@@ -339,6 +350,7 @@ def importance_weights(
     (2025), for truncation; Liu et al., "When speed kills stability" (2025), for sequences and
     masks.
     """
+    # As "token_mask": level and treatment of large ratios.
     level, action = kind.split("_")
     difference = (old_log_probs - sampler_log_probs).detach()
     difference = torch.where(mask & ~sampler_log_probs.isnan(), difference, 0.0)

@@ -17,12 +17,12 @@ MIN_ELEMENTS = 1 << 18
 outweighs the gain.
 """
 
-FEW_ROWS, ROW_MULTIPLE, FEW_ROWS_MULTIPLE = 128, 32, 8
-"""oneDNN is used for at most `FEW_ROWS` rows (tokens), or for multiples of `ROW_MULTIPLE`.
-
-Callers pad rows to a multiple of `ROW_MULTIPLE`, or of `FEW_ROWS_MULTIPLE` up to `FEW_ROWS`, so
-that few shapes occur.
-"""
+FEW_ROWS = 128
+"""Largest number of rows (tokens) for which oneDNN is used even if it is not a multiple."""
+ROW_MULTIPLE = 32
+"""Multiple to which callers pad rows, so that few shapes occur."""
+FEW_ROWS_MULTIPLE = 8
+"""Multiple to which callers pad at most `FEW_ROWS` rows."""
 
 
 def frozen_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -60,6 +60,7 @@ def frozen_linear_columns(weight: Tensor, x: Tensor, bias: Tensor | None = None)
         if bias is None:
             return torch.mm(weight, x)
         return torch.addmm(bias[:, None], weight, x)
+    # linear(a, b) = a b^T, which is W x for a = W and b = x^T.
     result = _onednn(weight, x.T)
     if bias is None:
         return result
@@ -68,10 +69,12 @@ def frozen_linear_columns(weight: Tensor, x: Tensor, bias: Tensor | None = None)
 
 def padding_rows(rows: int, dtype: torch.dtype, device: torch.device) -> int:
     """Return the number of zero rows that pad `rows` for oneDNN; 0 where it is not used."""
-    used = device.type == "cpu" and (
-        dtype == torch.bfloat16 or (dtype == torch.float32 and onednn_is_faster())
-    )
-    return _rows_to_multiple(rows) if used else 0
+    if device.type != "cpu":
+        return 0
+    # In bfloat16 torch itself uses oneDNN.
+    if dtype == torch.bfloat16 or (dtype == torch.float32 and onednn_is_faster()):
+        return _rows_to_multiple(rows)
+    return 0
 
 
 def padded_rows(rows: int) -> int:
@@ -82,7 +85,9 @@ def padded_rows(rows: int) -> int:
 
 
 def _rows_to_multiple(rows: int) -> int:
-    return -rows % (ROW_MULTIPLE if rows > FEW_ROWS else FEW_ROWS_MULTIPLE)
+    if rows > FEW_ROWS:
+        return -rows % ROW_MULTIPLE
+    return -rows % FEW_ROWS_MULTIPLE
 
 
 def uses_onednn(rows: int, x: Tensor, weight: Tensor) -> bool:
@@ -112,6 +117,8 @@ def onednn_is_faster() -> bool:
 
 
 def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    bias = None if bias is None else bias.contiguous()  # the operator ignores strides
+    if bias is not None:
+        # The operator ignores strides.
+        bias = bias.contiguous()
     result: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
     return result

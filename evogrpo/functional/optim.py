@@ -62,10 +62,10 @@ def clipped_adamw_steps_(
     saved = [(matrix, matrix[idle]) for matrix in (weights, exp_avg, exp_avg_sq)]
 
     # 2. Clip the gradients, as `torch.nn.utils.clip_grad_norm_`.
-    factors = [
-        1.0 if math.isnan(norm) else min(1.0, max_norm / (norm + 1e-6))
-        for norm, max_norm in zip(norms, max_norms, strict=True)
-    ]
+    factors = []
+    for norm, max_norm in zip(norms, max_norms, strict=True):
+        # Rows without a step are restored at the end, so any factor serves.
+        factors.append(1.0 if math.isnan(norm) else min(1.0, max_norm / (norm + 1e-6)))
     gradients.mul_(_column(factors, weights))
 
     # 3. Decay the weights and update the moments.

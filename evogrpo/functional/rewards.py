@@ -42,6 +42,7 @@ def group_statistics(
     Returns:
         Statistics of groups 0 to `count - 1`.
     """
+    # In float64, so that rounding stays far below differences of rewards.
     values = values[applies].double()
     groups = groups[applies]
     zeros = torch.zeros(count, dtype=torch.float64, device=values.device)
@@ -52,7 +53,8 @@ def group_statistics(
     # The mean of eight 0.1s can differ from 0.1 by rounding. Divided by a small deviation, that
     # would be noise.
     mean = torch.where(low == high, low, mean)
-    return GroupStatistics(amount, mean, zeros.index_add(0, groups, (values - mean[groups]) ** 2))
+    square = zeros.index_add(0, groups, (values - mean[groups]) ** 2)
+    return GroupStatistics(amount, mean, square)
 
 
 def consecutive_ids(ids: Tensor) -> tuple[Tensor, int]:
@@ -120,13 +122,16 @@ def normalise_rewards(
 
     Source: ROLL, `reward_norm`, `reward_shift` and `reward_scale`.
     """
+    # 1. Find the statistics of each reward.
     if norm == "running":
         assert running is not None
         group = member_ids
         statistics = GroupStatistics(*running.unbind(1))
     else:
-        group, groups = consecutive_ids(group_ids if norm == "group" else member_ids)
+        compared = group_ids if norm == "group" else member_ids
+        group, groups = consecutive_ids(compared)
         statistics = group_statistics(rewards, ~rewards.isnan(), group, groups)
+    # 2. Subtract the mean and divide by the deviation, unless only one of the two is asked for.
     values = rewards.double()
     if not scale:
         values = values - statistics.mean[group]
@@ -160,7 +165,9 @@ def difficulty_mask(
         inside &= statistics.mean > low
     if high is not None:
         inside &= statistics.mean < high
-    return (inside | (statistics.amount == 0))[group]
+    # Groups without a reward have no difficulty.
+    unknown = statistics.amount == 0
+    return (inside | unknown)[group]
 
 
 def zero_variance_groups(rewards: Tensor, groups: Tensor, count: int) -> Tensor:
@@ -193,14 +200,15 @@ def update_running_statistics(running: Tensor, rewards: Tensor, member_ids: Tens
 
     Source: Chan, Golub and LeVeque (1983), equation 2.1.
     """
+    # Of the union of two sets: each mean counts by its number of values, and the squares get a term
+    # for the distance between the two means.
     count, mean, square = running.unbind(1)
     new = group_statistics(rewards, ~rewards.isnan(), member_ids, len(running))
     total = count + new.amount
     share = new.amount / total.clamp(min=1)
     distance = new.mean - mean
-    merged = torch.stack(
-        [total, mean + distance * share, square + new.square + distance**2 * count * share], 1
-    )
+    between = distance**2 * count * share
+    merged = torch.stack([total, mean + distance * share, square + new.square + between], 1)
     return torch.where(new.amount[:, None] > 0, merged, running)
 
 
@@ -224,7 +232,8 @@ def overlong_penalty(lengths: Tensor, max_length: int, buffer: int) -> Tensor:
         raise ValueError(
             f"overlong_buffer must be from 1 to the maximum length ({max_length}), got {buffer}."
         )
-    return -((lengths.float() - (max_length - buffer)) / buffer).clamp(0.0, 1.0)
+    begin = max_length - buffer
+    return -((lengths.float() - begin) / buffer).clamp(0.0, 1.0)
 
 
 def place_on_last_action(rewards: Tensor, mask: Tensor) -> Tensor:
@@ -237,5 +246,6 @@ def place_on_last_action(rewards: Tensor, mask: Tensor) -> Tensor:
     Returns:
         `[n, t]` step rewards; NaN (no reward is given here) for all other actions.
     """
+    # Counted actions from each action to the end, itself included.
     actions_left = mask.flip(1).cumsum(1).flip(1)
     return torch.where(mask & (actions_left == 1), rewards[:, None], torch.nan)

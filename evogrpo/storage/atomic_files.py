@@ -35,6 +35,7 @@ def make_folder(folder: Path) -> None:
     """Create a folder and missing parents, and sync them to disk."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
+    # The name of a new folder is an entry of its parent.
     for path in reversed(missing):
         sync_folder(path.parent)
 
@@ -73,7 +74,9 @@ def replace_file(path: Path, content: bytes) -> None:
 
 def remove_temporary_files(folder: Path) -> None:
     """Remove temporary files of killed writes; no other process may write into the folder."""
-    for entry in folder.iterdir() if folder.is_dir() else ():
+    if not folder.is_dir():
+        return
+    for entry in folder.iterdir():
         if _TEMPORARY.fullmatch(entry.name) and not entry.is_dir():
             entry.unlink(missing_ok=True)
 
@@ -139,11 +142,12 @@ def check_new_folder(folder: Path, *, allowed: Collection[str] = ()) -> None:
         ValueError: If it is not a folder, holds other files, cannot be written into, or its disk is
             full.
     """
-    # The folder itself, or its nearest parent that exists.
+    # 1. Find the folder itself, or its nearest parent that exists.
     existing = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
     if not existing.is_dir():
         raise ValueError(f"{existing} is not a folder. Choose another run directory than {folder}.")
     try:
+        # 2. An existing folder must be empty.
         if existing == folder:
             names = sorted(
                 path.name
@@ -154,7 +158,7 @@ def check_new_folder(folder: Path, *, allowed: Collection[str] = ()) -> None:
                 raise ValueError(
                     f"{folder} must be empty for a new run, but holds {', '.join(names[:3])}."
                 )
-        # A written byte shows that the folder is writable and its disk not full.
+        # 3. A written byte shows that the folder is writable and its disk not full.
         with tempfile.TemporaryFile(dir=existing) as file:
             file.write(b"\0")
             file.flush()

@@ -50,9 +50,10 @@ FILE_BYTES = 16 * 2**20
 """Bytes of tensors after which the next tensor file is begun. Serialising a file takes twice this
 memory again.
 """
-MAX_TENSORS = (
-    100_000  # of a file; parsing a forged header with any number of empty tensors would take long
-)
+MAX_TENSORS = 100_000
+"""Maximum number of tensors in a file. A forged header with millions of empty ones would take long
+to parse.
+"""
 CHECKPOINTS = "checkpoints"
 """Folder of the checkpoints in a run directory."""
 
@@ -165,10 +166,12 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST_NAME
     if not folder.is_dir():
         raise CheckpointError(f"There is no checkpoint folder at {folder}. Check the path.")
+    # 1. Read the file. The manifest has no hash of its own, so only its size is limited.
     with _opened(path) as file:
         if os.fstat(file.fileno()).st_size > MAX_MANIFEST_BYTES:
             raise damaged_error(path, f"has more than {MAX_MANIFEST_BYTES} bytes")
         content = file.read()
+    # 2. Check format and version before the fields, which other versions may not have.
     try:
         values = load_json(content)
         if not isinstance(values, dict) or values.get("format") != FORMAT:
@@ -265,17 +268,19 @@ def _tensor_files(
     kind: Kind, tensors: Mapping[str, Tensor], file_bytes: int
 ) -> Iterator[tuple[str, bytes]]:
     """Yield names and contents of the tensor files; each tensor is read when its file is filled."""
-    held: dict[str, Tensor] = {}
+    held: dict[str, Tensor] = {}  # tensors of the file that is being filled
+    size = 0  # their bytes
     file_name = f"{kind}.safetensors"
     number = 1
-    size = 0  # bytes of the held tensors
     for name in list(tensors):
+        # 1. Begin another file if this one is full.
         if held and size >= file_bytes:
             yield file_name, _serialise(held)
             held.clear()
-            number = number + 1
             size = 0
+            number += 1
             file_name = f"{kind}-{number:05d}.safetensors"
+        # 2. Check name and tensor. safetensors keeps its own texts under "__metadata__".
         if not isinstance(name, str) or name == "__metadata__":
             raise ValueError(
                 f"the name of a tensor must be text other than '__metadata__', got {shown(name)}."
@@ -288,7 +293,8 @@ def _tensor_files(
             or tensor.is_meta
         ):
             raise ValueError(f"{name!r} must be a dense tensor. Convert it, or leave it out.")
-        # safetensors refuses tensors that share memory, and writes the whole storage of a view.
+        # 3. Copy it: safetensors refuses tensors that share memory, and writes the whole storage of
+        #    a view.
         whole = tensor.detach().resolve_conj().resolve_neg().to("cpu")
         held[name] = whole.clone(memory_format=torch.contiguous_format)
         size += whole.nbytes
@@ -320,6 +326,7 @@ def _check_overwrite(folder: Path, *, kind: Kind, replace: bool, written: Set[st
         return
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder. Choose another path.")
+    # 1. Names that a checkpoint of this kind has or may have.
     found = {entry.name for entry in folder.iterdir()}
     own = {MANIFEST_NAME, f"{kind}.json", *tensor_names(kind, found)}
     # A damaged checkpoint may be replaced if all of its files are known by name.
@@ -329,7 +336,8 @@ def _check_overwrite(folder: Path, *, kind: Kind, replace: bool, written: Set[st
         raise CheckpointError(
             f"{folder} already holds a checkpoint. Pass replace=True, or choose another folder."
         )
-    # The system may have added hidden files, such as .DS_Store, which are replaced as well.
+    # 2. Other names are foreign, and never removed. The system may have added hidden files to a
+    #    checkpoint, such as .DS_Store, which are replaced as well.
     if found & own:
         own |= {name for name in found if name.startswith(".") and (folder / name).is_file()}
     if replace:
@@ -352,18 +360,21 @@ def checkpoint_path(folder: Path) -> Path:
 def _move_into_place(temporary: Path, folder: Path) -> None:
     """Rename a complete, synced folder to its final name, replacing an existing one."""
     previous = folder.with_name(f".{folder.name}.previous")
+    # 1. Set an existing checkpoint aside, under a name that `checkpoint_path` finds after a kill.
     replacing = os.path.lexists(folder)
     if replacing:
         # A leftover that could not be removed. The next write tries again.
         if os.path.lexists(previous):
             previous.rename(folder.with_name(f".{folder.name}.temporary-{uuid.uuid4().hex}"))
         folder.rename(previous)
+    # 2. Rename the new one, or put the old one back.
     try:
         temporary.rename(folder)
     except OSError:
         if replacing:
             previous.rename(folder)
         raise
+    # 3. Only when the new name is on disk is the old checkpoint removed.
     sync_folder(folder.parent)
     if replacing:
         shutil.rmtree(previous, ignore_errors=True)
@@ -382,6 +393,7 @@ def remove_leftovers(folder: Path) -> None:
         both_generations = _GENERATION.fullmatch(target.name) and _GENERATION.fullmatch(folder.name)
         if target != folder and not both_generations:
             continue
+        # A kill between two renames: the checkpoint that was set aside is the only one.
         if checkpoint_path(target) == entry:
             entry.rename(target)
         else:
@@ -408,6 +420,8 @@ def read_checkpoint(
     Raises:
         CheckpointError: If a file is missing or was changed, or the kind differs.
     """
+    # All files are checked before a tensor is loaded. Tensor files and record are checked as they
+    # are read.
     path, manifest = _find(folder, kind)
     names = tensor_names(kind, manifest.files)
     _verify_files(path, manifest, besides=(f"{kind}.json", *names))
@@ -468,6 +482,7 @@ def _read_tensors(path: Path, entry: FileEntry) -> dict[str, Tensor]:
     """Read and check one tensor file."""
     # Parse the bytes that were verified, because the file may change between two reads.
     content = _read_verified(path, entry)
+    # A file begins with the length of its JSON header, in which each tensor has a "dtype".
     header = int.from_bytes(content[:8], "little")
     if header < len(content) and content.count(b'"dtype"', 8, 8 + header) > MAX_TENSORS:
         raise damaged_error(path, f"has more than {MAX_TENSORS:,} tensors")
@@ -528,11 +543,13 @@ def stored_generations(run_dir: Path | str) -> list[int]:
     parent = Path(run_dir) / CHECKPOINTS
     if not parent.is_dir():
         return []
-    folders = (entry for entry in parent.iterdir() if entry.is_dir())
-    names = (entry.name.removeprefix(".").removesuffix(".previous") for entry in folders)
-    return sorted(
-        {int(match[1]) for name in names if (match := _GENERATION.fullmatch(name))}, reverse=True
-    )
+    generations = set()
+    for entry in parent.iterdir():
+        # A kill between two renames leaves a checkpoint under its `.previous` name.
+        match = _GENERATION.fullmatch(entry.name.removeprefix(".").removesuffix(".previous"))
+        if match is not None and entry.is_dir():
+            generations.add(int(match[1]))
+    return sorted(generations, reverse=True)
 
 
 def latest_checkpoint(run_dir: Path | str) -> int | None:

@@ -54,6 +54,7 @@ class Journal:
     """
 
     def __init__(self, path: Path | str) -> None:
+        # 1. Open the file, or create it.
         self.path = Path(path)
         make_folder(self.path.parent)
         created = not os.path.lexists(self.path)
@@ -63,15 +64,17 @@ class Journal:
                 content = reader.read()
             if content[: len(_LINE_START)] != _LINE_START[: len(content)]:
                 raise JournalError(f"{self.path} exists and is not a journal. Choose another file.")
+            # 2. Keep whole lines, and cut off an incomplete one after the last newline. The content
+            #    stays in memory, so that the file can be written again.
             self.size = content.rfind(b"\n") + 1
-            self._content = bytearray(content[: self.size])  # to write the file again
+            self._content = bytearray(content[: self.size])
             self._digest = hashlib.sha256(self._content)
             if self.size < len(content):
                 os.ftruncate(self._file, self.size)
                 os.fsync(self._file)
             if created:
                 sync_folder(self.path.parent)
-            # Appending would change the other file, such as a backup.
+            # 3. A file with a second hard link, such as a backup: appending would change both.
             if os.fstat(self._file).st_nlink > 1:
                 self._write_again()
             self._state = _state(os.fstat(self._file))
@@ -97,7 +100,7 @@ class Journal:
             found = None
         if found is not None and _state(found) == self._state:
             return None
-        # 1. Another process that appends is a second writer.
+        # 1. Another process that appends is a second writer. The same file has only grown.
         opened = os.fstat(self._file)
         if found is not None and os.path.samestat(found, opened) and opened.st_size > self.size:
             raise JournalError(
@@ -116,9 +119,11 @@ class Journal:
         if found is not None and same_file and content == self._content:
             self._state = _state(found)  # only its times have changed
             return None
+        # A beginning of this journal, such as an empty or cut file, holds nothing to keep.
         if not self._content.startswith(content):
             kept = f" The changed file is kept as {set_aside(self.path).name}."
         self._write_again()
+        # Another file with equal content, as after a copy: nothing to warn about.
         if content == self._content:
             return None
         return f"{self.path} was removed or changed by another program, and is written again.{kept}"
@@ -149,8 +154,10 @@ class Journal:
             JournalError: If another process appended to the file.
             OSError: If writing fails; the journal is unchanged.
         """
-        version = {} if self.size else {"journal_version": VERSION}
-        values = {"event": event, "time": time.time(), **version, **fields}
+        values: dict[str, Any] = {"event": event, "time": time.time()}
+        if self.size == 0:
+            values["journal_version"] = VERSION
+        values |= fields
         content = (dump_json(values, what=event) + "\n").encode("ascii")
         self.check()
         remaining = memoryview(content)
@@ -160,6 +167,7 @@ class Journal:
                     remaining = remaining[os.write(self._file, remaining) :]
                 os.fsync(self._file)
         except OSError:
+            # A full disk may have taken a part of the line.
             os.ftruncate(self._file, self.size)
             raise
         self.size += len(content)

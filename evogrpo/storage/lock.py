@@ -44,6 +44,7 @@ class DirectoryLock:
     """
 
     def __init__(self, folder: Path) -> None:
+        # 1. Lock the file, unless this process has it locked already.
         folder = folder.absolute()  # the program may change its working directory
         self.folder = folder
         self.lost = False
@@ -51,19 +52,20 @@ class DirectoryLock:
         earlier = _held_by_this_process(path)
         if earlier is None:
             self._descriptor = _lock_file(path, folder)
-        else:  # reuse its descriptor: closing any descriptor of the file would release the lock
+        else:
+            # Reuse its descriptor: closing any descriptor of the file would release the lock.
             self._descriptor = earlier._give_up_descriptor()
+        # 2. Release it with this object. At exit the system does, after the last write.
         self._pid = os.getpid()
         self._close = weakref.finalize(self, os.close, self._descriptor)
         self._close.atexit = False
         _held[_identity(os.fstat(self._descriptor))] = self
-        with suppress(OSError):  # owner, for error messages only
+        # 3. Write the owner into the file, for error messages only.
+        owner = {"pid": self._pid, "host": socket.gethostname()}
+        with suppress(OSError):
             os.ftruncate(self._descriptor, 0)
             os.lseek(self._descriptor, 0, os.SEEK_SET)  # Windows has no pwrite
-            os.write(
-                self._descriptor,
-                json.dumps({"pid": self._pid, "host": socket.gethostname()}).encode(),
-            )
+            os.write(self._descriptor, json.dumps(owner).encode())
 
     def check(self) -> None:
         """Check that this process still holds the lock of this folder, or lock it again.
@@ -75,6 +77,7 @@ class DirectoryLock:
             LockLostError: If the folder or its lock was removed, renamed or replaced, this process
                 is a fork, or another process has the lock.
         """
+        # 1. This object has the lock, and this process is the one that took it.
         if self.lost:
             raise ValueError(
                 f"This run no longer writes into {self.folder}: it was opened again. Use the newer"
@@ -85,6 +88,7 @@ class DirectoryLock:
                 f"{self.folder} is locked by process {self._pid}. Its fork {os.getpid()} must not"
                 " write."
             )
+        # 2. The path still leads to the file that is locked.
         try:
             found = _identity((self.folder / LOCK).lstat())
         except OSError:
@@ -94,11 +98,11 @@ class DirectoryLock:
                 f"{self.folder} or its {LOCK} was moved, removed or replaced, so nothing more is"
                 " written. Put the folder back, or resume from its new place."
             )
+        # 3. Lock it again: POSIX releases the lock once this process closes any descriptor of the
+        #    file, as after copying the folder.
         if fcntl is None:
             return
         try:
-            # POSIX releases the lock once this process closes any descriptor of the file, as after
-            # copying the folder.
             fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in _BUSY:  # other errors: a file system without locks, see `_lock_file`
@@ -140,6 +144,7 @@ def _lock_file(path: Path, folder: Path) -> int:
 
     Raise ValueError if another process has locked it.
     """
+    # 1. Open the file.
     descriptor = open_regular_file(path, os.O_RDWR | os.O_CREAT)
     if os.fstat(descriptor).st_nlink > 1:  # writing the owner would overwrite the other file
         os.close(descriptor)
@@ -149,6 +154,7 @@ def _lock_file(path: Path, folder: Path) -> int:
         )
     if fcntl is None:
         return descriptor
+    # 2. Lock it.
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # The lock counts only if the path still leads to the file that was opened.
@@ -170,7 +176,8 @@ def _lock_file(path: Path, folder: Path) -> int:
             rank_zero_only=False,
         )
         return descriptor
-    # The folder was removed or replaced after the file was opened: lock the file that is there now.
+    # 3. The folder was removed or replaced after the file was opened: lock the file that is there
+    #    now.
     os.close(descriptor)
     folder.mkdir(parents=True, exist_ok=True)
     return _lock_file(path, folder)

@@ -96,7 +96,9 @@ class GroupEnvironmentTestCase(ABC):
 
     def test_a_pass_repeats_no_start(self, env: Any) -> None:
         count = min(env.size("train"), 64)
-        dealt = [start for step in range(count // 4) for start in env.deal(step, 4, 4)]
+        dealt: list[int] = []
+        for step in range(count // 4):
+            dealt += env.deal(step, 4, 4)
         assert len(set(dealt)) == len(dealt)
 
     def test_seeds_change_the_order_and_the_fingerprint(self, env: Any) -> None:
@@ -126,11 +128,10 @@ class GroupEnvironmentTestCase(ABC):
             assert self.identities(env.open(split, [1, 0, 1])) == [first[1], first[0], first[1]]
 
     def test_splits_share_no_start(self, env: Any) -> None:
-        batch = {
-            split: self.identities(env.open(split, self.sample_starts(env, split)))
-            for split in SPLITS
-        }
-        everything = [each for identities in batch.values() for each in identities]
+        everything: list[Hashable] = []
+        for split in SPLITS:
+            batch = env.open(split, self.sample_starts(env, split))
+            everything += self.identities(batch)
         assert len(set(everything)) == len(everything)
 
     @pytest.mark.parametrize(("split", "start"), [("train", -1), ("test", "size"), ("dev", 0)])
@@ -170,6 +171,7 @@ class PromptEnvironmentTestCase(GroupEnvironmentTestCase):
         found = dict[int, Conversation]()
         active = list(rows)
         for turn in range(batch.max_turns):
+            # 1. One completion in each conversation that goes on.
             for row in active:
                 completion = tuple(map(int, self.complete(env, generator(0, "say", row, turn))))
                 if turn == 0:
@@ -182,6 +184,7 @@ class PromptEnvironmentTestCase(GroupEnvironmentTestCase):
                     )
             if turn + 1 == batch.max_turns or not active:
                 break
+            # 2. Replies of the environment. A conversation without one has ended.
             replies = batch.respond([found[row] for row in active])
             assert len(replies) == len(active)
             replied = [
@@ -197,7 +200,7 @@ class PromptEnvironmentTestCase(GroupEnvironmentTestCase):
     def conversations(self, env: Any) -> tuple[PromptBatch, list[Conversation]]:
         """Open 4 starts and complete 3 conversations for each."""
         batch = env.open("train", range(4))
-        start_of_row = [start for start in range(4) for _ in range(3)]
+        start_of_row = np.repeat(range(4), 3).tolist()
         found = self.converse(env, batch, start_of_row, range(12))
         return batch, [found[row] for row in range(12)]
 
@@ -205,18 +208,21 @@ class PromptEnvironmentTestCase(GroupEnvironmentTestCase):
         batch = env.open("train", self.sample_starts(env, "train"))
         assert isinstance(batch, PromptBatch)
         assert len(batch.prompts) == len(batch.questions) == len(self.sample_starts(env, "train"))
-        assert all(
-            len(prompt) > 0 and all(isinstance(token, int) for token in prompt)
-            for prompt in batch.prompts
-        )
-        assert all(tuple(prompt) in env.observation_space for prompt in batch.prompts)
+        for prompt in batch.prompts:
+            assert len(prompt) > 0
+            assert all(isinstance(token, int) for token in prompt)
+            assert tuple(prompt) in env.observation_space
         assert all(isinstance(question, str) and question for question in batch.questions)
 
     def test_replies_are_token_ids_while_turns_remain(self, env: Any) -> None:
         batch, conversations = self.conversations(env)
         assert batch.max_turns >= 1
-        replied = [reply for conversation in conversations for reply in conversation.replies]
-        assert all(reply and all(isinstance(token, int) for token in reply) for reply in replied)
+        replied: list[Sequence[int]] = []
+        for conversation in conversations:
+            replied += conversation.replies
+        for reply in replied:
+            assert len(reply) > 0
+            assert all(isinstance(token, int) for token in reply)
         if batch.max_turns == 1:
             assert list(batch.respond(conversations)) == [None] * len(conversations)
         else:
@@ -254,16 +260,19 @@ class PromptEnvironmentTestCase(GroupEnvironmentTestCase):
     @staticmethod
     def check_scores(scores: Scores, conversations: Sequence[Conversation]) -> None:
         """Check the shapes and the sums of components and step rewards."""
+        # 1. One reward and one text for each conversation.
         n = len(conversations)
         assert scores.rewards.shape == (n,)
         assert scores.rewards.dtype == np.float64
         assert len(scores.completions) == n
         assert all(isinstance(text, str) for text in scores.completions)
+        # 2. A reward is the weighted sum of its components, NaN ones left out.
         parts = np.stack(list(scores.components.values()), axis=1)
         assert scores.weights.shape == parts.shape == (n, len(scores.components))
         total = np.nansum(scores.weights * parts, axis=1)
         applies = ~np.isnan(scores.rewards)
         np.testing.assert_allclose(scores.rewards[applies], total[applies])
+        # 3. Step rewards stand at tokens of the conversation, and their sum is the reward.
         if scores.step_rewards is not None:
             lengths = [len(conversation.tokens) for conversation in conversations]
             assert scores.step_rewards.shape == (n, max(1, *lengths))
@@ -279,9 +288,11 @@ class PromptEnvironmentTestCase(GroupEnvironmentTestCase):
         values = np.stack([scores.rewards, *scores.components.values()], axis=1)
         steps: list[Any] = [None] * len(values)
         if scores.step_rewards is not None:
-            steps = [
-                [(t, row[t]) for t in np.flatnonzero(~np.isnan(row))] for row in scores.step_rewards
-            ]
+            steps = []
+            for row in scores.step_rewards:
+                given = np.flatnonzero(~np.isnan(row))
+                # Without the padding, whose width depends on the other rows.
+                steps.append((given.tolist(), row[given].tolist()))
         return [
             (row.tobytes(), text, str(own))
             for row, text, own in zip(values, scores.completions, steps, strict=True)
@@ -320,13 +331,17 @@ class PseudoRandomActor:
         assert member_ids.dtype == np.int64
         m = len(member_ids)
         self.rows.append(m)
+        # Different factors, so that permuted observations or random numbers give another sum.
         total = np.zeros(m)
         for column in _columns(observations).T:
             total = total * 3.7 + column
         if uniforms is not None:
             for column in uniforms.T:
                 total = total * 1.3 + column
-        total += 0.37 * member_ids + (0 if temperature is None else temperature) + 0.5 * base
+        total += 0.37 * member_ids + 0.5 * base
+        if temperature is not None:
+            total += temperature
+        # The digits of a sine behind the third one look random.
         mixed = np.modf(np.abs(np.sin(total)) * 1000)[0]
         return SampledActions(
             actions=self.choose(mixed, m, action_mask), log_probs=-mixed.astype(np.float32)
@@ -337,15 +352,15 @@ class PseudoRandomActor:
         space: Any = self.space
         expanded = mixed.reshape(m, *[1] * len(space.shape))
         actions: NDArray[Any]
-        # of a Discrete or MultiDiscrete space: the flags of its components side by side
+        # A mask has the flags of all components of a Discrete or MultiDiscrete space side by side.
         if mask is not None:
             ends = np.cumsum(mask_sizes(self.space))[:-1]
             actions = np.empty((m, len(ends) + 1))
             for column, legal in enumerate(np.split(mask, ends, axis=1)):
                 places = (mixed * legal.sum(1)).astype(int)
-                actions[:, column] = [
-                    np.flatnonzero(row)[place] for row, place in zip(legal, places, strict=True)
-                ]
+                for number, place in enumerate(places):
+                    legal_actions = np.flatnonzero(legal[number])
+                    actions[number, column] = legal_actions[place]
             return actions.reshape(m, *space.shape).astype(space.dtype)
         if isinstance(self.space, spaces.Discrete):
             actions = mixed * space.n
@@ -423,9 +438,9 @@ class PlayedEnvironmentTestCase(GroupEnvironmentTestCase):
         actors = {
             name: PseudoRandomActor(spec.action_space) for name, spec in mapping.specs.items()
         }
-        played = env.open("train", starts).play(
-            actors, mapping, start_of_row, members, uniforms=None if greedy else noise
-        )
+        uniforms = None if greedy else noise
+        batch = env.open("train", starts)
+        played = batch.play(actors, mapping, start_of_row, members, uniforms=uniforms)
         # 2. Collect the values of each row without padding, as bytes, which compare exactly.
         parts: list[list[Any]] = [[] for _ in members]
         first_of: list[list[Any]] = [[] for _ in members]
@@ -437,19 +452,14 @@ class PlayedEnvironmentTestCase(GroupEnvironmentTestCase):
                 if not here.any():
                     continue
                 columns = (*leaves, own.actions, own.log_probs, own.own_rewards, own.team_rewards)
-                parts[row].append(
-                    (
-                        own.agents[number],
-                        tuple(np.flatnonzero(here).tolist()),
-                        *(column[number][here].tobytes() for column in columns),
-                        bool(own.terminated[number]),
-                        bool(own.truncated[number]),
-                    )
-                )
-                if here[0]:  # the agent acts right after the reset
-                    first_of[row].append(
-                        (own.agents[number], *(leaf[number, 0].tobytes() for leaf in leaves))
-                    )
+                values = [column[number][here].tobytes() for column in columns]
+                ends = (bool(own.terminated[number]), bool(own.truncated[number]))
+                steps = tuple(np.flatnonzero(here).tolist())
+                parts[row].append((own.agents[number], steps, *values, *ends))
+                # Agents that act right after the reset see the first observation.
+                if here[0]:
+                    first = [leaf[number, 0].tobytes() for leaf in leaves]
+                    first_of[row].append((own.agents[number], *first))
         earned = [tuple(sorted(returns.items())) for returns in played.returns]
         return [
             PlayedRow(first=tuple(first_of[row]), steps=(*parts[row], earned[row]))
@@ -464,14 +474,9 @@ class PlayedEnvironmentTestCase(GroupEnvironmentTestCase):
         self, env: Any, members: Sequence[int], *, starts: int = 3, greedy: bool = False
     ) -> list[PlayedRow]:
         """Play groups of 4; rows are ordered by member, start and place in the group."""
-        start_of_row = [start for _ in members for start in range(starts) for _ in range(4)]
-        return self.play(
-            env,
-            range(starts),
-            start_of_row,
-            [each for each in members for _ in range(4 * starts)],
-            greedy=greedy,
-        )
+        start_of_row = np.repeat(range(starts), 4).tolist() * len(members)
+        member_of_row = np.repeat(members, 4 * starts).tolist()
+        return self.play(env, range(starts), start_of_row, member_of_row, greedy=greedy)
 
     def test_episodes_do_not_depend_on_other_members(self, env: Any) -> None:
         together = self.groups(env, (0, 3, 5))
@@ -489,13 +494,10 @@ class PlayedEnvironmentTestCase(GroupEnvironmentTestCase):
 
     def test_play_is_reproducible(self, env: Any) -> None:
         fresh = self.make_env()
-        sampled, greedy = (self.groups(env, (0, 1), greedy=greedy) for greedy in (False, True))
-        assert sampled == self.groups(env, (0, 1)) == self.groups(fresh, (0, 1))
-        assert (
-            greedy
-            == self.groups(env, (0, 1), greedy=True)
-            == self.groups(fresh, (0, 1), greedy=True)
-        )
+        for greedy in (False, True):
+            played = self.groups(env, (0, 1), greedy=greedy)
+            assert self.groups(env, (0, 1), greedy=greedy) == played
+            assert self.groups(fresh, (0, 1), greedy=greedy) == played
 
     def test_a_group_starts_in_one_state(self, env: Any) -> None:
         played = self.groups(env, (0, 1))

@@ -145,6 +145,7 @@ class MembersTestCase(ABC):
             again = evaluate(population.members, slots, env, "validation", answers=answers)
             assert scores.shape == (SIZE, env.size("validation"))
             np.testing.assert_array_equal(scores, again)
+            # One member on the first two questions scores as together with the others.
             some = evaluate(
                 population.members, [1], env, "validation", questions=2, answers=answers
             )
@@ -186,6 +187,7 @@ class MembersTestCase(ABC):
         if not value.is_floating_point():
             assert torch.equal(value, expected), name
             return
+        # Relative to the change: moments and log-probabilities have other magnitudes than weights.
         change = float((expected - before).double().norm())
         difference = float((value - expected).double().norm())
         assert difference <= self.tolerance * change, name
@@ -198,6 +200,7 @@ class MembersTestCase(ABC):
         assert tuple(before) == members.state_keys
         for name, value in members.state(0).items():
             assert torch.equal(value, members.state_tensor(0, name)), name
+            # Changing the copies must not change the member.
             value.zero_()
             members.state_tensor(0, name).zero_()
         self.assert_equal([members.state(0)], [before])
@@ -219,6 +222,7 @@ class MembersTestCase(ABC):
         before = members.state(0)
         name = members.state_keys[0]
         missing = {key: value for key, value in members.state(1).items() if key != name}
+        # One state without a tensor, and one with a tensor of another shape.
         wider = torch.cat([before[name].flatten(), before[name].flatten()])
         for wrong in (missing, members.state(1) | {name: wider}):
             with pytest.raises(ValueError, match=name.rpartition("/")[2]):

@@ -22,8 +22,10 @@ VOCABULARY = 64
 PAD = 0
 EOS = 1
 PROMPTS = ((3, 4, 5, 6, 7), (8, 9), (10, 11, 12))
-GROUP_SIZES, TEMPERATURES = (2, 3, 4), (1.0, 0.7, 1.3)
-"""By member, in turn."""
+GROUP_SIZES = (2, 3, 4)
+"""Group sizes of the members, in turn."""
+TEMPERATURES = (1.0, 0.7, 1.3)
+"""Temperatures of the members, in turn."""
 LOG_PROB_ERROR = 1e-4
 """Rounding error of log-probabilities in float32, in nats."""
 
@@ -95,22 +97,28 @@ def make_rows(
         prompts: Token ids of the prompts.
         keep: See `SamplingBatch`.
     """
-    # One entry per row: slot, member, prompt and number in its group.
-    work = [
-        (slot, member, prompt, replica)
-        for slot, member in enumerate(members)
-        for prompt in range(len(prompts))
-        for replica in range(GROUP_SIZES[member % 3])
-    ]
-    draws = np.stack([generator(seed, "test draws", *place).random(tokens) for _, *place in work])
+    slots = []
+    prompt_ids = []
+    temperatures = []
+    draws = []
+    for slot, member in enumerate(members):
+        group_size = GROUP_SIZES[member % 3]
+        temperature = 0.0 if greedy else TEMPERATURES[member % 3]
+        for prompt in range(len(prompts)):
+            for number in range(group_size):
+                slots.append(slot)
+                prompt_ids.append(prompt)
+                temperatures.append(temperature)
+                # By member and not by slot: a member samples the same in any slot.
+                rng = generator(seed, "test draws", member, prompt, number)
+                draws.append(rng.random(tokens))
+    uniforms = torch.from_numpy(np.stack(draws) + nudge)
     return SamplingBatch(
         prompts=prompts,
-        prompt_ids=torch.tensor([prompt for _, _, prompt, _ in work]),
-        member_ids=torch.tensor([slot for slot, *_ in work]),
-        temperature=torch.tensor(
-            [0.0 if greedy else TEMPERATURES[member % 3] for _, member, _, _ in work]
-        ),
-        uniforms=torch.from_numpy(draws + nudge).clamp(0.0, 1.0 - 1e-9),
+        prompt_ids=torch.tensor(prompt_ids),
+        member_ids=torch.tensor(slots),
+        temperature=torch.tensor(temperatures),
+        uniforms=uniforms.clamp(0.0, 1.0 - 1e-9),
         min_new_tokens=min_new_tokens,
         keep=keep,
     )
@@ -133,10 +141,9 @@ def with_robust_uniforms(
     # Sample each row with a slightly smaller and a slightly larger uniform. If the completions
     # differ, a boundary is near: choose another uniform.
     for _ in range(50):
-        moved = (uniforms[left].repeat(2, 1) + apart.repeat_interleave(len(left))[:, None]).clamp(
-            0.0, 1.0 - 1e-7
-        )
-        both = replace(plain.select(left.repeat(2)), uniforms=moved)
+        shifts = apart.repeat_interleave(len(left))[:, None]
+        moved = uniforms[left].repeat(2, 1) + shifts
+        both = replace(plain.select(left.repeat(2)), uniforms=moved.clamp(0.0, 1.0 - 1e-7))
         low, high = sampler.sample(both, base=base).actions.chunk(2)
         left = left[(low != high).any(1)]
         if not len(left):
@@ -166,10 +173,12 @@ def as_batch(rows: SamplingBatch, rollout: Rollout) -> Batch:
 
 def example_replies(rows: SamplingBatch, turn: int) -> tuple[tuple[int, ...], ...]:
     """Return a reply of the environment to each row, of one to three tokens."""
-    return tuple(
-        tuple(20 + (7 * row + 3 * turn + place) % 30 for place in range(1 + row % 3))
-        for row in range(len(rows))
-    )
+    replies = []
+    for row in range(len(rows)):
+        first = 7 * row + 3 * turn
+        # Token ids from 20 to 49 end no completion.
+        replies.append(tuple(20 + (first + place) % 30 for place in range(1 + row % 3)))
+    return tuple(replies)
 
 
 def next_turn(
@@ -182,21 +191,17 @@ def next_turn(
 ) -> SamplingBatch:
     """Return the rows of the next turn, with new uniforms, resumed from the saved caches."""
     before = rows.history or ((),) * len(rows)
-    lengths = rollout.present.sum(1).tolist()
-    history = tuple(
-        (*old, *tokens[:length], *reply)
-        for old, tokens, length, reply in zip(
-            before, rollout.actions.tolist(), lengths, replies, strict=True
-        )
-    )
-    draws = np.stack(
-        [generator(seed, "test turns", row).random(rows.max_new_tokens) for row in range(len(rows))]
-    )
+    history = []
+    draws = []
+    for row, reply in enumerate(replies):
+        completion = rollout.actions[row][rollout.present[row]].tolist()
+        history.append((*before[row], *completion, *reply))
+        draws.append(generator(seed, "test turns", row).random(rows.max_new_tokens))
     fields: dict[str, Any] = {
-        "history": history,
+        "history": tuple(history),
         "kept": rollout.kept,
         "kept_rows": None,
-        "uniforms": torch.from_numpy(draws),
+        "uniforms": torch.from_numpy(np.stack(draws)),
     }
     return replace(rows, **(fields | changes))
 
@@ -270,25 +275,24 @@ class SamplerTestCase(ABC):
         bank = self.make_bank()
         rows = self.rows(min_new_tokens=min_new_tokens)
         rollout = self.make_sampler(bank).sample(rows)
+        # 1. Shapes and dtypes.
         shape = rollout.actions.shape
         lengths = rollout.present.sum(1)
         assert shape[0] == len(rows)
         assert shape[1] <= TOKENS
-        assert (
-            rollout.present.shape == rollout.log_probs.shape == rollout.action_mask.shape == shape
-        )
-        assert (
-            rollout.present.dtype
-            == rollout.action_mask.dtype
-            == rollout.truncated.dtype
-            == torch.bool
-        )
+        assert rollout.log_probs.shape == shape
+        for mask in (rollout.present, rollout.action_mask):
+            assert mask.shape == shape
+            assert mask.dtype == torch.bool
+        assert rollout.truncated.dtype == torch.bool
+        # 2. Tokens from the first column on, then padding.
         assert torch.equal(rollout.action_mask, rollout.present), "a rollout is one turn"
         assert torch.equal(rollout.present, torch.arange(shape[1]) < lengths[:, None]), "no gaps"
         assert bool((lengths >= 1).all())
         assert bool((rollout.actions[~rollout.present] == PAD).all())
         assert not rollout.log_probs[~rollout.present].any()
         assert bool((rollout.log_probs[rollout.present] <= 0).all())
+        # 3. Only the last token of a row may end it. Rows without such a token are truncated.
         ends = torch.isin(rollout.actions, bank.end_ids) & rollout.present
         last = torch.arange(shape[1]) == lengths[:, None] - 1
         assert not ends[~last].any(), "a row ends with its end of sequence"
@@ -322,7 +326,8 @@ class SamplerTestCase(ABC):
         bank = self.make_bank()
         sampler = self.make_sampler(bank)
         rows = self.rows()
-        every = torch.arange(len(self.rows()))
+        # 1. If only the most likely token is left, sampling is greedy.
+        every = torch.arange(len(rows))
         expected = sampler.sample(self.rows(greedy=True))
         for options in (
             SamplingOptions(top_k=1),
@@ -333,9 +338,9 @@ class SamplerTestCase(ABC):
             assert not rollout.exact, "the trainer scores the whole distribution"
             self.assert_same_completions(rollout, expected, every)
             assert float(rollout.log_probs.abs().max()) < 1e-3, "only one token is left"
-        rollout = sampler.sample(
-            replace(self.rows(greedy=True), options=SamplingOptions(repetition_penalty=1e6))
-        )
+        # 2. With a huge penalty, greedy rows take a token at most once.
+        penalised = SamplingOptions(repetition_penalty=1e6)
+        rollout = sampler.sample(replace(self.rows(greedy=True), options=penalised))
         for tokens, present in zip(rollout.actions, rollout.present, strict=True):
             assert len(set(tokens[present].tolist())) == int(present.sum()), "no token is repeated"
 
@@ -389,6 +394,7 @@ class SamplerTestCase(ABC):
         rollout = sampler.sample(rows)
         self.assert_scored(bank, as_batch(rows, rollout), rollout)
         after = sampler.sample(self.rows(greedy=True))
+        # Slot 1 samples as before; the others differ.
         unchanged = rows.member_ids == 1
         assert torch.equal(after.actions[unchanged], before.actions[unchanged])
         assert not torch.equal(after.actions[~unchanged], before.actions[~unchanged])
@@ -410,6 +416,7 @@ class SamplerTestCase(ABC):
         bank = self.make_bank()
         rows, rollout = self.turns(self.make_sampler(bank), min_new_tokens=2)
         assert rows.history is not None
+        # The same rows in one turn: prompt and history are one longer prompt.
         pairs = zip(rows.prompt_ids.tolist(), rows.history, strict=True)
         whole = tuple((*rows.prompts[prompt], *history) for prompt, history in pairs)
         alone = replace(rows, prompts=whole, prompt_ids=torch.arange(len(rows)), history=None)

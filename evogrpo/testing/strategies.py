@@ -5,6 +5,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import cache
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -38,11 +39,11 @@ SAMPLES_PER_STEP = 48
 STEPS_PER_GENERATION = 4
 QUESTIONS = 16
 GENERATIONS = 6
+_SIZES: Sequence[tuple[int, tuple[int, ...]]] = ((1, ()), (2, ()), (5, (1, 4)), (9, ()))
+"""Numbers of slots, and the slots among them that are empty at first."""
 SITUATIONS = [
-    (size, empty, failures, spread, seed)
-    for seed, (size, empty) in enumerate(((1, ()), (2, ()), (5, (1, 4)), (9, ())))
-    for failures in (0.0, 0.3, 1.0)
-    for spread in (0.0, 3.0)
+    (*_SIZES[seed], failures, spread, seed)
+    for seed, failures, spread in product(range(len(_SIZES)), (0.0, 0.3, 1.0), (0.0, 3.0))
 ]
 """Arguments of `SimulatedPopulation` that every strategy is tried on."""
 WITH_FAILURES = [situation for situation in SITUATIONS if situation[2] == 0.3]
@@ -77,17 +78,16 @@ class SimulatedPopulation:
         values = spread_founders(
             Hyperparameters(), space, size, np.random.default_rng(seed), SAMPLES_PER_STEP
         )
-        # Indices that differ from slots, as after a few generations.
-        self.members: list[MemberRecord | None] = [
-            (
-                None
-                if slot in empty
-                else MemberRecord(
-                    slot=slot, index=10 + 3 * slot, parent=None, born=0, hyperparameters=value
-                )
+        self.members: list[MemberRecord | None] = []
+        for slot, value in enumerate(values):
+            if slot in empty:
+                self.members.append(None)
+                continue
+            # Indices that differ from slots, as after a few generations.
+            index = 10 + 3 * slot
+            self.members.append(
+                MemberRecord(slot=slot, index=index, parent=None, born=0, hyperparameters=value)
             )
-            for slot, value in enumerate(values)
-        ]
         self.lineage = [member for member in self.members if member is not None]
         self.next_index = 100
         self.samples_per_step = SAMPLES_PER_STEP
@@ -104,13 +104,16 @@ class SimulatedPopulation:
         number = len(self.generations) + 1
         rng = np.random.default_rng([self.seed, number])
         members_next = [slot for slot, member in enumerate(self.members) if member is not None]
+        # One member never fails, because no plan exists if all do.
         survivor = int(rng.choice(members_next))
+        # The difficulty of a question is the same for all members, so it cancels in differences.
         difficulty = 3 * rng.standard_normal(QUESTIONS)
         slots = []
         for slot, member in enumerate(self.members):
             if member is None:
                 slots.append(SlotRecord())
                 continue
+            # The best learning rate is 10^-4.5.
             worth = -self.spread * abs(np.log10(member.hyperparameters.lr) + 4.5)
             scores = difficulty + worth + rng.standard_normal(QUESTIONS)
             failed = slot != survivor and rng.random() < self.failures
@@ -154,19 +157,17 @@ def source_of(history: History, plan: Plan, child: MemberRecord) -> MemberRecord
 
 def permuted(history: History, order: Sequence[int]) -> History:
     """Return the same history with members in other slots: slot i gets that of slot `order[i]`."""
-
-    def record(slot: int, old: SlotRecord) -> SlotRecord:
-        if old.member is None:
-            return old
-        return dataclasses.replace(old, member=dataclasses.replace(old.member, slot=slot))
-
-    generations = tuple(
-        dataclasses.replace(
-            each, slots=tuple(record(slot, each.slots[old]) for slot, old in enumerate(order))
-        )
-        for each in history.generations
-    )
-    return dataclasses.replace(history, generations=generations)
+    generations = []
+    for generation in history.generations:
+        slots = []
+        for slot, old in enumerate(order):
+            record = generation.slots[old]
+            if record.member is not None:
+                member = dataclasses.replace(record.member, slot=slot)
+                record = dataclasses.replace(record, member=member)
+            slots.append(record)
+        generations.append(dataclasses.replace(generation, slots=tuple(slots)))
+    return dataclasses.replace(history, generations=tuple(generations))
 
 
 def unchanged_members(history: History, plan: Plan) -> list[MemberRecord]:
@@ -193,20 +194,20 @@ def through_json(value: Any) -> Any:
 @cache
 def _simulated_by(case: "type[StrategyTestCase]") -> list[tuple[History, Plan]]:
     test = case()
-    return [
-        each
-        for situation in SITUATIONS
-        for each in test.follow(test.make_strategy(), SimulatedPopulation(*situation))
-    ]
+    simulated: list[tuple[History, Plan]] = []
+    for situation in SITUATIONS:
+        simulated += test.follow(test.make_strategy(), SimulatedPopulation(*situation))
+    return simulated
 
 
 @cache
 def _plans_of(case: "type[StrategyTestCase]") -> list[list[Plan]]:
     test = case()
-    return [
-        [plan for _, plan in test.follow(test.make_strategy(), SimulatedPopulation(*situation))]
-        for situation in WITH_FAILURES
-    ]
+    plans = []
+    for situation in WITH_FAILURES:
+        generations = test.follow(test.make_strategy(), SimulatedPopulation(*situation))
+        plans.append([plan for _, plan in generations])
+    return plans
 
 
 class StrategyTestCase(ABC):
@@ -263,10 +264,9 @@ class StrategyTestCase(ABC):
 
     def test_children_get_new_indices_in_order_and_name_their_parent(self) -> None:
         for history, plan in self.simulated():
+            indices = [child.index for child in plan.children]
             first = history.next_index
-            assert [child.index for child in plan.children] == list(
-                range(first, first + len(plan.children))
-            )
+            assert indices == list(range(first, first + len(indices)))
             for child in plan.children:
                 source = source_of(history, plan, child)
                 assert child.parent == (None if source is None else source.index)
@@ -333,18 +333,20 @@ class StrategyTestCase(ABC):
             order = np.random.default_rng(number).permutation(situation[0]).tolist()
             for _ in range(GENERATIONS):
                 history = population.evaluate()
+                # 1. Plan twice from one state: as it is, and with the members in other slots.
                 twin = self.rebuilt(strategy)
                 twin.load_state(through_json(strategy.state()))
                 seed = [population.seed, 1000 + history.last.number]
                 plan = strategy.plan(history, np.random.default_rng(seed))
                 other = twin.plan(permuted(history, order), np.random.default_rng(seed))
-                assert [None if p is None else order[p] for p in other.parents] == [
-                    plan.parents[s] for s in order
-                ]
+                # 2. Slot i of the other plan stands for slot `order[i]` of the first one.
+                parents = [None if slot is None else order[slot] for slot in other.parents]
+                assert parents == [plan.parents[slot] for slot in order]
                 values = {child.slot: child.hyperparameters for child in plan.children}
-                assert {
+                other_values = {
                     order[child.slot]: child.hyperparameters for child in other.children
-                } == values
+                }
+                assert other_values == values
                 population.apply(plan)
 
     def test_a_population_without_a_healthy_member_raises(self) -> None:
@@ -389,7 +391,5 @@ class StrategyTestCase(ABC):
             again = self.rebuilt(strategy)
             again.load_state(stored)
             assert through_json(again.state()) == stored
-            assert [
-                *plans,
-                *(plan for _, plan in self.follow(again, population, GENERATIONS - split)),
-            ] == whole
+            plans += [plan for _, plan in self.follow(again, population, GENERATIONS - split)]
+            assert plans == whole
