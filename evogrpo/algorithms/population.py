@@ -14,6 +14,7 @@ from evogrpo.algorithms.collect import (
     sample_groups,
 )
 from evogrpo.algorithms.evaluation import measure_fitness
+from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.search_space import HyperparameterConfig, check_group_size
 from evogrpo.config.task_settings import SettingValue, TaskSettings
 from evogrpo.distributed import ProcessError, Processes
@@ -295,26 +296,8 @@ class Population(NamesMissing, Sequence[Any]):
             ValueError: If they cannot.
         """
         check_groups(env)
-        self._check_settings(env)
+        check_settings(env, self.space, [agent.hyperparameters for agent in self.agents])
         self.members.check(env)
-
-    def _check_settings(self, env: Any) -> None:
-        """Check that the environment reads the task settings that members have or may get."""
-        values: dict[str, dict[SettingValue, None]] = {}
-        for name, parameter in self.space.task_settings.items():
-            values[name] = dict.fromkeys(parameter.choices or parameter.bounds)
-        for agent in self.agents:
-            for name, value in agent.hyperparameters.task_settings.items():
-                values.setdefault(name, {})[value] = None
-        if not values:
-            return
-        if not isinstance(env, SupportsTaskSettings):
-            raise ValueError(
-                f"{class_name(env)} has no task settings, got {', '.join(values)}. Remove them from"
-                " the search space, or add the methods of"
-                " evogrpo.envs.protocol.SupportsTaskSettings."
-            )
-        env.check_settings({name: tuple(each) for name, each in values.items()})
 
     @property
     def task_settings(self) -> dict[int, TaskSettings]:
@@ -422,6 +405,36 @@ def _checked(report: LearnReport) -> LearnReport:
         optimizer_steps=whole_between("LearnReport.optimizer_steps", report.optimizer_steps, 0),
         tokens=whole_between("LearnReport.tokens", report.tokens, 0),
     )
+
+
+def check_settings(
+    env: Any, space: HyperparameterConfig, members: Sequence[Hyperparameters]
+) -> None:
+    """Check that the environment reads the task settings that members have or may get.
+
+    Args:
+        env: The environment.
+        space: Search space, which has the values that they may get.
+        members: Hyperparameters of the members.
+
+    Raises:
+        ValueError: If it has no task settings, does not read one, or cannot use a value.
+    """
+    values: dict[str, dict[SettingValue, None]] = {}
+    for name, parameter in space.task_settings.items():
+        values[name] = dict.fromkeys(parameter.choices or parameter.bounds)
+    for member in members:
+        for name, value in member.task_settings.items():
+            values.setdefault(name, {})[value] = None
+    if not values:
+        return
+    if not isinstance(env, SupportsTaskSettings):
+        raise ValueError(
+            f"{class_name(env)} has no task settings, got {', '.join(values)}. Remove them from"
+            " the search space, or add the methods of"
+            " evogrpo.envs.protocol.SupportsTaskSettings."
+        )
+    env.check_settings({name: tuple(each) for name, each in values.items()})
 
 
 def _mean_group_rewards(sampled: RolloutBatch, settings: int) -> dict[int, dict[int, float]]:

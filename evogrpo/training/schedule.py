@@ -286,11 +286,27 @@ def check_run(
 ) -> None:
     """Raise ValueError if the parts of a run do not fit together."""
     population.check(env)
+    check_fitness(fitness, population.space, env)
     schedule.check_held_out(env)
     sizes = [agent.hyperparameters.group_size for agent in population.agents if not agent.retired]
     check_schedule(
         schedule, fitness, sizes, population.space, step_based=population.members.step_based
     )
+
+
+def check_fitness(fitness: "FitnessConfig", space: HyperparameterConfig, env: object) -> None:
+    """Raise ValueError if fitness is training rewards, and task settings change these.
+
+    Settings that belong to the policy are allowed: `policy_settings` of the environment.
+    """
+    if fitness.uses_validation:
+        return
+    for name in space.task_settings:
+        if name not in getattr(env, "policy_settings", ()):
+            raise ValueError(
+                f"fitness 'rollouts' compares training rewards, which {name} changes. Use fitness"
+                f" 'validation', or leave {name} out of the search space."
+            )
 
 
 def check_schedule(

@@ -20,6 +20,7 @@ from evogrpo.extras import require
 from evogrpo.safe_parsing import load_yaml
 from evogrpo.synonyms import unknown_name_error
 from evogrpo.text import class_name, one_line, shown, user_line
+from evogrpo.training.configuration.sections import TaskSection
 from evogrpo.training.configuration.user_code import (
     load_module,
     load_named,
@@ -51,7 +52,7 @@ def _described(error: Exception) -> str:
 
 
 @settings
-class StartsTask:
+class StartsTask(TaskSection):
     """Settings of all tasks in environments.
 
     Attributes:
@@ -152,7 +153,9 @@ class EnvironmentTask(StartsTask):
             seed: Seed of the starts and of their order.
         """
         options = {
-            each.name: getattr(self, each.name) for each in fields(self) if each.name != "env"
+            each.name: getattr(self, each.name)
+            for each in fields(self)
+            if each.name not in ("env", "settings")
         }
         return GymnasiumGroups(
             env,
@@ -279,7 +282,7 @@ class ParallelTask(StartsTask, TeamOptions):
                 invalid.
         """
         require("task.parallel_env", "pettingzoo")
-        others = ("parallel_env", "policies", "credit", "agent_ids")
+        others = ("settings", "parallel_env", "policies", "credit", "agent_ids")
         options = {
             each.name: getattr(self, each.name) for each in fields(self) if each.name not in others
         }

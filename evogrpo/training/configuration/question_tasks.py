@@ -26,7 +26,7 @@ from evogrpo.extras import require
 from evogrpo.safe_parsing import read_regular, unique_keys
 from evogrpo.synonyms import close_match
 from evogrpo.text import class_name, one_line, pluralize, shown
-from evogrpo.training.configuration.sections import DATASET_SUFFIXES
+from evogrpo.training.configuration.sections import DATASET_SUFFIXES, TaskSection
 from evogrpo.training.configuration.user_code import load_named, load_plugin, plugin_names
 from evogrpo.validation import (
     Float,
@@ -44,7 +44,7 @@ Messages = tuple[Mapping[str, str], ...]
 
 
 @settings
-class QuestionTask(ABC):
+class QuestionTask(TaskSection, ABC):
     """Settings that all tasks with questions share.
 
     Attributes:
@@ -75,6 +75,7 @@ class QuestionTask(ABC):
     reward_workers: NonNegativeInt | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_worker_limits(self.reward_timeout, self.reward_workers)
 
     @property
@@ -106,7 +107,7 @@ class QuestionTask(ABC):
 
     def gym_options(self, max_prompt_length: int | None) -> dict[str, Any]:
         """Return the arguments of HuggingFaceGym that all tasks share."""
-        others = ("seed", "chat_template", "response_template")
+        others = ("seed", "settings", "chat_template", "response_template")
         options = {
             each.name: getattr(self, each.name)
             for each in fields(QuestionTask)

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, create_model
 
 from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES
 from evogrpo.config.search_space import HyperparameterConfig
+from evogrpo.config.task_settings import TaskSettings
 from evogrpo.safe_parsing import load_yaml, read_yaml_file
 from evogrpo.synonyms import close_match, counterpart
 from evogrpo.text import expand_user, shown
@@ -78,6 +79,13 @@ def parse_config(values: Mapping[str, Any], strategy: "Strategy | None" = None) 
     parsed["task"] = members.task
     parsed["agent"] = members.agent
     parsed["model"] = parsed.get("model") or kind.model
+    # Task settings of the first member are those of the task, if they are in the search space.
+    settings = dict(TaskSettings(chosen.get("task_settings")))
+    for name, value in members.task.configured_settings().items():
+        if name in space and space[name].closest(value) == value:
+            settings.setdefault(name, value)
+    if settings:
+        chosen["task_settings"] = settings
     logging = {"completions": kind.completions, **given.get("logging", {})}
     parsed["logging"] = LoggingConfig(**logging)
     first = with_path("hyperparameters", lambda: space.first(kind.hyperparameters, chosen))
@@ -118,6 +126,9 @@ def parse_config(values: Mapping[str, Any], strategy: "Strategy | None" = None) 
 
         founded, _ = warm_start_founders(config.founders, first, space, samples)
         config = replace(config, hyperparameters=founded[0])
+    # The task has each of its settings that evolve.
+    own = config.hyperparameters.task_settings.group("task")
+    config = replace(config, task=config.task.declaring(own))
     # The trainer checks the same, but only once the weights are loaded.
     check_schedule(
         config.schedule,

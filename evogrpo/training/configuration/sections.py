@@ -5,14 +5,15 @@ without that delay.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
 
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.optimizer import check_calibration
 from evogrpo.config.search_space import MAX_MEMBERS, HyperparameterConfig, check_group_size
+from evogrpo.config.task_settings import SettingValue, TaskSettings
 from evogrpo.members.devices import Precision
 from evogrpo.text import shown
 from evogrpo.training.schedule import Schedule
@@ -80,6 +81,32 @@ _NAME_OR_SETTINGS = WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "obje
 _SAMPLER_SCHEMA = WithJsonSchema(
     {"anyOf": [{"type": "string"}, {"type": "object"}, {"type": "null"}]}
 )
+
+
+@settings
+class TaskSection:
+    """Settings that all tasks share.
+
+    Attributes:
+        settings: Values of task settings by name, such as {style: "Answer with a number."}. In the
+            search space they are called `task.NAME`; one that is only there is added with the first
+            member's value.
+    """
+
+    settings: Mapping[Text, int | float | str] | None = None
+
+    def __post_init__(self) -> None:
+        TaskSettings({"task": self.settings or {}})
+
+    def configured_settings(self) -> dict[str, SettingValue]:
+        """Return the values of task settings that this section gives, by full name."""
+        return {f"task.{name}": value for name, value in (self.settings or {}).items()}
+
+    def declaring(self, values: Mapping[str, SettingValue]) -> Self:
+        """Return this section with the settings `task.NAME` in `values` that it does not have."""
+        own = self.settings or {}
+        added = {name: value for name, value in values.items() if name not in own}
+        return replace(self, settings={**own, **added}) if added else self
 
 
 @settings
