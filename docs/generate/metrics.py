@@ -19,8 +19,9 @@ NAMES: Mapping[str, str] = {
     "rather than the team",
     "reward_std": "mean over groups of the sample standard deviation of rewards",
     "frac_reward_zero_std": "fraction of groups whose rewards are all equal",
-    "rewards/<function>/mean": "mean of one reward function, before its weight",
-    "rewards/<function>/std": "sample standard deviation of one reward function",
+    "rewards/<function>/mean": "mean of one reward function or component (summed over the "
+    "episode), before its weight",
+    "rewards/<function>/std": "sample standard deviation of the same",
     "completions/mean_length": "mean number of actions per sample",
     "completions/min_length": "smallest number of actions of a sample",
     "completions/max_length": "largest number of actions of a sample",

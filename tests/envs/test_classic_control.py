@@ -21,7 +21,7 @@ def native(name, limit=None, **kwargs):
 
 def add(batch, seeds):
     """Append episodes and return their first observations."""
-    batch.add(seeds, [0] * len(seeds))
+    batch.add(seeds, [0] * len(seeds), [{}] * len(seeds))
     return batch.inputs(None)["default"].observations[0][-len(seeds) :]
 
 

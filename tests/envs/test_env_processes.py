@@ -123,7 +123,7 @@ def test_a_process_that_ignores_signals_is_killed():
             time.sleep(600)
 
     process = EnvProcess(env_handler(Hangs, recreate_env=False))
-    process.send("reset", 0)
+    process.send("reset", (0, {}))
     process.receive()
     process.send("step", 0)
     began = time.monotonic()
@@ -135,8 +135,8 @@ def test_a_process_that_ignores_signals_is_killed():
 
 def test_a_reply_to_another_request_ends_the_process():
     process = EnvProcess(env_handler(Odd, recreate_env=False))
-    process.send("reset", 0)
-    process.send("reset", 1)
+    process.send("reset", (0, {}))
+    process.send("reset", (1, {}))
     with pytest.raises(EnvProcessError, match="vectorization"):
         process.receive()
     assert not process.running

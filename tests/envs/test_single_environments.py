@@ -295,7 +295,7 @@ class Unreadable:
 )
 def test_errors_of_pickling_in_processes_are_reported(make, message):
     process = EnvProcess(env_handler(make, recreate_env=False))
-    process.send("reset", 0)
+    process.send("reset", (0, {}))
     with pytest.raises(RuntimeError, match=message):
         process.receive()
     process.end()

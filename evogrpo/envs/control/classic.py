@@ -13,6 +13,7 @@ from gymnasium.utils.seeding import np_random
 from numpy.typing import NDArray
 
 from evogrpo.envs.control.policy_mapping import PolicyMapping
+from evogrpo.envs.control.single_env import Options
 from evogrpo.envs.control.vector_env import PolicyInput, VectorEnv, VectorStep
 from evogrpo.records import DEFAULT_POLICY
 
@@ -48,8 +49,10 @@ class ClassicControl(VectorEnv):
         self._state = np.empty((self.state_size, 0))
         self._elapsed = np.empty(0, dtype=np.int64)
 
-    def add(self, seeds: Sequence[int], replicas: Sequence[int]) -> None:
-        """See `VectorEnv`. Replicas are not used: these environments have no noise."""
+    def add(
+        self, seeds: Sequence[int], replicas: Sequence[int], options: Sequence[Options]
+    ) -> None:
+        """See `VectorEnv`. Replicas and options are not used: there is no noise, and no option."""
         # The episodes of a group share a seed, and creating a generator costs as much as a hundred
         # steps.
         distinct, episode = np.unique(np.asarray(seeds, dtype=np.int64), return_inverse=True)
@@ -81,12 +84,20 @@ class ClassicControl(VectorEnv):
 
     def step(self, actions: Mapping[str, NDArray[Any]]) -> VectorStep:
         """See `VectorEnv`."""
-        rewards, terminated = self._advance(actions[DEFAULT_POLICY])
+        chosen = actions[DEFAULT_POLICY]
+        rewards, terminated = self._advance(chosen)
         self._elapsed += 1
         truncated = self._elapsed >= self.max_episode_steps
         self._observations = self._observe()
         self._finished = terminated | truncated
-        return VectorStep(rewards, terminated, truncated)
+        components = []
+        if self.components is not None:
+            # These environments have an empty info.
+            for observation, action, reward in zip(
+                self._observations, chosen, rewards, strict=True
+            ):
+                components.append(self.components.values(observation, action, reward, {}))
+        return VectorStep(rewards, terminated, truncated, components=components)
 
     def close(self) -> None:
         """Do nothing."""

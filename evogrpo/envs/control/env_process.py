@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Mapping
 from contextlib import suppress
 from copy import copy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 import gymnasium
@@ -15,6 +15,9 @@ from gymnasium.envs.registration import load_env_creator
 
 from evogrpo.envs.control.single_env import EndForkedChildren, EnvResult, MakeEnv, Method, call_env
 from evogrpo.envs.worker_process import PackedCode, WorkerError, WorkerProcess, pack_code
+
+if TYPE_CHECKING:
+    from evogrpo.envs.control.reward_components import RewardComponents
 
 CLOSE_SECONDS = 1.0
 """Seconds in which a process can close its environment before it is killed."""
@@ -31,25 +34,26 @@ class EnvHandler:
     The environment is created before its first reset.
 
     Args:
-        make: Creates an environment.
+        packed: Creates an environment; and reward components, or None.
         registered: Pickled specs of environments that user code has registered, by id.
         recreate_env: Create a new environment for every episode.
     """
 
     def __init__(
-        self, make: PackedCode, registered: Mapping[str, bytes], *, recreate_env: bool
+        self, packed: PackedCode, registered: Mapping[str, bytes], *, recreate_env: bool
     ) -> None:
-        self._packed = make
+        self._packed = packed
         self._registered = registered
         self._recreate_env = recreate_env
         self._make: Any = None
+        self._components: RewardComponents | None = None
         self._env: Any = None
 
     def answer(self, request: bytes) -> bytes:
         """Return the pickled result of a call, and its traceback if it failed."""
-        method, value = pickle.loads(request)  # noqa: S301 (of our own parent process)
+        method, value, training = pickle.loads(request)  # noqa: S301 (of our own parent process)
         try:
-            reply = (self._call(method, value), None)
+            reply = (self._call(method, value, training), None)
             try:
                 return pickle.dumps(reply, protocol=pickle.HIGHEST_PROTOCOL)
             except pickle.PicklingError:
@@ -65,7 +69,7 @@ class EnvHandler:
         if env is not None:
             env.close()
 
-    def _call(self, method: Method, value: Any) -> EnvResult:
+    def _call(self, method: Method, value: Any, training: bool) -> EnvResult:
         """Reset or step the environment; see `call_env`."""
         with EndForkedChildren():
             if self._make is None:
@@ -73,11 +77,12 @@ class EnvHandler:
             if self._env is None or (self._recreate_env and method == "reset"):
                 self.close()
                 self._env = self._make()
-        return call_env(self._env, method, value)
+        components = self._components if training else None
+        return call_env(self._env, method, value, components)
 
     def _load(self) -> Any:
         """Return the function that creates the environment, which may need registrations."""
-        make = self._packed.load()
+        make, self._components = self._packed.load()
         # Modules register their environments when they are imported, and Gymnasium warns of a
         # second registration.
         env_id = getattr(make, "env", None)
@@ -89,18 +94,21 @@ class EnvHandler:
         return make
 
 
-def env_handler(make: MakeEnv, *, recreate_env: bool) -> EnvHandler:
+def env_handler(
+    make: MakeEnv, *, recreate_env: bool, components: "RewardComponents | None" = None
+) -> EnvHandler:
     """Return the handler of environment processes.
 
     Args:
         make: Creates an environment.
         recreate_env: Create a new environment for every episode.
+        components: Reward components that training computes after each step; None = none.
 
     Raises:
         ValueError: If `make` cannot be pickled.
     """
     advice = 'Create what it needs in the environment itself, or set vectorization="serial".'
-    packed = pack_code(make, "The environment", advice)
+    packed = pack_code((make, components), "The environment", advice)
     return EnvHandler(packed, _registrations(), recreate_env=recreate_env)
 
 
@@ -142,9 +150,9 @@ class EnvProcess:
         """True until the process ends."""
         return self._worker.running
 
-    def send(self, method: Method, value: Any) -> None:
-        """Start a call."""
-        self._worker.send(pickle.dumps((method, value)))
+    def send(self, method: Method, value: Any, *, training: bool = False) -> None:
+        """Start a call; see `call_env`. Reward components are computed in training only."""
+        self._worker.send(pickle.dumps((method, value, training)))
 
     def receive(self) -> EnvResult:
         """Return the result of the call.

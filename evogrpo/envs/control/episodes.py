@@ -3,7 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -40,8 +40,10 @@ class PolicyEpisodes:
             masks.
         log_probs: `[n, t]` of the behaviour policy, in nats.
         present: `[n, t]` True where an action was taken.
-        own_rewards: `[n, t]` reward of the agent, float64.
-        team_rewards: `[n, t]` sum of the rewards of all agents, float64.
+        own_rewards: `[n, t]` training reward of the agent, float64.
+        team_rewards: `[n, t]` sum of the training rewards of all agents, float64.
+        components: `[n]` sum of each term of the training reward before its weight, by name; empty
+            if the environment's own reward is the only one.
         terminated: `[n]` True if the agent reached a terminal state.
         truncated: `[n]` True if it was truncated without reaching a terminal state.
     """
@@ -58,12 +60,13 @@ class PolicyEpisodes:
     team_rewards: NDArray[np.float64]
     terminated: NDArray[np.bool_]
     truncated: NDArray[np.bool_]
+    components: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
 
     __repr__ = short_repr
 
     @property
     def rewards(self) -> NDArray[np.float64]:
-        """Undiscounted returns `[n]` of the agents' own rewards."""
+        """Undiscounted returns `[n]` of the agents' own training rewards."""
         return _total(self.own_rewards)
 
     @property
@@ -80,7 +83,7 @@ class Episodes:
     Attributes:
         episodes: Episodes of each policy; policies whose agents never acted are omitted.
         returns: Return of each agent, for each of the n episodes, in the order of their first
-            rewards.
+            rewards. Returns are sums of the environment's own rewards, also in training.
         rewards: `[n]` fitness of each episode: by default the sum of all agents' returns.
         lengths: `[n]` steps.
     """
@@ -117,16 +120,22 @@ class EpisodeRecorder:
     Args:
         mapping: Maps agents to policies.
         groups: `[n]` number of each episode's group.
+        terms: Names of the terms of the training reward; empty = the environment's reward alone.
     """
 
-    def __init__(self, mapping: PolicyMapping, groups: NDArray[np.int64]) -> None:
+    def __init__(
+        self, mapping: PolicyMapping, groups: NDArray[np.int64], terms: Sequence[str] = ()
+    ) -> None:
         self._mapping = mapping
         self._groups = groups
+        self._names = terms
         self._agents: dict[str, int] = {}
         # Values of each step, by policy and name; rewards and ends of all policies together.
         self._columns: dict[str, dict[str, list[Any]]] = {}
         self._rewards: list[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]] = []
         self._totals: list[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]] = []
+        self._terms: list[tuple[NDArray[np.int64], NDArray[np.float64]]] = []
+        self._earned = np.zeros(len(groups))  # rewards of the environment of each episode so far
         self._terminated: list[NDArray[np.int64]] = []
         self._truncated: list[NDArray[np.int64]] = []
         self._returns: list[dict[str, float]] = [{} for _ in groups]
@@ -160,12 +169,33 @@ class EpisodeRecorder:
         for number, leaf in enumerate(inputs.observations):
             columns[f"leaf {number}"].append(leaf)
 
-    def record_step(self, rows: NDArray[np.int64], t: NDArray[np.int64], step: VectorStep) -> None:
-        """Record the rewards and ends of the episodes `rows` `[m]` at their steps `t` `[m]`."""
+    def record_step(
+        self,
+        rows: NDArray[np.int64],
+        t: NDArray[np.int64],
+        step: VectorStep,
+        terms: NDArray[np.float64] | None = None,
+        weighted: NDArray[np.float64] | None = None,
+    ) -> None:
+        """Record the rewards and ends of the episodes `rows` `[m]` at their steps `t` `[m]`.
+
+        Args:
+            rows: Episodes.
+            t: Their steps.
+            step: Rewards `[k]` of the environment, and ends.
+            terms: `[k, f]` terms of the training rewards; None = the environment's reward alone.
+            weighted: `[k]` training rewards; None = those of the environment.
+        """
         self._lengths[rows] = t + 1
+        self._earned[rows] += step.rewards if step.totals is None else step.totals
+        training = step.rewards if weighted is None else weighted
         # With several agents there is one reward for each agent, in its environment's position.
         if step.positions is not None and step.totals is not None:
-            self._totals.append((rows, t, step.totals))
+            totals = step.totals
+            if weighted is not None:
+                totals = np.zeros(len(rows))
+                np.add.at(totals, step.positions, weighted)
+            self._totals.append((rows, t, totals))
             rows = rows[step.positions]
             t = t[step.positions]
             rewards = step.rewards.tolist()
@@ -173,7 +203,9 @@ class EpisodeRecorder:
                 returns = self._returns[row]
                 returns[agent] = returns.get(agent, 0.0) + reward
         entries = self._entries(rows, step.agents)
-        self._rewards.append((entries, t, step.rewards))
+        self._rewards.append((entries, t, training))
+        if terms is not None:
+            self._terms.append((entries, terms))
         self._terminated.append(entries[step.terminated])
         self._truncated.append(entries[step.truncated & ~step.terminated])
 
@@ -188,13 +220,18 @@ class EpisodeRecorder:
             returns = self._returns
         else:  # a single agent
             totals = rewards
-            returns = [{AGENT: total} for total in _total(rewards).tolist()]
+            returns = [{AGENT: total} for total in self._earned.tolist()]
+        sums = np.zeros((len(agents) * n, len(self._names)))
+        for entries, terms in self._terms:
+            np.add.at(sums, entries, terms)
         policies = [policy for policy in self._mapping.specs if policy in self._columns]
-        episodes = {policy: self._episodes(policy, agents, rewards, totals) for policy in policies}
+        episodes = {
+            policy: self._episodes(policy, agents, rewards, totals, sums) for policy in policies
+        }
         return Episodes(
             episodes=episodes,
             returns=tuple(returns),
-            rewards=_total(totals),
+            rewards=self._earned,
             lengths=self._lengths,
         )
 
@@ -204,6 +241,7 @@ class EpisodeRecorder:
         agents: Sequence[str],
         rewards: NDArray[np.float64],
         totals: NDArray[np.float64],
+        sums: NDArray[np.float64],
     ) -> PolicyEpisodes:
         """Return the episodes of one policy.
 
@@ -214,6 +252,7 @@ class EpisodeRecorder:
                 episode.
             totals: `[n, steps]` rewards of all agents together; `rewards` itself if there is a
                 single agent.
+            sums: `[agents * n, f]` sum of each term of the training reward of each entry.
         """
         spec = self._mapping.specs[policy]
         columns = self._columns.pop(policy)
@@ -265,6 +304,7 @@ class EpisodeRecorder:
             team_rewards=team_rewards,
             terminated=np.isin(chosen, np.concatenate(self._terminated)),
             truncated=np.isin(chosen, np.concatenate(self._truncated)),
+            components=dict(zip(self._names, sums[chosen].T, strict=True)),
         )
 
 

@@ -9,11 +9,13 @@ from typing import Any, Literal, get_args
 import gymnasium
 from gymnasium.wrappers import TimeLimit
 
+from evogrpo.config.task_settings import SettingValue, TaskSettings
 from evogrpo.distributed import cores_per_rank
 from evogrpo.envs.control.classic import native_class
 from evogrpo.envs.control.episodes import Episodes
 from evogrpo.envs.control.policy_mapping import PolicyMapping, single_agent
 from evogrpo.envs.control.random_play import check_determinism
+from evogrpo.envs.control.reward_components import Component
 from evogrpo.envs.control.rollout import EpisodeRequest, StartBatch, play_episodes
 from evogrpo.envs.control.seeded_groups import (
     DEFAULT_MAX_EPISODE_STEPS,
@@ -75,6 +77,15 @@ class GymnasiumGroups(SeededGroups):
         recreate_env: Create a new environment for every episode instead of resetting one; None =
             True if a few steps show that a reset does not restore it. Native environments carry no
             state over.
+        rewards: Components of the training reward by name: functions (observation after the step,
+            action, reward, info) -> a number, or keys of info. The training reward of a step is the
+            weighted sum of the environment's reward and the components. Held-out episodes have the
+            environment's reward alone.
+        reward_weights: Weight of each component, and of the environment's own reward, which is
+            called "reward"; 1 by default. Members may have weights of their own, as task settings
+            `reward_weights.NAME`.
+        settings: Options of every reset by name, numbers or texts, which the environment must read.
+            Members may have values of their own in training, as task settings `task.NAME`.
         train_size: Number of training starts.
         validation_size: Number of starts for selection.
         test_size: Number of starts for the final report.
@@ -108,6 +119,9 @@ class GymnasiumGroups(SeededGroups):
         num_envs: int | None = None,
         reseed_noise: bool | None = None,
         recreate_env: bool | None = None,
+        rewards: Mapping[str, Component] | None = None,
+        reward_weights: Mapping[str, float] | None = None,
+        settings: Mapping[str, SettingValue] | None = None,
         train_size: int = 100_000,
         validation_size: int = VALIDATION_SIZE,
         test_size: int = TEST_SIZE,
@@ -123,6 +137,9 @@ class GymnasiumGroups(SeededGroups):
             max_episode_steps=max_episode_steps,
             num_envs=num_envs,
             recreate_env=recreate_env,
+            rewards=rewards,
+            reward_weights=reward_weights,
+            settings=settings,
         )
         if isinstance(env, str) and "max_episode_steps" in self._kwargs:
             raise ValueError(
@@ -147,6 +164,7 @@ class GymnasiumGroups(SeededGroups):
             max_episode_steps=max_episode_steps,
             noise_seed=None,
             wrappers=tuple(wrappers),
+            options=self.settings,
         )
         # 2. Create an example for the spaces and the step limit.
         example = make_example(self._make)
@@ -161,20 +179,21 @@ class GymnasiumGroups(SeededGroups):
         if known is None:
             self._make = replace(self._make, max_episode_steps=enforced)
         example.close()
+        self._check_options({})
         mapping = self._mapping()
         # 3. Choose the kind of vector environment, and check that episodes are deterministic.
         #    Native environments carry no state and have no noise.
         self._native = self._native_env() if vectorization in ("auto", "native") else None
         self.native = self._native is not None
         if vectorization == "native" and not self.native:
-            where = "in wrappers" if wrappers else f"with {self._kwargs}"
+            where = "in wrappers" if wrappers else f"with {self._kwargs or self.settings}"
             raise ValueError(
                 f'vectorization="native" is not available for {self.name} {where}. Use "auto".'
             )
         self._processes = vectorization == "processes"
         self.recreate_env = bool(recreate_env)
         self.reseed_noise = bool(reseed_noise)
-        if not self.native:
+        if not self.native or self.components.components:
             self.recreate_env, noisy = check_determinism(
                 self.name,
                 self._create_trial_env,
@@ -214,7 +233,8 @@ class GymnasiumGroups(SeededGroups):
         A native environment steps all episodes together in numpy; see `ClassicControl`.
         """
         env = self._make.env
-        if not isinstance(env, str) or self._make.wrappers:
+        # Native environments have no options of reset.
+        if not isinstance(env, str) or self._make.wrappers or self.settings:
             return None
         spec = env_spec(env)
         native = native_class(spec, self._kwargs)
@@ -224,18 +244,33 @@ class GymnasiumGroups(SeededGroups):
         return partial(native, max_episode_steps=self.max_episode_steps, **options)
 
     def _create_trial_env(self, recreate_env: bool, noisy: bool) -> VectorEnv:
-        """Return an environment for `check_determinism`."""
+        """Return an environment for `check_determinism`, which computes reward components."""
         make = replace(self._make, noise_seed=0 if noisy else None)
-        return GymnasiumVectorEnv(make, recreate_env=recreate_env)
+        env: VectorEnv = GymnasiumVectorEnv(make, recreate_env=recreate_env)
+        if self._native is not None:
+            env = self._native()
+        env.components = self.components
+        return env
 
     def _create_vector_env(self) -> VectorEnv:
         if self._native is not None:
             return self._native()
-        kind = ProcessVectorEnv if self._processes else GymnasiumVectorEnv
-        return kind(self._make, recreate_env=self.recreate_env, reseed=self.reseed_noise)
+        if self._processes:
+            return ProcessVectorEnv(
+                self._make,
+                recreate_env=self.recreate_env,
+                reseed=self.reseed_noise,
+                rewards=self.components,
+            )
+        return GymnasiumVectorEnv(
+            self._make, recreate_env=self.recreate_env, reseed=self.reseed_noise
+        )
 
     def _create(self, **env_kwargs: Any) -> "gymnasium.Env[Any, Any]":
         return replace(self._make, env_kwargs={**self._kwargs, **env_kwargs})()
+
+    def _create_unset(self) -> "gymnasium.Env[Any, Any]":
+        return replace(self._make, options={}, noise_seed=None)()
 
     def _identity(self) -> dict[str, str]:
         """Return short texts that identify the environment, for its fingerprint."""
@@ -320,8 +355,13 @@ class SingleEnvironment:
         """Return the number of starts."""
         return self._episodes
 
-    def open(self, split: Split, starts: Sequence[int]) -> StartBatch:
-        """Open starts, which are reset seeds."""
+    def check_settings(self, values: Mapping[str, Sequence[SettingValue]]) -> None:
+        """Accept all task settings: they have no effect on held-out episodes."""
+
+    def open(
+        self, split: Split, starts: Sequence[int], settings: Sequence[TaskSettings] = ()
+    ) -> StartBatch:
+        """Open starts, which are reset seeds. Task settings have no effect."""
         return StartBatch(env=self, seeds=tuple(starts))
 
     def play_request(

@@ -16,11 +16,13 @@ from evogrpo.envs.control.conversion import (
     to_environment,
 )
 from evogrpo.envs.control.policy_mapping import AgentSpaces, PolicyMapping
+from evogrpo.envs.control.reward_components import RewardComponents
 from evogrpo.envs.control.single_env import (
     ACTION_MASK,
     RESET_RESULTS,
     STEP_RESULTS,
     EndForkedChildren,
+    Options,
     check_mask_name,
     check_same_actions,
     checked_results,
@@ -49,6 +51,8 @@ class JointStep:
         rewards: Rewards of all agents that the environment named in this step.
         terminated: Agents that reached a terminal state in this step.
         truncated: Agents that were truncated in this step.
+        components: Values of the reward components for each agent of `rewards`; empty = not
+            computed.
     """
 
     observations: Mapping[str, Any]
@@ -56,6 +60,7 @@ class JointStep:
     rewards: Mapping[str, float] = field(default_factory=dict)
     terminated: frozenset[str] = frozenset()
     truncated: frozenset[str] = frozenset()
+    components: Mapping[str, list[Any]] = field(default_factory=dict)
 
 
 class JointEnv:
@@ -65,15 +70,21 @@ class JointEnv:
         env: The environment.
         max_episode_steps: Steps after which all active agents are truncated.
         action_spaces: Action spaces of the agents known in advance, which a reset must not change.
+        options: Configured options of every reset.
 
     Attributes:
         env: As given.
     """
 
     def __init__(
-        self, env: "ParallelEnv[Any, Any, Any]", max_episode_steps: int, action_spaces: AgentSpaces
+        self,
+        env: "ParallelEnv[Any, Any, Any]",
+        max_episode_steps: int,
+        action_spaces: AgentSpaces,
+        options: Options,
     ) -> None:
         self.env = env
+        self._options = options
         self._limit = max_episode_steps
         self._action_spaces = action_spaces
         # Active agents: the environment's id, which may be any hashable object, by its text.
@@ -82,10 +93,15 @@ class JointEnv:
         self._ended: set[str] = set()
         self._steps = 0
 
-    def reset(self, seed: int) -> JointStep:
-        """Start an episode."""
+    def reset(self, seed: int, options: Options | None = None) -> JointStep:
+        """Start an episode; these options replace configured ones by name."""
+        used = {**self._options, **(options or {})}
         with EndForkedChildren():
-            observations, infos = checked_results(self.env.reset(seed=seed), RESET_RESULTS)
+            # Some environments take no options.
+            returned = (
+                self.env.reset(seed=seed, options=used) if used else self.env.reset(seed=seed)
+            )
+            observations, infos = checked_results(returned, RESET_RESULTS)
         self._ids = {str(agent): agent for agent in self.env.agents}
         self._ended = set()
         self._steps = 0
@@ -94,8 +110,10 @@ class JointEnv:
                 check_same_actions(self._action_spaces[name], self.env.action_space(agent), "reset")
         return self._latest(observations, infos)
 
-    def step(self, actions: Mapping[str, Any]) -> JointStep:
-        """Step with actions by agent, in the environment's form.
+    def step(
+        self, actions: Mapping[str, Any], components: RewardComponents | None = None
+    ) -> JointStep:
+        """Step with actions by agent, in the environment's form, and compute reward components.
 
         Other active agents get an action of zeros.
 
@@ -146,15 +164,24 @@ class JointEnv:
         self._ended |= terminated | truncated
         self._ids = active
         numbers = {}
+        values = {}
         for agent, reward in rewards.items():
             (value,) = scalars([reward], np.float64, f"reward of {agent}")
             numbers[str(agent)] = float(value)
+            if components is not None:
+                values[str(agent)] = components.values(
+                    observations.get(agent),
+                    all_actions.get(agent),
+                    reward,
+                    infos.get(agent) or {},
+                )
         return self._latest(
             observations,
             infos,
             rewards=numbers,
             terminated=frozenset(terminated),
             truncated=frozenset(truncated),
+            components=values,
         )
 
     def close(self) -> None:
@@ -195,12 +222,16 @@ class JointVectorEnv(SerialVectorEnv):
     _acting: Mapping[str, list[tuple[int, str]]]  # position and agent of each input
 
     def _reset(
-        self, envs: Sequence[JointEnv], seeds: Sequence[int], replicas: Sequence[int]
+        self,
+        envs: Sequence[JointEnv],
+        seeds: Sequence[int],
+        replicas: Sequence[int],
+        options: Sequence[Options],
     ) -> list[JointStep]:
         steps = []
-        for env, seed in zip(envs, seeds, strict=True):
+        for env, seed, own in zip(envs, seeds, options, strict=True):
             self.stop.check()
-            steps.append(env.reset(seed))
+            steps.append(env.reset(seed, own))
         return steps
 
     def finished(self) -> NDArray[np.bool_]:
@@ -252,10 +283,12 @@ class JointVectorEnv(SerialVectorEnv):
         terminated = []
         truncated = []
         totals = []
+        components: list[list[Any]] = []
         for position, (env, _) in enumerate(self._running):
             self.stop.check()
-            step = env.step(chosen[position])
+            step = env.step(chosen[position], self.components)
             stepped.append((env, step))
+            components += step.components.values()
             totals.append(sum(step.rewards.values()))
             for agent, reward in step.rewards.items():
                 positions.append(position)
@@ -271,6 +304,7 @@ class JointVectorEnv(SerialVectorEnv):
             positions=np.array(positions, dtype=np.int64),
             agents=agents,
             totals=np.array(totals, dtype=np.float64),
+            components=components,
         )
 
 
@@ -286,6 +320,7 @@ class JointGymEnv(gymnasium.Env[AgentDict, AgentDict]):
         max_episode_steps: Steps after which all active agents are truncated.
         observation_space: Observation spaces by agent.
         action_space: Action spaces by agent.
+        options: Configured options of every reset.
     """
 
     def __init__(
@@ -294,8 +329,9 @@ class JointGymEnv(gymnasium.Env[AgentDict, AgentDict]):
         max_episode_steps: int,
         observation_space: gymnasium.spaces.Dict,
         action_space: gymnasium.spaces.Dict,
+        options: Options,
     ) -> None:
-        self._env = JointEnv(env, max_episode_steps, action_space.spaces)
+        self._env = JointEnv(env, max_episode_steps, action_space.spaces, options)
         self.observation_space = observation_space
         self.action_space = action_space
         self.metadata = dict(getattr(env, "metadata", {}))
@@ -306,7 +342,7 @@ class JointGymEnv(gymnasium.Env[AgentDict, AgentDict]):
     ) -> tuple[AgentDict, AgentDict]:
         """Start an episode; a seed is required."""
         assert seed is not None
-        return self._inputs(self._env.reset(seed))
+        return self._inputs(self._env.reset(seed, options))
 
     def step(self, action: Mapping[str, Any]) -> tuple[AgentDict, float, bool, bool, AgentDict]:
         """Step with the actions of all agents; the episode ends when no agent is active."""

@@ -9,6 +9,7 @@ import gymnasium
 import numpy as np
 from numpy.typing import NDArray
 
+from evogrpo.config.task_settings import SettingValue
 from evogrpo.envs.control.conversion import (
     scalars,
 )
@@ -16,6 +17,7 @@ from evogrpo.envs.control.episodes import Episodes
 from evogrpo.envs.control.joint_env import JointEnv, JointGymEnv, JointVectorEnv
 from evogrpo.envs.control.policy_mapping import PolicyMapping, map_policies, prefix_of
 from evogrpo.envs.control.random_play import check_determinism
+from evogrpo.envs.control.reward_components import Component
 from evogrpo.envs.control.rollout import EpisodeRequest
 from evogrpo.envs.control.seeded_groups import (
     SeededGroups,
@@ -126,6 +128,15 @@ class PettingZooGroups(SeededGroups):
             meaningless, name the agents that count.
         recreate_env: Create a new environment for every episode instead of resetting one; None =
             True if a reset does not restore it.
+        rewards: Components of the training reward by name: functions (observation after the step,
+            action, reward, info) -> a number, or keys of info. They are computed for each agent by
+            itself. The training reward of an agent in a step is the weighted sum of its reward and
+            its components. The score and held-out episodes use the environment's rewards alone.
+        reward_weights: Weight of each component, and of the environment's own reward, which is
+            called "reward"; 1 by default. Members may have weights of their own, as task settings
+            `reward_weights.NAME`.
+        settings: Options of every reset by name, numbers or texts, which the environment must read.
+            Members may have values of their own in training, as task settings `task.NAME`.
         train_size: Number of training starts.
         validation_size: Number of starts for selection.
         test_size: Number of starts for the final report.
@@ -158,6 +169,9 @@ class PettingZooGroups(SeededGroups):
         num_envs: int = 64,
         score: Score = "sum",
         recreate_env: bool | None = None,
+        rewards: Mapping[str, Component] | None = None,
+        reward_weights: Mapping[str, float] | None = None,
+        settings: Mapping[str, SettingValue] | None = None,
         train_size: int = 100_000,
         validation_size: int = VALIDATION_SIZE,
         test_size: int = TEST_SIZE,
@@ -178,6 +192,9 @@ class PettingZooGroups(SeededGroups):
             max_episode_steps=max_episode_steps,
             num_envs=num_envs,
             recreate_env=recreate_env,
+            rewards=rewards,
+            reward_weights=reward_weights,
+            settings=settings,
         )
         self._make = env
         self._num_envs = whole_between("num_envs", num_envs, 1)
@@ -201,6 +218,7 @@ class PettingZooGroups(SeededGroups):
             self.observation_spaces[str(agent)] = example.observation_space(agent)
             self.action_spaces[str(agent)] = example.action_space(agent)
         example.close()
+        self._check_options({})
         self.score, self.score_label = choose_score(score, self.agents)
         if callable(score):
             self._score_identity = f"code {code_hash(score)}"
@@ -215,7 +233,7 @@ class PettingZooGroups(SeededGroups):
                 self._mapping = map_policies(self.observation_spaces, self.action_spaces, policies)
         self.recreate_env, _ = check_determinism(
             self.name,
-            lambda recreate_env, _: self._joint_env(recreate_env),
+            lambda recreate_env, _: self._trial_env(recreate_env),
             self._mapping,
             recreate_env=recreate_env,
         )
@@ -264,6 +282,7 @@ class PettingZooGroups(SeededGroups):
             self._enforced_limit,
             self.observation_space,
             self.action_space,
+            self.settings,
         )
 
     def _identity(self) -> dict[str, str]:
@@ -286,9 +305,20 @@ class PettingZooGroups(SeededGroups):
 
     def _joint_env(self, recreate_env: bool) -> JointVectorEnv:
         return JointVectorEnv(
-            lambda: JointEnv(self._create(), self._enforced_limit, self.action_spaces),
+            lambda: JointEnv(
+                self._create(), self._enforced_limit, self.action_spaces, self.settings
+            ),
             recreate_env=recreate_env,
         )
+
+    def _trial_env(self, recreate_env: bool) -> JointVectorEnv:
+        """Return an environment for `check_determinism`, which computes reward components."""
+        env = self._joint_env(recreate_env)
+        env.components = self.components
+        return env
+
+    def _create_unset(self) -> "ParallelEnv[Any, Any, Any]":
+        return self._create()
 
     def _create(self, **env_kwargs: Any) -> "ParallelEnv[Any, Any, Any]":
         from pettingzoo import ParallelEnv

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from evogrpo.envs.control.conversion import mask_sizes, to_environment
 from evogrpo.envs.control.policy_mapping import PolicyMapping
-from evogrpo.envs.control.rollout import check_finite, check_finite_rewards
+from evogrpo.envs.control.rollout import check_finite, check_finite_rewards, reward_terms
 from evogrpo.envs.control.single_env import RESET_RESULTS, STEP_RESULTS
 from evogrpo.envs.control.vector_env import VectorEnv, VectorStep
 from evogrpo.randomness import generator
@@ -64,7 +64,7 @@ def play_randomly(
     Raises:
         ValueError: If an observation or a reward is not finite.
     """
-    env.add([seed], [0])
+    env.add([seed], [0], [{}])
     step: VectorStep | None = None
     for steps in range(max_steps + 1):  # 0 is the reset
         # 1. Results of the last step.
@@ -72,7 +72,10 @@ def play_randomly(
         values = Values()
         actions = dict[str, NDArray[Any]]()
         if step is not None:
-            check_finite_rewards(step, np.array([seed]), np.array([steps - 1]))
+            seeds = np.array([seed])
+            check_finite_rewards(step, seeds, np.array([steps - 1]))
+            if env.components is not None:
+                reward_terms(env.components, step, seeds, np.array([steps]))
             columns = (
                 ("reward", step.rewards),
                 ("terminated", step.terminated),

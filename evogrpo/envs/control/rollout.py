@@ -15,6 +15,8 @@ from evogrpo.envs.control.action_noise import Uniforms
 from evogrpo.envs.control.conversion import to_environment
 from evogrpo.envs.control.episodes import EpisodeRecorder, Episodes
 from evogrpo.envs.control.policy_mapping import PolicyMapping, PolicySpec
+from evogrpo.envs.control.reward_components import RewardComponents, weighted_sum
+from evogrpo.envs.control.single_env import Options
 from evogrpo.envs.control.vector_env import PolicyInput, VectorEnv, VectorStep
 from evogrpo.interruption import NEVER, Stop
 from evogrpo.records import Actor, SampledActions
@@ -40,6 +42,9 @@ class EpisodeRequest:
         temperature: `[n]` sampling temperatures; None = 1.
         base: Use the untrained base policy.
         stop: Checked before each step of all environments.
+        options: Options of the reset of each row besides the configured ones; empty = none.
+        components: Terms of the training reward; None = the environment's reward alone.
+        weights: `[n, f]` weights of these terms for each row; None without components.
     """
 
     seeds: NDArray[np.int64]
@@ -50,6 +55,9 @@ class EpisodeRequest:
     temperature: NDArray[np.float32] | None
     base: bool
     stop: Stop
+    options: Sequence[Options] = ()
+    components: RewardComponents | None = None
+    weights: NDArray[np.float64] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -59,10 +67,16 @@ class StartBatch:
     Attributes:
         env: The environment, whose method `play_request` plays the rows.
         seeds: Reset seed of each opened start.
+        options: Options of the reset of each start besides the configured ones; empty = none.
+        components: Terms of the training reward; None = the environment's reward alone.
+        weights: `[s, f]` weights of these terms for each start; None without components.
     """
 
     env: Any
     seeds: tuple[int, ...]
+    options: tuple[Options, ...] = ()
+    components: RewardComponents | None = None
+    weights: NDArray[np.float64] | None = None
 
     def play(
         self,
@@ -116,6 +130,9 @@ class StartBatch:
             temperature=temperature,
             base=base,
             stop=stop,
+            options=[self.options[start] for start in starts] if self.options else (),
+            components=self.components,
+            weights=None if self.weights is None else self.weights[starts],
         )
         played: Episodes = self.env.play_request(actors, mapping, request)
         return played
@@ -144,8 +161,10 @@ def play_episodes(
     Raises:
         ValueError: If a reward or an observation is not finite, or an episode does not end.
     """
-    recorder = EpisodeRecorder(mapping, request.groups)
+    terms = () if request.components is None else tuple(request.components.weights)
+    recorder = EpisodeRecorder(mapping, request.groups, terms)
     env.stop = request.stop
+    env.components = request.components
     members = request.member_ids
     max_steps = max(max_episode_steps or 0, DEFAULT_STEP_LIMIT)
     # Members alternate in the queue, so that all have similar numbers of environments: the first
@@ -169,8 +188,10 @@ def play_episodes(
         if free:
             new = queue[:free]
             queue = queue[free:]
-            # `members[new]` are the members that play the new episodes.
-            env.add(request.seeds[new].tolist(), request.replicas[new].tolist())
+            options: list[Options] = [{}] * len(new)
+            if request.options:
+                options = [request.options[row] for row in new]
+            env.add(request.seeds[new].tolist(), request.replicas[new].tolist(), options)
             rows = np.concatenate([rows, new])
             t = np.concatenate([t, np.zeros_like(new)])
             order = np.lexsort((rows, members[rows]))
@@ -199,11 +220,18 @@ def play_episodes(
             acted = _act(actors[policy], spec, inputs, request, input_rows, input_t)
             recorder.record_actions(policy, input_rows, input_t, inputs, acted)
             actions[policy] = to_environment(spec.action_space, acted.actions)
-        # 5. Step all environments.
+        # 5. Step all environments. The training rewards of a row have the weights of its member.
         step = env.step(actions)
-        # `members[rows]` are the members that receive the rewards.
-        check_finite_rewards(step, request.seeds[rows], t)
-        recorder.record_step(rows, t, step)
+        seeds = request.seeds[rows]
+        check_finite_rewards(step, seeds, t)
+        if request.components is None or request.weights is None:
+            recorder.record_step(rows, t, step)
+        else:
+            values = reward_terms(request.components, step, seeds, t)
+            rewarded = slice(None) if step.positions is None else step.positions
+            weighted = weighted_sum(values, request.weights[rows][rewarded])
+            check_finite_rewards(step._replace(rewards=weighted), seeds, t)
+            recorder.record_step(rows, t, step, values, weighted)
         t = t + 1
 
 
@@ -288,6 +316,21 @@ def check_finite_rewards(step: VectorStep, seeds: NDArray[np.int64], t: NDArray[
         position = place if step.positions is None else step.positions[place]
         agent = step.agents[place] if step.agents else ""
         raise _not_finite("reward", float(step.rewards[place]), agent, seeds[position], t[position])
+
+
+def reward_terms(
+    components: RewardComponents, step: VectorStep, seeds: NDArray[np.int64], t: NDArray[np.int64]
+) -> NDArray[np.float64]:
+    """Return the terms `[k, f]` of the training rewards of a step; see `RewardComponents.terms`.
+
+    Args:
+        components: The components.
+        step: Rewards and values of the components.
+        seeds: `[m]` reset seeds of all episodes.
+        t: `[m]` steps.
+    """
+    rewarded = slice(None) if step.positions is None else step.positions
+    return components.terms(step.rewards, step.components, seeds[rewarded], t[rewarded])
 
 
 def _not_finite(kind: str, value: Any, agent: str, seed: int, t: int) -> ValueError:

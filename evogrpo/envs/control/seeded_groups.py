@@ -7,16 +7,20 @@ from typing import Any, Self, TypeVar
 
 import numpy as np
 
+from evogrpo.config.task_settings import NO_SETTINGS, SettingValue, TaskSettings
 from evogrpo.envs.control.episodes import Episodes
 from evogrpo.envs.control.policy_mapping import PolicyMapping
+from evogrpo.envs.control.reset_options import check_read, checked_settings
+from evogrpo.envs.control.reward_components import Component, RewardComponents
 from evogrpo.envs.control.rollout import EpisodeRequest, StartBatch, play_episodes
 from evogrpo.envs.control.single_env import EndForkedChildren
 from evogrpo.envs.control.vector_env import VectorEnv
+from evogrpo.envs.fingerprint import canonical
 from evogrpo.envs.protocol import SPLITS, Split, deal_starts
 from evogrpo.randomness import generator
 from evogrpo.records import Actor
 from evogrpo.text import shown
-from evogrpo.validation import flag, whole_between, whole_number
+from evogrpo.validation import flag, refuse_unknown, whole_between, whole_number
 from evogrpo.warnings import warn
 
 Made = TypeVar("Made", bound=Any)
@@ -66,6 +70,13 @@ class SeededGroups(ABC):
         max_episode_steps: Steps after which an episode is truncated; None = not set.
         num_envs: Maximum number of parallel episodes; None = a default.
         recreate_env: Create a new environment for every episode; None = if needed.
+        rewards: Components of the training reward by name.
+        reward_weights: Weights of the components and of the environment's own reward.
+        settings: Options of every reset by name.
+
+    Attributes:
+        components: Terms of the training reward with their configured weights.
+        settings: Configured options of every reset.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -88,6 +99,9 @@ class SeededGroups(ABC):
         max_episode_steps: int | None,
         num_envs: int | None,
         recreate_env: bool | None,
+        rewards: Mapping[str, Component] | None,
+        reward_weights: Mapping[str, float] | None,
+        settings: Mapping[str, SettingValue] | None,
     ) -> None:
         self._sizes: dict[Split, int] = {
             "train": train_size,
@@ -108,6 +122,8 @@ class SeededGroups(ABC):
             )
         self.seed = whole_number("seed", seed)
         self._kwargs = dict(env_kwargs or {})
+        self.components = RewardComponents.of(rewards, reward_weights)
+        self.settings = checked_settings(settings)
         self._vector_env: VectorEnv | None = None
 
     def _set_limits(self, known: int | None, unwrapped: object) -> int:
@@ -159,6 +175,10 @@ class SeededGroups(ABC):
     def _create(self, **env_kwargs: Any) -> Any:
         """Return one environment, with further keyword arguments."""
 
+    @abstractmethod
+    def _create_unset(self) -> Any:
+        """Return one environment that gets no configured options."""
+
     def size(self, split: Split) -> int:
         """Return the number of distinct starts of a split."""
         if split not in SPLITS:
@@ -187,13 +207,53 @@ class SeededGroups(ABC):
         odd = int(factor) | 1
         return tuple(base + (odd * int(start) + int(shift)) % SEEDS_PER_SPLIT for start in starts)
 
-    def open(self, split: Split, starts: Sequence[int]) -> StartBatch:
+    def check_settings(self, values: Mapping[str, Sequence[SettingValue]]) -> None:
+        """Check that the environment reads task settings.
+
+        See `evogrpo.envs.protocol.SupportsTaskSettings`.
+
+        Raises:
+            ValueError: If there is no such component or setting, or a reset fails with a value.
+        """
+        terms = [f"reward_weights.{name}" for name in self.components.weights]
+        options = [f"task.{name}" for name in self.settings]
+        refuse_unknown(f"task setting of {self.name}", values, [*terms, *options])
+        for name in options:
+            for value in values.get(name, ()):
+                self._check_options({name.removeprefix("task."): value})
+
+    def _check_options(self, options: Mapping[str, SettingValue]) -> None:
+        """Reset with these and the configured options; raise ValueError if one is not read."""
+        seed = self.reset_seed("train", 0)
+        check_read(self.name, self._create_unset, {**self.settings, **options}, seed)
+
+    def open(
+        self, split: Split, starts: Sequence[int], settings: Sequence[TaskSettings] = ()
+    ) -> StartBatch:
         """Open starts of a split, each in [0, size(split)); starts may be repeated.
+
+        Task settings have an effect in training only. Held-out episodes have the configured options
+        and the environment's own reward.
+
+        Args:
+            split: The split.
+            starts: The starts.
+            settings: Task settings of the member that plays from each start; empty = none.
 
         Raises:
             ValueError: If the split or a start does not exist.
         """
-        return StartBatch(env=self, seeds=self._reset_seeds(split, starts))
+        seeds = self._reset_seeds(split, starts)
+        if split != "train" or (self.components.is_default and not any(settings)):
+            return StartBatch(env=self, seeds=seeds)
+        own = settings or [NO_SETTINGS] * len(seeds)
+        return StartBatch(
+            env=self,
+            seeds=seeds,
+            options=tuple(each.group("task") for each in own),
+            components=self.components,
+            weights=np.array([self.components.weight_row(each) for each in own]),
+        )
 
     def play_request(
         self, actors: Mapping[str, Actor], mapping: PolicyMapping, request: EpisodeRequest
@@ -220,8 +280,13 @@ class SeededGroups(ABC):
             )
         return played
 
-    def deal(self, step: int, count: int, block: int) -> tuple[int, ...]:
-        """Return the first `count` training starts of learning step `step`; see `deal_starts`."""
+    def deal(
+        self, step: int, count: int, block: int, settings: TaskSettings = NO_SETTINGS
+    ) -> tuple[int, ...]:
+        """Return the first `count` training starts of learning step `step`; see `deal_starts`.
+
+        Task settings have no effect, because starts have no columns that data weights could name.
+        """
         return deal_starts(self.seed, self.size("train"), step, count, block)
 
     def fingerprint(self) -> dict[str, str]:
@@ -230,7 +295,10 @@ class SeededGroups(ABC):
         See `evogrpo.envs.protocol.SupportsFingerprint`.
         """
         sizes = {f"{split} starts": str(self.size(split)) for split in SPLITS}
-        return {**sizes, "seed": str(self.seed), **self._identity()}
+        identity = {**sizes, "seed": str(self.seed), **self._identity()}
+        if self.settings:
+            identity["settings"] = canonical(self.settings)
+        return identity | self.components.identity()
 
 
 def _is_keywords(values: object) -> bool:

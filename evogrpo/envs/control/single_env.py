@@ -6,10 +6,10 @@ Nothing here imports torch, so that the processes of environments start fast.
 import importlib
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import gymnasium
 import numpy as np
@@ -19,6 +19,9 @@ from gymnasium.wrappers import TimeLimit
 
 from evogrpo.randomness import generator
 from evogrpo.text import class_name, printable, shown
+
+if TYPE_CHECKING:
+    from evogrpo.envs.control.reward_components import RewardComponents
 
 MakeEnv = Callable[[], Any]
 
@@ -35,8 +38,13 @@ MASK_METHOD = "action_masks"
 # ---- calls
 
 Method = Literal["reset", "step"]
-EnvResult = tuple[Any, Any, Any, Any, Any]
-"""Observation, reward, terminated, truncated and action mask; None where there is none."""
+EnvResult = tuple[Any, Any, Any, Any, Any, Any]
+"""Observation, reward, terminated, truncated, action mask and values of the reward components; None
+where there is none.
+"""
+
+Options = Mapping[str, Any]
+"""Options of a reset by name."""
 
 
 class EndForkedChildren:
@@ -66,29 +74,44 @@ class EndForkedChildren:
         os._exit(code)
 
 
-def call_env(env: "gymnasium.Env[Any, Any]", method: Method, value: Any) -> EnvResult:
-    """Reset an environment with a seed, or step it with an action.
+def call_env(
+    env: "gymnasium.Env[Any, Any]",
+    method: Method,
+    value: Any,
+    components: "RewardComponents | None" = None,
+) -> EnvResult:
+    """Reset an environment with a seed and options, or step it with an action.
+
+    Args:
+        env: The environment.
+        method: "reset" or "step".
+        value: (seed, options) of a reset, or the action.
+        components: Reward components to compute after a step; None = none.
 
     Raises:
-        ValueError: If the results have another form than Gymnasium's, or the action space changes.
+        ValueError: If the results have another form than Gymnasium's, the action space changes, or
+            a reward component fails.
     """
     # The space before the call, since an environment may replace it.
     action_space = env.action_space
     with EndForkedChildren():
         if method == "reset":
-            observation, info = checked_results(env.reset(seed=value), RESET_RESULTS)
-            found: EnvResult = (observation, None, None, None, mask_of(env, info))
+            seed, options = value
+            # Some environments take no options.
+            returned = (
+                env.reset(seed=seed, options=dict(options)) if options else env.reset(seed=seed)
+            )
+            observation, info = checked_results(returned, RESET_RESULTS)
+            found: EnvResult = (observation, None, None, None, mask_of(env, info), None)
         else:
             observation, reward, terminated, truncated, info = checked_results(
                 env.step(value), STEP_RESULTS
             )
-            found = (
-                observation,
-                reward,
-                terminated,
-                truncated,
-                mask_of(env, info, (terminated, truncated)),
-            )
+            mask = mask_of(env, info, (terminated, truncated))
+            values = None
+            if components is not None:
+                values = components.values(observation, value, reward, info)
+            found = (observation, reward, terminated, truncated, mask, values)
     check_same_actions(action_space, env.action_space, method)
     return found
 
@@ -210,6 +233,28 @@ class ReseededNoise(gymnasium.Wrapper[Any, Any, Any, Any]):
         return result
 
 
+# ---- options of reset
+
+
+class ConfiguredOptions(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Passes configured options to every reset; those of the caller replace them by name.
+
+    Args:
+        env: Environment.
+        options: The configured options.
+    """
+
+    def __init__(self, env: "gymnasium.Env[Any, Any]", options: Options) -> None:
+        super().__init__(env)
+        self._options = options
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        """Reset with all options."""
+        return self.env.reset(seed=seed, options={**self._options, **(options or {})})
+
+
 # ---- creation
 
 
@@ -291,6 +336,7 @@ class EnvFactory:
             limit.
         noise_seed: Root seed of the noise after reset; None = the environment's own noise.
         wrappers: Wrappers, the first one innermost.
+        options: Configured options of every reset.
 
     Raises:
         ValueError: If `env` is neither.
@@ -301,6 +347,7 @@ class EnvFactory:
     max_episode_steps: int | None
     noise_seed: int | None
     wrappers: Sequence[Wrap] = ()
+    options: Options = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not isinstance(self.env, str) and not callable(self.env):
@@ -342,6 +389,8 @@ class EnvFactory:
                     f"wrapper {wrapper_name(wrap)} failed on {env}: {error!r}"
                 ) from error
             check_env(env)
+        if self.options:
+            env = ConfiguredOptions(env, self.options)
         if self.noise_seed is None:
             return env
         return ReseededNoise(env, self.noise_seed)

@@ -11,11 +11,13 @@ from numpy.typing import NDArray
 from evogrpo.envs.control.conversion import Leaves, legal_actions, own_copy, scalars
 from evogrpo.envs.control.env_process import EnvProcess, env_handler
 from evogrpo.envs.control.policy_mapping import AGENT, PolicyMapping
+from evogrpo.envs.control.reward_components import RewardComponents
 from evogrpo.envs.control.single_env import (
     EndForkedChildren,
     EnvResult,
     MakeEnv,
     Method,
+    Options,
     call_env,
     noise_seed,
 )
@@ -53,6 +55,7 @@ class VectorStep(NamedTuple):
         positions: `[k]` position of each entry's environment; None = one entry per environment.
         agents: `[k]` agent of each entry; empty for single-agent environments.
         totals: `[m]` sum of the rewards of each environment; None = `rewards`.
+        components: `[k]` lists of the values of the reward components; empty = not computed.
     """
 
     rewards: NDArray[np.float64]
@@ -61,6 +64,7 @@ class VectorStep(NamedTuple):
     positions: NDArray[np.int64] | None = None
     agents: Sequence[str] = ()
     totals: NDArray[np.float64] | None = None
+    components: Sequence[list[Any]] = ()
 
 
 class VectorEnv(ABC):
@@ -70,13 +74,23 @@ class VectorEnv(ABC):
         stop: Checked before each reset or step of an environment in this process, as those of all
             together may take long. Environments in other processes are reset or stepped all at
             once.
+        components: Reward components to compute at each step; None = none.
     """
 
     stop: Stop = NEVER
+    components: RewardComponents | None = None
 
     @abstractmethod
-    def add(self, seeds: Sequence[int], replicas: Sequence[int]) -> None:
-        """Append one episode per reset seed; replicas name the noise of the environment."""
+    def add(
+        self, seeds: Sequence[int], replicas: Sequence[int], options: Sequence[Options]
+    ) -> None:
+        """Append one episode per reset seed.
+
+        Args:
+            seeds: Reset seeds.
+            replicas: Names of the noise of the environment.
+            options: Options of each reset besides the configured ones.
+        """
 
     @abstractmethod
     def select(self, positions: NDArray[np.int64]) -> None:
@@ -115,11 +129,17 @@ class SerialVectorEnv(VectorEnv):
 
     @abstractmethod
     def _reset(
-        self, envs: Sequence[Any], seeds: Sequence[int], replicas: Sequence[int]
+        self,
+        envs: Sequence[Any],
+        seeds: Sequence[int],
+        replicas: Sequence[int],
+        options: Sequence[Options],
     ) -> list[Any]:
         """Start an episode in each environment and return their first results."""
 
-    def add(self, seeds: Sequence[int], replicas: Sequence[int]) -> None:
+    def add(
+        self, seeds: Sequence[int], replicas: Sequence[int], options: Sequence[Options]
+    ) -> None:
         """See `VectorEnv`."""
         first = len(self._running)
         for _ in seeds:
@@ -131,7 +151,8 @@ class SerialVectorEnv(VectorEnv):
                     env = self._make()
             self._running.append((env, None))  # so that it is closed if its reset fails
         envs = [env for env, _ in self._running[first:]]
-        self._running[first:] = zip(envs, self._reset(envs, seeds, replicas), strict=True)
+        results = self._reset(envs, seeds, replicas, options)
+        self._running[first:] = zip(envs, results, strict=True)
 
     def select(self, positions: NDArray[np.int64]) -> None:
         """See `VectorEnv`."""
@@ -174,20 +195,23 @@ class GymnasiumVectorEnv(SerialVectorEnv):
             self.stop.check()
             # Copies, as an environment may write the results of its next call, or of another
             # environment, into the same arrays.
-            results.append(own_copy(call_env(env, method, value)))
+            results.append(own_copy(call_env(env, method, value, self.components)))
         return results
 
     def _reset(
-        self, envs: Sequence[Any], seeds: Sequence[int], replicas: Sequence[int]
+        self,
+        envs: Sequence[Any],
+        seeds: Sequence[int],
+        replicas: Sequence[int],
+        options: Sequence[Options],
     ) -> list[Any]:
         """Reset environments; return the observation, "not ended" and the mask of each."""
         if self._reseed:
             seeds = [
                 noise_seed(seed, replica) for seed, replica in zip(seeds, replicas, strict=True)
             ]
-        return [
-            (observation, False, mask) for observation, *_, mask in self._call("reset", envs, seeds)
-        ]
+        results = self._call("reset", envs, zip(seeds, options, strict=True))
+        return [(observation, False, mask) for observation, *_, mask, _ in results]
 
     def finished(self) -> NDArray[np.bool_]:
         """See `VectorEnv`."""
@@ -210,18 +234,20 @@ class GymnasiumVectorEnv(SerialVectorEnv):
         """See `VectorEnv`."""
         envs = [env for env, _ in self._running]
         steps = self._call("step", envs, actions[DEFAULT_POLICY])
+        components = [values for *_, values in steps] if self.components is not None else ()
         result = VectorStep(
             rewards=scalars([reward for _, reward, *_ in steps], np.float64, "reward"),
             terminated=scalars(
                 [terminated for _, _, terminated, *_ in steps], np.bool_, "terminated"
             ),
-            truncated=scalars([truncated for *_, truncated, _ in steps], np.bool_, "truncated"),
+            truncated=scalars([truncated for *_, truncated, _, _ in steps], np.bool_, "truncated"),
+            components=components,
         )
         # An ended episode keeps its last results until it is dropped.
         over = (result.terminated | result.truncated).tolist()
         self._running = [
             (env, (observation, ended, mask))
-            for env, (observation, *_, mask), ended in zip(envs, steps, over, strict=True)
+            for env, (observation, *_, mask, _), ended in zip(envs, steps, over, strict=True)
         ]
         return result
 
@@ -231,14 +257,27 @@ class ProcessVectorEnv(GymnasiumVectorEnv):
 
     See `GymnasiumVectorEnv`.
 
+    Args:
+        make: Creates one environment; called when more are needed.
+        recreate_env: Create a new environment for every episode.
+        reseed: Pass replicas in the reset seeds, for `ReseededNoise`.
+        rewards: Reward components that the processes compute in training; None = none.
+
     Raises:
         ValueError: If the environment cannot be sent to a process.
     """
 
-    def __init__(self, make: MakeEnv, *, recreate_env: bool, reseed: bool) -> None:
+    def __init__(
+        self,
+        make: MakeEnv,
+        *,
+        recreate_env: bool,
+        reseed: bool,
+        rewards: RewardComponents | None = None,
+    ) -> None:
         # Each process recreates its own environment, which is faster than a new process per
         # episode.
-        handler = env_handler(make, recreate_env=recreate_env)
+        handler = env_handler(make, recreate_env=recreate_env, components=rewards)
         super().__init__(lambda: EnvProcess(handler), reseed=reseed)
 
     def _call(
@@ -246,7 +285,7 @@ class ProcessVectorEnv(GymnasiumVectorEnv):
     ) -> list[EnvResult]:
         # All processes work at the same time.
         for env, value in zip(envs, values, strict=True):
-            env.send(method, value)
+            env.send(method, value, training=self.components is not None)
         return [env.receive() for env in envs]
 
     def close(self) -> None:

@@ -169,6 +169,10 @@ class StackedPolicy:
         # depend on the length of the longest row.
         totals = step_rewards.cumsum(axis=1)[:, -1]
         rewards = np.where(acted.any(axis=1), totals, np.nan)
+        components = None
+        if episodes.components:
+            components = np.stack(list(episodes.components.values()), axis=1)
+            components[~acted.any(axis=1)] = np.nan
         # 3. Build the batch.
         present = torch.from_numpy(acted)
         truncated = torch.from_numpy(episodes.truncated)
@@ -192,6 +196,10 @@ class StackedPolicy:
             member_ids=torch.from_numpy(member_ids),
             sampler_log_probs=torch.from_numpy(episodes.log_probs),
             step_rewards=torch.from_numpy(np.where(acted, step_rewards, np.nan)).float(),
+            reward_components=(
+                None if components is None else torch.from_numpy(components).float()
+            ),
+            component_names=tuple(episodes.components),
             truncated=truncated,
         )
         return batch, summary
