@@ -11,6 +11,8 @@ NAMES: Mapping[str, str] = {
     "learning_rate": "learning rate of the last optimizer step, schedule included",
     "step_kl": "exact KL(before || after) of the learning step per action, in nats, on some "
     "samples; needs target_kl",
+    "step_target": "KL that the learning step aims for, in nats per action: target_kl, or less for "
+    "small networks with few effective actions",
     "step_passes": "passes of the learning step: above 1 if repeated with another learning rate",
     "calibrated_lr": "learning rate found by a search, before the warm-up; only in the learning "
     "step that found it",

@@ -99,7 +99,7 @@ def _hyperparameters_text(schedule: BestSchedule) -> str:
             text = f"lr {first} to {last} (calibrated, first and last)"
             kl = schedule.member.metrics.get("step_kl")
             if kl is not None:
-                text += f" with a KL of {number_text(kl)}"
+                text += f" with a KL of {number_text(kl)} per step"
             texts.append(text)
         elif value is not None:
             texts.append(f"{name} {number_text(value)}")

@@ -136,8 +136,10 @@ class RunDisplay(Callback):
                 trials = pluralize(int(member.metrics["step_passes"] or 0), "trial")
                 lr = number_text(member.metrics["calibrated_lr"])
                 kl = number_text(member.metrics["step_kl"])
+                target = number_text(member.metrics["step_target"])
                 self._console.print(
-                    f"#{member.index}: learning rate calibrated to {lr} after {trials}, KL {kl}"
+                    f"#{member.index}: learning rate calibrated to {lr} after {trials},"
+                    f" KL {kl} (target {target})"
                 )
         # 2. A log gets at most one line a second, and always the last step of a generation.
         state = self._trainer.run_state
@@ -499,17 +501,22 @@ def generation_table(
         columns["parent"] = ["–" if each.parent is None else f"#{each.parent}" for each in members]
     for name in evolving:
         columns[name] = [_value_text(each, name) for each in members]
+    if any("step_kl" in each.metrics for each in members):
+        # Means over the generation's learning steps.
+        columns["lr used"] = [number_text(each.metrics.get("learning_rate")) for each in members]
+        columns["step KL"] = [number_text(each.metrics.get("step_kl")) for each in members]
     columns[f"{measure} ± SE"] = [str(each.estimate or "failed") for each in members]
     columns[terms.tokens] = [_short_count(each.tokens) for each in members]
     columns["time"] = [duration_text(each.seconds) for each in members]
     # 2. In a narrow terminal, break the headings, and leave out columns.
     table = _member_table(report, columns)
-    optional = ["time", terms.tokens, "parent", "slot"]
+    optional = ["time", terms.tokens, "step KL", "lr used", "parent", "slot"]
+    all_columns = len(optional)
     while optional and Console(width=1000).measure(table).maximum > width - _NOTE_WIDTH:
         columns.pop(optional.pop(0), None)
         table = _member_table(report, columns, broken_heads=True)
     # 3. Add the notes, which are wrapped.
-    broken_heads = len(optional) < 4
+    broken_heads = len(optional) < all_columns
     columns[""] = [member_note(each, report, best_so_far, each.index in new) for each in members]
     return _member_table(report, columns, broken_heads=broken_heads)
 

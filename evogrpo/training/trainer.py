@@ -438,6 +438,7 @@ class Trainer:
                 lr = member.metrics["calibrated_lr"]
                 passes = member.metrics["step_passes"]
                 kl = member.metrics["step_kl"]
+                target = member.metrics["step_target"]
                 self._event(
                     "calibrated",
                     step=report.step,
@@ -446,6 +447,7 @@ class Trainer:
                     lr=lr,
                     passes=passes,
                     kl=kl,
+                    target=target,
                 )
         self._learning_signal.update(learned)
         self._sampler_check.update(learned)

@@ -16,6 +16,7 @@ from evogrpo.algorithms.population import Population
 from evogrpo.cli import main
 from evogrpo.config.network import NetworkConfig
 from evogrpo.config.objective import Objective
+from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.distributed import processes
 from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
 from evogrpo.evolution import FitnessConfig, SuccessiveHalving, Tournament
@@ -100,12 +101,15 @@ def team(folder: Path) -> Trainer:
 
 
 def raced(folder: Path) -> Trainer:
-    """Small networks with racing and importance correction."""
+    """Small networks with racing, importance correction and calibrated learning rates."""
     return step_run(
         folder,
         size=4,
         fitness=FitnessConfig(racing=True),
-        options={"objective": Objective(loss_type="dapo", importance_correction="token_truncate")},
+        options={
+            "objective": Objective(loss_type="dapo", importance_correction="token_truncate"),
+            "hp_config": HyperparameterConfig(target_kl=(0.0025, 0.04)),
+        },
         generations=2,
         steps_per_generation=1,
         samples_per_step=16,

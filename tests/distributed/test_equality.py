@@ -85,6 +85,14 @@ def test_several_ranks_give_the_results_of_one(
     assert_same(alone / Path(name).name, several / group / name)
 
 
+@pytest.mark.parametrize("name", ["raced", "pair"])
+def test_the_compared_runs_have_calibrated_learning_rates(name: str, several: Several) -> None:
+    """Small networks and language models on two ranks, with the events of one process."""
+    events = read_journal(several / "two" / name / "journal.jsonl")
+    calibrated = {event["index"] for event in events if event["event"] == "calibrated"}
+    assert len(calibrated) > 1
+
+
 @pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
 def test_a_quantised_base_gives_the_results_of_one_process(tmp_path: Path) -> None:
     """Base in 8 bits, three members."""

@@ -90,6 +90,7 @@ CARRIED = (
         reference_sync_steps=2,
     )
 )
+CALIBRATED = {"hp_config": HyperparameterConfig(target_kl=(0.0025, 0.04)), "target_kl": 0.01}
 QUICK_RUNS = {
     "strategy with a state": {"strategy": Bandit, "generations": 2},
     "retired members and changed budgets": {"strategy": Halving, "size": 4, "generations": 4},
@@ -102,6 +103,13 @@ QUICK_RUNS = {
             "target_kl": 0.005,
             "objective": CARRIED,
         },
+        "size": 2,
+        "generations": 2,
+    },
+    "calibrated networks": {"options": CALIBRATED, "generations": 2},
+    "calibrated language models": {
+        "start": tiny_run,
+        "options": CALIBRATED,
         "size": 2,
         "generations": 2,
     },

@@ -28,7 +28,7 @@ from evogrpo.members.requests import Learner
 from evogrpo.records import Batch, UpdateReport
 from evogrpo.warnings import warn
 
-MAX_SEARCH_PASSES = 8
+MAX_SEARCH_PASSES = 12
 """Maximum number of passes that search the learning rate on one batch."""
 MAX_REPEATS = 3
 """Maximum number of times that a step is repeated after the search before it is left out."""
@@ -127,15 +127,14 @@ class StepControl:
         # 2. End near the target. Where the KL jumps between two learning rates, the smaller one is
         #    used, which is safe. The factor of the next step goes by the KL that was reached.
         near = self.target / SEARCH_TOLERANCE <= kl <= self.target * SEARCH_TOLERANCE
-        narrow = self._high < 1.05 * self._low
         last = self.passes == MAX_SEARCH_PASSES
-        if near or (not too_large and (narrow or last)):
+        if near or (last and not too_large):
             if kl > 0:
                 next_factor = self.factor * math.sqrt(self.target / kl)
                 self.factor = min(next_factor, math.sqrt(self.factor * self._high))
             return False
         # 3. Otherwise take the guess if it lies between the two factors, or their middle.
-        if self._low > 0.0 and (narrow or last):
+        if last and self._low > 0.0:
             self.factor = self._low
         elif self._low == 0.0 or math.isinf(self._high):
             low, high = (0.01, 0.9) if too_large else (1.1, 100.0)
@@ -316,7 +315,11 @@ class StepSizes:
                 self.undone.add(slot)
                 kl = 0.0
             self._store(slot, control)
-            self.metrics[slot] = {"step_kl": kl, "step_passes": float(control.passes)}
+            self.metrics[slot] = {
+                "step_kl": kl,
+                "step_target": control.target,
+                "step_passes": float(control.passes),
+            }
             if not control.calibrated and not control.undone:
                 self.metrics[slot]["calibrated_lr"] = lr
                 _warn_short_step(self._learners[slot].hyperparameters, kl, control.target)
@@ -363,8 +366,7 @@ def _warn_short_step(hyperparameters: Hyperparameters, kl: float, target: float)
     warn(
         f"Clipping to [{1 - low:g}, {1 + high:g}] holds learning steps at a KL of {kl:.2g}, below"
         f" the target of {target:.2g}. Leave out clip_coef, clip_low and clip_high: they follow"
-        " target_kl.",
-        rank_zero_only=False,
+        " target_kl."
     )
 
 

@@ -31,10 +31,9 @@ from evogrpo.validation import FLOAT32_LIMIT, float32_number
 MAX_NAME = 200
 """Maximum number of characters in the name of a metric."""
 RESERVED_NAMES = {
-    "slot", "index", "loss", "learning_rate", "step_kl", "step_passes", "calibrated_lr",
-    "grad_norm", "reward", "reward_std", "frac_reward_zero_std", "shared_ess", "shared_outside",
-    "shared_share", "kl", "kl_coef", "entropy", "optimizer_steps", "tokens", "num_tokens",
-    "step_time",
+    "slot", "index", "loss", "learning_rate", "step_kl", "step_target", "step_passes",
+    "calibrated_lr", "grad_norm", "reward", "reward_std", "frac_reward_zero_std", "kl", "kl_coef",
+    "entropy", "optimizer_steps", "tokens", "num_tokens", "step_time",
 }  # fmt: skip
 RESERVED_PREFIXES = ("rewards/", "completions/", "clip_ratio/", "sampling/", "tools/")
 """Names of built-in metrics and keys of a journal entry, which logged metrics cannot have."""
