@@ -43,12 +43,14 @@ MEASURED_STEPS = 4
 
 The first steps are measured, too, because the momentum of AdamW is still growing.
 """
-SEARCH_COMPLETIONS = 64
+SEARCH_COMPLETIONS = 32
 """Maximum number of completions that the KL is measured on in the search."""
 MEASURED_COMPLETIONS = 8
 """Maximum number of completions that the KL of later steps is measured on."""
-MEASURED_ACTIONS = 2048
-"""Maximum number of actions of small networks that the KL is measured on."""
+SEARCH_ACTIONS = 2048
+"""Maximum number of actions of small networks that the KL is measured on in the search."""
+MEASURED_ACTIONS = 512
+"""Maximum number of actions of small networks that the KL of later steps is measured on."""
 STEP_SIZE = [RUNNING_STATS.index(name) for name in ("lr_factor", "lr_ceiling", "lr_searched_for")]
 """Columns of the running statistics: `StepControl.factor` and `ceiling` for `DEFAULT_TARGET_KL`,
 and the number of the hyperparameters that they were found with.
@@ -254,7 +256,7 @@ class StepSizes:
             #    measured.
             searched = ceiling == 0.0
             if transitions:
-                count = MEASURED_ACTIONS
+                count = SEARCH_ACTIONS if searched else MEASURED_ACTIONS
             else:
                 count = SEARCH_COMPLETIONS if searched else MEASURED_COMPLETIONS
                 warming_up = learner.step < MEASURED_STEPS
