@@ -20,6 +20,7 @@ from evogrpo.distributed import processes
 from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.history import MemberRecord
 from evogrpo.members.members import Members, SavedMembers
+from evogrpo.safe_parsing import dump_json
 from evogrpo.storage.checkpoint import (
     CheckpointError,
     checkpoint_errors,
@@ -40,6 +41,8 @@ AnyAgent = TypeVar("AnyAgent", bound="Agent")
 
 CONSTANT = "shared by all: "
 """Prefix of the names of tensors that all members of a checkpoint share."""
+TASK_SETTINGS = "task_settings.json"
+"""File of an agent's checkpoint with its task settings by full name, if it has any."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,9 +104,13 @@ def save_agent(
     members = agent.members
     record = AgentRecord(shared=_members_record(members), member=_stored(agent), note=note or {})
     tensors = {**agent.state(), **_shared_by_name(members)}
-    write_checkpoint(
-        path, tensors, dump(record), files=members.files(agent.slot), kind="agent", replace=replace
-    )
+    files = dict(members.files(agent.slot))
+    settings = agent.hyperparameters.task_settings
+    if settings:
+        # For other programs: `load_agent` reads the record.
+        text = dump_json(dict(settings), what="task settings", indent=1)
+        files[TASK_SETTINGS] = text.encode("ascii")
+    write_checkpoint(path, tensors, dump(record), files=files, kind="agent", replace=replace)
 
 
 def load_agent(

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from evogrpo.cli.main import OK, check_folder
+from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES
 from evogrpo.evolution.history import MemberRecord
 from evogrpo.extras import install_hint
 from evogrpo.reporting.compare import ComparedRun, TestDifference, compare_runs, interval
@@ -21,14 +22,18 @@ from evogrpo.reporting.lineage import (
 )
 from evogrpo.reporting.records import Estimate
 from evogrpo.reporting.report import report as run_report
+from evogrpo.reporting.setting_effects import FINDINGS_TITLE, findings
+from evogrpo.reporting.setting_labels import short_name
 from evogrpo.reporting.summary import RunSummary, read_summary
 from evogrpo.safe_parsing import read_yaml_file
-from evogrpo.text import count_text, duration_text, number_text, pluralize, printable, shorten
+from evogrpo.text import count_text, duration_text, number_text, one_line, pluralize, printable
 from evogrpo.training.configuration.sections import CONFIG_FILE
 from evogrpo.training.console import command, make_console, print_rows, show_command, spinner
 
 _MAX_VALUE_WIDTH = 60
 """Maximum width of a setting's value in a table, in characters."""
+_MAX_TEXT = 400
+"""Maximum number of characters of a text of the best member."""
 
 
 def lineage(args: argparse.Namespace) -> int:
@@ -44,12 +49,13 @@ def lineage(args: argparse.Namespace) -> int:
         line = Text.assemble(
             ("│ " * indent, "dim"),
             member,
-            f"  {printable(birth_text(birth, summary.evolvable))}",
+            f"  {printable(birth_text(birth, summary))}",
             (f"  {_lifetime(birth, summary)}", "dim"),
         )
         console.print(line, soft_wrap=not console.is_terminal)
     if summary.best is None:
         console.print("No member has been evaluated yet.")
+    print_rows(console, summary.labels.rows)
     return OK
 
 
@@ -78,11 +84,19 @@ def best(args: argparse.Namespace) -> int:
     rows["ended"] = summary.ending
     # 2. Its hyperparameters, and how they changed in its lineage.
     rows["hyperparameters"] = _hyperparameters_text(schedule)
+    for name, setting in member.hyperparameters.task_settings.items():
+        rows[short_name(name)] = one_line(number_text(setting), _MAX_TEXT)
     print_rows(console, rows)
     console.print(Text("\nHyperparameters of its lineage", "bold"))
     console.print(_stages_table(schedule, summary))
+    print_rows(console, summary.labels.rows)
+    # 3. Which values of task settings helped.
+    effects = findings(summary)
+    if effects:
+        console.print(Text(f"\n{FINDINGS_TITLE}", "bold"))
+        print_rows(console, effects)
     console.print()
-    # 3. Commands that use them.
+    # 4. Commands that use them.
     export = command("export", args.run_dir, "--schedule", "schedule.yaml")
     show_command(console, "export schedule", export)
     show_command(console, "train again", command("replay", args.run_dir))
@@ -92,7 +106,8 @@ def best(args: argparse.Namespace) -> int:
 def _hyperparameters_text(schedule: BestSchedule) -> str:
     """Return the hyperparameters of the best member as one text."""
     texts = []
-    for name, value in schedule.member.hyperparameters.by_name().items():
+    for name in HYPERPARAMETER_NAMES:
+        value = schedule.member.hyperparameters[name]
         # A calibrated rate changes within a generation; `lr` is only the first guess.
         if name == "lr" and schedule.calibrated is not None:
             first, last = map(number_text, schedule.calibrated)
@@ -108,21 +123,20 @@ def _hyperparameters_text(schedule: BestSchedule) -> str:
 
 def _stages_table(schedule: BestSchedule, summary: RunSummary) -> Table:
     """Return the stages of a lineage with hyperparameters that evolve or differ between them."""
-    values = [stage.hyperparameters.by_name() for stage in schedule.stages]
-    # 1. Choose the columns.
-    first, *others = values
+    # 1. Choose the columns. A member need not have the task settings of another one.
+    values = [stage.hyperparameters for stage in schedule.stages]
     shown = []
-    for name, value in first.items():
-        differs = any(own[name] != value for own in others)
+    for name in dict.fromkeys([*HYPERPARAMETER_NAMES, *summary.task_settings]):
+        differs = len({own.get(name) for own in values}) > 1
         if differs or name in summary.evolvable:
             shown.append(name)
     # 2. Add a row per stage.
-    table = _table("from step", "steps", "samples per step", *shown)
+    table = _table("from step", "steps", "samples per step", *map(summary.labels.name, shown))
     first_step = 0
     for stage, own in zip(schedule.stages, values, strict=True):
         counts = [first_step, stage.steps, stage.samples_per_step]
-        numbers = [number_text(own[name]) for name in shown]
-        table.add_row(*map(str, counts), *map(Text, numbers))
+        texts = [summary.labels.text(name, own.get(name)) for name in shown]
+        table.add_row(*map(str, counts), *map(Text, texts))
         first_step += stage.steps
     return table
 
@@ -340,7 +354,7 @@ def _setting_text(value: Any) -> str:
         text = ", ".join(map(str, value))
     elif isinstance(value, int | float | None) and not isinstance(value, bool):
         text = number_text(value)
-    return shorten(printable(text), _MAX_VALUE_WIDTH)
+    return one_line(text, _MAX_VALUE_WIDTH)
 
 
 def _table(*heads: str) -> Table:
@@ -391,6 +405,7 @@ def _export_member(run_dir: Path, folder: Path) -> None:
     console = make_console()
     with spinner(console, "reading and checking the member"):
         # These imports include torch, which takes seconds.
+        from evogrpo.algorithms.checkpointing import TASK_SETTINGS
         from evogrpo.algorithms.factory import AGENT_CLASSES
         from evogrpo.storage.atomic_files import make_folder, write_synced
         from evogrpo.storage.checkpoint import checkpoint_errors, read_checkpoint
@@ -414,8 +429,9 @@ def _export_member(run_dir: Path, folder: Path) -> None:
         checked = _check_export(run_dir, best, base)
     # 3. Copy its files.
     make_folder(folder)
-    for name in exported.files:
-        write_synced(folder / name, (best / name).read_bytes())
+    for name in (*exported.files, TASK_SETTINGS):
+        if (best / name).is_file():
+            write_synced(folder / name, (best / name).read_bytes())
     line = f"wrote member #{index} to {folder}, {exported.what} {base}; {checked}"
     console.print(Text(line), soft_wrap=True)
     loading = exported.loader.format(repr(str(folder)))

@@ -32,6 +32,7 @@ from evogrpo.members.devices import single_threaded
 from evogrpo.reporting.lineage import ancestors, birth_text, selection_score
 from evogrpo.reporting.records import terms_of
 from evogrpo.reporting.report import report
+from evogrpo.reporting.setting_labels import SettingLabels
 from evogrpo.reporting.summary import RunSummary, read_summary
 from evogrpo.storage.checkpoint import CheckpointError, latest_checkpoint, read_checkpoint
 from evogrpo.storage.journal import read_journal
@@ -401,8 +402,10 @@ def show_plan(console: Console, task: Task, run_dir: Path, *, preset: bool = Fal
     rows = task.facts()
     if preset:
         rows["preset"] = f"tuned values for {config.task.label}; KEY=VALUE overrides them"
-    rows["start"] = _start_text(config)
-    rows["evolving"] = _evolution_text(config)
+    labels = SettingLabels.of(config.search_space.to_json(), [config.hyperparameters])
+    rows["start"] = _start_text(config, labels)
+    rows["evolving"] = _evolution_text(config, labels)
+    rows |= labels.rows
     rows["objective"] = _objective_text(config.agent.objective)
     rows["schedule"] = _schedule_text(config)
     rows["run directory"] = relative_path(run_dir)
@@ -425,7 +428,7 @@ def show_forecast(console: Console, task: Task) -> None:
     console.print()
 
 
-def _start_text(config: Config) -> str:
+def _start_text(config: Config, labels: SettingLabels) -> str:
     """Describe the starting values of evolving and non-default hyperparameters."""
     values = config.hyperparameters.by_name()
     defaults = Hyperparameters(**task_type_of(config.task).hyperparameters).by_name()
@@ -436,7 +439,7 @@ def _start_text(config: Config) -> str:
     if start["target_kl"] is not None:
         start["lr"] = "calibrated on the first batch"
         names.add("lr")
-    text = ", ".join(f"{name} {number_text(start[name])}" for name in values if name in names)
+    text = ", ".join(labels.named(name, start[name]) for name in values if name in names)
     if config.search_space and config.population.spread and config.population.size > 1:
         text += "; other members start at random values in the ranges below"
     return text
@@ -453,7 +456,7 @@ def _objective_text(objective: Objective) -> str:
     return ", ".join(parts)
 
 
-def _evolution_text(config: Config) -> str:
+def _evolution_text(config: Config, labels: SettingLabels) -> str:
     """Describe what evolves, and the strategy."""
     settings = config.strategy.to_json()
     name = strategy_record(config.strategy)["name"]
@@ -464,7 +467,9 @@ def _evolution_text(config: Config) -> str:
     if config.population.size == 1 and name in BUILT_IN:
         return "nothing (one member)"
     # 1. What evolves.
-    evolving = [f"{key} in {_range_text(each)}" for key, each in config.search_space.items()]
+    evolving = []
+    for key, parameter in config.search_space.items():
+        evolving.append(f"{labels.name(key)} in {_range_text(key, parameter, labels)}")
     if getattr(config.agent, "evolve_network", None) is not None:
         evolving.append("network architecture")
     spaces = ", ".join(evolving) or "no hyperparameters (selection only)"
@@ -475,10 +480,10 @@ def _evolution_text(config: Config) -> str:
     return f"{spaces}; {name}{text}"
 
 
-def _range_text(parameter: RLParameter) -> str:
-    """Describe the values that a hyperparameter may take."""
+def _range_text(name: str, parameter: RLParameter, labels: SettingLabels) -> str:
+    """Describe the values that a hyperparameter or a task setting may take."""
     if parameter.choices is not None:
-        return "{" + ", ".join(number_text(choice) for choice in parameter.choices) + "}"
+        return "{" + ", ".join(labels.text(name, choice) for choice in parameter.choices) + "}"
     low, high = parameter.bounds
     details = ["log"] if parameter.scale == "log" else []
     if parameter.founders is not None:
@@ -519,7 +524,7 @@ def show_lineage(console: Console, summary: RunSummary) -> None:
         return
     console.print(Text(f"Lineage of member #{best.index}", "bold"))
     for ancestor in ancestors(summary, best):
-        origin = birth_text(ancestor, summary.evolvable)
+        origin = birth_text(ancestor, summary)
         score = f"{selection_score(ancestor, summary)} after generation {ancestor.generation}"
         head = (f"  #{ancestor.index}", "bold")
         console.print(Text.assemble(head, f" {printable(origin)}", (f"\n     {score}", "dim")))

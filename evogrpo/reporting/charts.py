@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from evogrpo.reporting.lineage import ancestors
 from evogrpo.reporting.records import Estimate, MemberReport
+from evogrpo.reporting.setting_labels import short_name
 from evogrpo.reporting.summary import METRICS, MemberHistory, RunSummary
 from evogrpo.text import number_text
 
@@ -99,7 +100,8 @@ def by_colour(lines: Iterable[Line]) -> dict[str, list[Line]]:
 class Chart:
     """A chart with one or several lines per member.
 
-    All texts are constants or names of hyperparameters.
+    Texts are constants, names of hyperparameters and task settings, and labels of texts. Names and
+    labels are untrusted: each renderer escapes them.
 
     Attributes:
         title: Title.
@@ -147,7 +149,8 @@ class RunCharts:
         failures: Failed results, as lines of one point at the lower edge of the fitness chart.
         lineage: Slot of every member by generation.
         metrics: One chart per metric of learning steps.
-        hyperparameters: One chart per evolving hyperparameter.
+        hyperparameters: One chart per evolving hyperparameter, and per task setting that evolves or
+            differs.
     """
 
     summary: RunSummary
@@ -213,9 +216,10 @@ def run_charts(summary: RunSummary) -> RunCharts:
             failures.append(Line(index=result.index, colour=colour, points=(mark,)))
     # 3. Hyperparameters that have a value; the search space may list others.
     hyperparameters = []
-    for name, space in summary.evolvable.items():
-        if any(_value(result, name) is not None for result in summary.members):
-            hyperparameters.append(_hyperparameter_chart(name, space, summary, colours))
+    for name in summary.shown_names:
+        if all(_value(result, name) is None for result in summary.members):
+            continue
+        hyperparameters.append(_hyperparameter_chart(name, summary, colours))
     # 4. Metrics of learning steps, once a generation has assigned slots to members.
     metrics = []
     if histories:
@@ -448,23 +452,26 @@ def _metric_chart(name: str, summary: RunSummary, colours: _Colours) -> Chart:
     )
 
 
-def _hyperparameter_chart(
-    name: str, space: Mapping[str, Any], summary: RunSummary, colours: _Colours
-) -> Chart:
-    """Return one hyperparameter of every member by generation.
-
-    `space` has the fields of its search space.
-    """
+def _hyperparameter_chart(name: str, summary: RunSummary, colours: _Colours) -> Chart:
+    """Return one hyperparameter or task setting of every member by generation."""
     # 1. Values of all members. Names are those of members, which are validated, instead of those
     #    of the search space in the journal, which are not.
+    space = summary.evolvable.get(name, {})
     values = [_value(result, name) for result in summary.members]
-    names = sorted({value for value in values if isinstance(value, str)})
     numbers = [value for value in values if isinstance(value, int | float)]
+    names: list[str] = []
+    if len(numbers) < len([value for value in values if value is not None]):
+        # With texts, numbers are names too.
+        found = {summary.labels.text(name, value) for value in values if value is not None}
+        order = summary.labels.by_setting.get(name, {}).values()
+        names = [label for label in order if label in found]
+        names += sorted(found.difference(names))
 
     def height(result: MemberReport) -> float | None:
         value = _value(result, name)
-        if isinstance(value, str):
-            return names.index(value)
+        if names and value is not None:
+            return names.index(summary.labels.text(name, value))
+        assert not isinstance(value, str)
         return value
 
     # 2. Axis: names, or numbers on a linear or logarithmic scale.
@@ -481,7 +488,7 @@ def _hyperparameter_chart(
     histories = summary.histories
     lines, births = _history_lines(histories.values(), colours, height)
     return Chart(
-        title=name,
+        title=short_name(name),
         unit="",
         limits=limits,
         lines=lines,

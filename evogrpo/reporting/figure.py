@@ -172,13 +172,20 @@ def draw_chart(axes: "Axes", chart: Chart, run: RunCharts) -> None:
         axes.yaxis.set_major_locator(FixedLocator(list(chart.ticks)))
     else:
         axes.yaxis.set_major_locator(MaxNLocator(y_bins, steps=[1, 2, 2.5, 5, 10]))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: chart.value_text(value)))
+    axes.yaxis.set_major_formatter(
+        FuncFormatter(lambda value, _: _without_math(chart.value_text(value)))
+    )
     # Minor ticks of a logarithmic axis would have labels too.
     axes.yaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_locator(MaxNLocator(x_bins, integer=True, min_n_ticks=1))
-    axes.set_title(chart.title)
+    axes.set_title(_without_math(chart.title))
     axes.set_ylabel(chart.unit)
     axes.set_xlabel(chart.x_title)
+
+
+def _without_math(text: str) -> str:
+    """Return text that matplotlib shows as it is, also between dollar signs."""
+    return text.replace("$", r"\$")
 
 
 def _joined(lines: Sequence[Line]) -> tuple[Array, Array, Array]:

@@ -1,6 +1,6 @@
 """Lineage of a run: best member, ancestors, births, and hyperparameter schedule."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from evogrpo.evolution.history import NETWORK, MemberRecord
 from evogrpo.evolution.strategies import ScheduleStage
 from evogrpo.reporting.records import MemberReport
 from evogrpo.reporting.summary import RunSummary, read_summary
-from evogrpo.text import number_text, origin_text
+from evogrpo.text import origin_text
 
 
 def lineage_of(summary: RunSummary, member: MemberReport) -> tuple[MemberReport, ...]:
@@ -190,12 +190,13 @@ def selection_score(member: MemberReport, summary: RunSummary) -> str:
     return score
 
 
-def birth_text(member: MemberRecord | MemberReport, evolvable: Iterable[str]) -> str:
+def birth_text(member: MemberRecord | MemberReport, summary: RunSummary) -> str:
     """Describe the origin of a member, a founder with its hyperparameters, as one line."""
+    labels = summary.labels
     if member.parent is not None:
-        return origin_text(member.parent, member.changes)
+        return origin_text(member.parent, labels.changes(member.changes))
     own = member.hyperparameters
     step_size = "lr" if own.target_kl is None else "target_kl"
-    names = list(evolvable) or [step_size, "group_size"]
-    values = [f"{name} {number_text(own.get(name))}" for name in names]
+    names = summary.shown_names or (step_size, "group_size")
+    values = [labels.named(name, own.get(name)) for name in names]
     return f"founder with {', '.join(values)}"

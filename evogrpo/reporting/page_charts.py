@@ -2,13 +2,16 @@
 
 import math
 from collections.abc import Iterable, Mapping
+from functools import partial
 from html import escape
 from typing import Any
 
 from evogrpo.reporting.charts import BASE, BEST, Chart, Line, RunCharts, by_colour, run_charts
 from evogrpo.reporting.records import MemberReport
+from evogrpo.reporting.setting_effects import SettingEffect, setting_effects
+from evogrpo.reporting.setting_labels import short_name
 from evogrpo.reporting.summary import RunSummary
-from evogrpo.text import count_text, duration_text, number_text
+from evogrpo.text import count_text, duration_text, pluralize, score_text
 
 Plot = dict[str, Any]
 """A chart as plotly.js reads it: `data`, a list of traces, and `layout`."""
@@ -32,10 +35,14 @@ _LAYOUT: Plot = {
 }
 
 
+# Plotly reads a few HTML tags and entities in texts, but not that of a quotation mark.
+_escaped = partial(escape, quote=False)
+
+
 def page_charts(summary: RunSummary) -> dict[str, dict[str, Plot]]:
     """Return the charts of the page by section and by the id of their element.
 
-    They have numbers, constants and names of hyperparameters, but no untrusted text.
+    They have numbers and constants. Names and labels of settings, which are untrusted, are escaped.
     """
     run = run_charts(summary)
     details = {}
@@ -46,6 +53,11 @@ def page_charts(summary: RunSummary) -> dict[str, dict[str, Plot]]:
     if len(summary.histories) > 1:
         lineage = {"lineage": _lineage_plot(run, details)}
         sections = {"Fitness and lineage": sections["Fitness"] | lineage}
+    effects = setting_effects(summary, summary.task_settings)
+    compared = [effect for effect in effects if effect.best is not None]
+    if compared:
+        plots = {f"Effects-{number}": _effect_plot(each) for number, each in enumerate(compared)}
+        sections["Task settings"] = plots
     for title, charts in (
         ("Hyperparameters", run.hyperparameters),
         ("Learning steps", run.metrics),
@@ -59,7 +71,8 @@ def page_charts(summary: RunSummary) -> dict[str, dict[str, Plot]]:
 
 def _hover_text(result: MemberReport, summary: RunSummary) -> str:
     """Return the hover text of a result: fitness, evolving hyperparameters, origin and cost."""
-    values = result.hyperparameters.by_name()
+    own = result.hyperparameters
+    values = [summary.labels.named(name, own.get(name)) for name in summary.shown_names]
     birth = "founder"
     if result.parent is not None:
         birth = f"child of #{result.parent}"
@@ -70,7 +83,7 @@ def _hover_text(result: MemberReport, summary: RunSummary) -> str:
     tokens = f"{count_text(result.tokens)} {summary.terms.tokens}"
     lines = [
         f"fitness {result.estimate or '–'}",
-        *(f"{escape(name)} {escape(number_text(values[name]))}" for name in summary.evolvable),
+        *map(_escaped, values),
         birth,
         f"slot {result.slot}, {tokens}, {duration_text(result.seconds)}",
     ]
@@ -139,6 +152,62 @@ def _lineage_plot(run: RunCharts, details: Details) -> Plot:
     return plot
 
 
+def _effect_plot(effect: SettingEffect) -> Plot:
+    """Return fitness by value of a setting: the mean of lineages, and a small point for each."""
+    # 1. Small points of lineages, and the means with their errors.
+    x: list[float] = []
+    y: list[int] = []
+    for position, value in enumerate(effect.values):
+        x += value.lineage_means
+        y += [position] * value.lineages
+    positions = list(range(len(effect.values)))
+    means = [value.fitness for value in effect.values]
+    errors = [value.standard_error for value in effect.values]
+    hovers = []
+    ticks = []
+    for value, mean, error in zip(effect.values, means, errors, strict=True):
+        counts = pluralize(value.members, "member")
+        if value.lineages != value.members:
+            counts += f" of {pluralize(value.lineages, 'lineage')}"
+        hovers.append(f"<b>{_escaped(value.label)}</b><br>{score_text(mean, error)}<br>{counts}")
+        ticks.append(f"{_escaped(value.label)}<br>{counts}")
+    points = {"mode": "markers", "marker": {"color": BASE, "size": 5, "opacity": 0.7}}
+    bars = {"type": "data", "array": [error or 0.0 for error in errors], "thickness": 2}
+    large = {"color": BEST, "size": 11}
+    traces: list[Plot] = [
+        {"x": x, "y": y, **points, "hoverinfo": "x"},
+        {
+            "x": means,
+            "y": positions,
+            "mode": "markers",
+            "marker": large,
+            "error_x": {**bars, "color": BEST},
+            "hovertext": hovers,
+            "hoverinfo": "text",
+        },
+    ]
+    # 2. Axes. The first value is at the top.
+    x_title = {"text": "relative fitness", "standoff": 4}
+    x_axis: Plot = {**_GRID, "title": x_title, "zeroline": True, "zerolinecolor": BASE, "nticks": 6}
+    y_axis: Plot = {
+        "tickvals": positions,
+        "ticktext": ticks,
+        "range": [len(positions) - 0.5, -0.5],
+        "automargin": True,
+        "showgrid": False,
+        "zeroline": False,
+    }
+    text = f"<b>{_escaped(short_name(effect.name))}</b>"
+    layout = {
+        **_LAYOUT,
+        "title": {"text": text, "font": {"size": 13}, "x": 0.01},
+        "height": 95 + 45 * len(positions),
+        "xaxis": x_axis,
+        "yaxis": y_axis,
+    }
+    return {"data": traces, "layout": layout}
+
+
 def _plot(chart: Chart, run: RunCharts, details: Details | None = None) -> Plot:
     """Return the traces and the layout of a chart."""
     traces: list[Plot] = []
@@ -175,11 +244,13 @@ def _plot(chart: Chart, run: RunCharts, details: Details | None = None) -> Plot:
         y_axis |= {"type": "log", "range": [math.log10(limit) for limit in chart.limits]}
     # plotly would label 0.02 as "2".
     if chart.ticks:
-        texts = [chart.value_text(tick) for tick in chart.ticks]
-        y_axis |= {"tickvals": chart.ticks, "ticktext": texts}
+        texts = [_escaped(chart.value_text(tick)) for tick in chart.ticks]
+        # Names may be wider than the margin.
+        y_axis |= {"tickvals": chart.ticks, "ticktext": texts, "automargin": bool(chart.names)}
     else:
         y_axis |= {"nticks": 6, "exponentformat": "e"}
-    title = {"text": f"<b>{chart.title}</b> {chart.unit}", "font": {"size": 13}, "x": 0.01}
+    text = f"<b>{_escaped(chart.title)}</b> {chart.unit}"
+    title = {"text": text, "font": {"size": 13}, "x": 0.01}
     return {"data": traces, "layout": {**_LAYOUT, "title": title, "xaxis": x_axis, "yaxis": y_axis}}
 
 
@@ -192,7 +263,7 @@ def _points(lines: Iterable[Line], chart: Chart, details: Details | None) -> Plo
         for point in line.points:
             x.append(point.x)
             y.append(float(f"{point.y:.5g}"))
-            text = f"{chart.title} {chart.value_text(point.y)}"
+            text = _escaped(f"{chart.title} {chart.value_text(point.y)}")
             if details is not None:
                 text = details.get((line.index, point.generation), text)
             texts.append(f"<b>#{line.index}</b> in generation {point.generation}<br>{text}")

@@ -24,6 +24,8 @@ from evogrpo.reporting.records import (
     processed,
     verdict,
 )
+from evogrpo.reporting.setting_effects import MIN_LINEAGES, setting_effects
+from evogrpo.reporting.setting_labels import short_name
 from evogrpo.reporting.summary import METRICS, RunSummary, read_summary
 from evogrpo.storage.atomic_files import replace_file
 from evogrpo.text import (
@@ -118,8 +120,9 @@ def html_page(summary: RunSummary) -> str:
         summary: The run.
 
     Returns:
-        The HTML text of a self-contained page. Values are escaped, the charts have no text of the
-        run, and the content security policy allows only the page's own scripts.
+        The HTML text of a self-contained page. Values are escaped, the charts have names and
+        labels of settings but no other text of the run, and the content security policy allows
+        only the page's own scripts.
     """
     # 1. Charts and the scripts that draw them, or how to install plotly.
     charts = {}
@@ -175,12 +178,15 @@ def html_page(summary: RunSummary) -> str:
         figures=figures,
         questions=_questions(summary),
         scores=list(_scores(summary)),
+        effects=list(_effects(summary)),
+        texts=summary.labels.numbered,
         costs=list(_costs(summary)),
         learning_seconds=math.fsum(_phases(summary).values()),
         lineage=list(_lineage(summary)),
         generations=list(_generations(summary)),
         members=list(_members(summary)),
         max_tables=_MAX_TABLES,
+        min_lineages=MIN_LINEAGES,
         completions=completions,
         facts=list(_facts(summary)),
     )
@@ -252,6 +258,23 @@ def _scores(summary: RunSummary) -> Iterator[Row]:
         yield row("paired difference, test", test.gain, test.questions)
 
 
+def _effects(summary: RunSummary) -> Iterator[tuple[Row, list[Row]]]:
+    """Yield a row with the finding on each task setting, and rows of its values."""
+    for effect in setting_effects(summary, summary.task_settings):
+        rows = []
+        for value in effect.values:
+            cells = {
+                "setting": short_name(effect.name),
+                "value": value.label,
+                "relative fitness ± SE": score_text(value.fitness, value.standard_error),
+                "members": value.members,
+                "lineages": value.lineages,
+            }
+            rows.append(Row(cells, best=effect.clear and value is effect.best))
+        finding = {"setting": short_name(effect.name), "result": effect.finding}
+        yield Row(finding, best=effect.clear), rows
+
+
 def _phases(summary: RunSummary) -> dict[str, float]:
     """Return the seconds of each phase of the learning steps."""
     phases: dict[str, float] = {}
@@ -309,7 +332,7 @@ def _lineage(summary: RunSummary) -> Iterator[Row]:
             "member": f"#{ancestor.index}",
             "parent": _parent_text(ancestor),
             "generations": f"{first.generation} to {ancestor.generation}",
-            "changed at birth": changes_text(ancestor.changes) or "–",
+            "changed at birth": changes_text(summary.labels.changes(ancestor.changes)) or "–",
             **_values(ancestor, summary),
             "fitness at the end": ancestor.estimate or "–",
             "reason": ancestor.reason,
@@ -380,9 +403,12 @@ def _member_row(member: MemberReport, generation: GenerationReport, summary: Run
 
 
 def _values(member: MemberReport, summary: RunSummary) -> dict[str, str]:
-    """Return the evolving hyperparameters of a member, as text."""
+    """Return the evolving hyperparameters and task settings of a member, as text."""
     own = member.hyperparameters
-    return {name: number_text(own.get(name)) for name in summary.evolvable}
+    values = {}
+    for name in summary.shown_names:
+        values[short_name(name)] = summary.labels.text(name, own.get(name))
+    return values
 
 
 def _parent_text(member: MemberReport) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from evogrpo.config.hyperparameters import check_name
+from evogrpo.config.task_settings import is_task_setting
 from evogrpo.evolution.fitness import ROLLOUTS
 from evogrpo.evolution.history import MemberRecord
 from evogrpo.reporting.records import (
@@ -20,6 +21,7 @@ from evogrpo.reporting.records import (
     TestReport,
     terms_of,
 )
+from evogrpo.reporting.setting_labels import SettingLabels, differing_settings
 from evogrpo.storage.journal import JournalError, latest_generations, read_journal
 from evogrpo.text import expand_user
 from evogrpo.validation import Record, validate
@@ -118,6 +120,33 @@ class RunSummary:
                 index=first.index, origin=origin, results=tuple(own)
             )
         return histories
+
+    @cached_property
+    def founders(self) -> Mapping[int, int]:
+        """Index of the first ancestor of every member, by its index."""
+        founders: dict[int, int] = {}
+        for birth in self.births:
+            parent = birth.index if birth.parent is None else birth.parent
+            # Parents come before their children, so the founder of a parent is known.
+            founders[birth.index] = founders.get(parent, birth.index)
+        return founders
+
+    @cached_property
+    def task_settings(self) -> tuple[str, ...]:
+        """Names of the task settings that evolve, or in which members differ."""
+        evolving = [name for name in self.evolvable if is_task_setting(name)]
+        differing = differing_settings(birth.hyperparameters for birth in self.births)
+        return tuple(dict.fromkeys([*evolving, *differing]))
+
+    @property
+    def shown_names(self) -> tuple[str, ...]:
+        """Names of evolving hyperparameters and of `task_settings`."""
+        return tuple(dict.fromkeys([*self.evolvable, *self.task_settings]))
+
+    @cached_property
+    def labels(self) -> SettingLabels:
+        """Labels of the texts of task settings."""
+        return SettingLabels.of(self.evolvable, (birth.hyperparameters for birth in self.births))
 
     @property
     def terms(self) -> Terms:

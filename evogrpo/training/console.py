@@ -122,8 +122,10 @@ def print_rows(console: Console, rows: Mapping[str, str]) -> None:
     """Print names and values: as a grid on a terminal, as lines in a log."""
     # A log has no width: one line per name.
     if not console.is_terminal:
+        width = max([18, *map(len, rows)])
         for name, value in rows.items():
-            console.print(Text.assemble((f"{name:<18} ", "dim"), printable(value)), soft_wrap=True)
+            head = f"{name:<{width}} "
+            console.print(Text.assemble((head, "dim"), printable(value)), soft_wrap=True)
         return
     table = Table.grid(padding=(0, 1, 0, 0))
     table.add_column(style="dim", no_wrap=True, min_width=18)

@@ -25,6 +25,9 @@ from evogrpo.reporting.records import (
     verdict,
 )
 from evogrpo.reporting.records import TestReport as TestOutcome
+from evogrpo.reporting.setting_effects import FINDINGS_TITLE, findings
+from evogrpo.reporting.setting_labels import NO_LABELS, SettingLabels, differing_settings
+from evogrpo.reporting.summary import read_summary
 from evogrpo.text import (
     count_text,
     duration_text,
@@ -60,6 +63,8 @@ class RunDisplay(Callback):
         # By time.monotonic().
         self._last_line_at = -SECONDS_BETWEEN_LINES
         self._entered = False
+        # Labels of texts of task settings.
+        self._texts_shown: set[str] = set()
         self._baseline_shown = trainer.run_state.baseline is not None
         self._live: Live | None = None
         # A notebook shows generations only.
@@ -185,11 +190,15 @@ class RunDisplay(Callback):
             before = {member.index for member in generation.members}
             new = {member.index for member in report.members} - before
         best = trainer.run_state.best
+        births = [birth.hyperparameters for birth in population.lineage]
+        labels = SettingLabels.of(population.space.to_json(), births)
+        evolving = [*population.space, *differing_settings(births)]
         table = generation_table(
             report,
-            list(population.space) or [step_size, "group_size"],
+            list(dict.fromkeys(evolving)) or [step_size, "group_size"],
             width,
             self.terms,
+            labels=labels,
             best_so_far=best is None or best.generation == report.generation,
             new=new,
             measure=measure,
@@ -199,8 +208,15 @@ class RunDisplay(Callback):
             score = score_text(best.fitness.mean, best.fitness.standard_error)
             whose = f"#{best.index} of generation {best.generation}"
             shown.append(f"★ best so far: {whose}, fitness {score}")
-        # 3. Selection and completions.
-        shown += plan_lines(report)
+        # 3. Texts that have a number in tables, once each.
+        texts = labels.numbered
+        for label in texts:
+            if label not in self._texts_shown:
+                text = shortened(one_line(texts[label]), max(2 * width, 80))
+                shown.append(Text.assemble((f"{label}: ", "dim"), text))
+        self._texts_shown.update(texts)
+        # 4. Selection and completions.
+        shown += plan_lines(report, labels)
         completions = completions_table(report.examples, report.best_index, width)
         if completions is not None:
             shown += ["", completions]
@@ -232,6 +248,13 @@ class RunDisplay(Callback):
             if learned:
                 line += f" ({cost.tokens / (cost.tokens + learned):.0%} of all {unit})"
             lines.append(f"Evaluations: {line}")
+        # 3. Which values of task settings helped.
+        births = self._trainer.population.lineage
+        has_settings = any(birth.hyperparameters.task_settings for birth in births)
+        if has_settings and result.run_dir is not None:
+            lines.append(Text(FINDINGS_TITLE, "bold"))
+            for name, finding in findings(read_summary(result.run_dir)).items():
+                lines.append(Text.assemble((f"  {name}  ", "dim"), finding))
         self._console.print(Group(*lines, f"Finished: {result.reason}."))
 
     def _show_baseline(self) -> None:
@@ -476,6 +499,7 @@ def generation_table(
     width: int,
     terms: Terms,
     *,
+    labels: SettingLabels = NO_LABELS,
     best_so_far: bool = True,
     new: Collection[int] = (),
     measure: str = "fitness",
@@ -484,9 +508,10 @@ def generation_table(
 
     Args:
         report: The generation.
-        evolving: The hyperparameters to show.
+        evolving: The hyperparameters and task settings to show.
         width: Columns of the terminal.
         terms: Terms of the task type.
+        labels: Labels of texts of task settings.
         best_so_far: The best member of this generation is the best of the run so far.
         new: Indices of the members that were born in the plan before this generation.
         measure: Name of the fitness that selection uses, for the heading.
@@ -499,8 +524,9 @@ def generation_table(
     columns["member"] = [f"#{each.index}" for each in members]
     if any(each.parent is not None for each in members):
         columns["parent"] = ["–" if each.parent is None else f"#{each.parent}" for each in members]
-    for name in evolving:
-        columns[name] = [_value_text(each, name) for each in members]
+    heads = {labels.name(name): name for name in evolving}
+    for head, name in heads.items():
+        columns[head] = [_value_text(each, name, labels) for each in members]
     if any("step_kl" in each.metrics for each in members):
         # Means over the generation's learning steps.
         columns["lr used"] = [number_text(each.metrics.get("learning_rate")) for each in members]
@@ -508,17 +534,27 @@ def generation_table(
     columns[f"{measure} ± SE"] = [str(each.estimate or "failed") for each in members]
     columns[terms.tokens] = [_short_count(each.tokens) for each in members]
     columns["time"] = [duration_text(each.seconds) for each in members]
-    # 2. In a narrow terminal, break the headings, and leave out columns.
+    # 2. In a narrow terminal, break the headings, and leave out columns: then also those of the
+    #    last hyperparameters, first those in which members do not differ.
     table = _member_table(report, columns)
+    equal = [head for head in heads if len(set(map(str, columns[head]))) == 1]
+    different = [head for head in heads if head not in equal]
     optional = ["time", terms.tokens, "step KL", "lr used", "parent", "slot"]
-    all_columns = len(optional)
+    optional += [*equal[::-1], *different[::-1]]
+    left_out = []
     while optional and Console(width=1000).measure(table).maximum > width - _NOTE_WIDTH:
-        columns.pop(optional.pop(0), None)
+        head = optional.pop(0)
+        if columns.pop(head, None) is not None and head in heads:
+            left_out.append(head)
         table = _member_table(report, columns, broken_heads=True)
     # 3. Add the notes, which are wrapped.
-    broken_heads = len(optional) < all_columns
+    broken_heads = "time" not in columns
     columns[""] = [member_note(each, report, best_so_far, each.index in new) for each in members]
-    return _member_table(report, columns, broken_heads=broken_heads)
+    table = _member_table(report, columns, broken_heads=broken_heads)
+    if left_out:
+        table.caption = Text(f"not shown: {', '.join(sorted(left_out))}", "dim")
+        table.caption_justify = "left"
+    return table
 
 
 def _member_table(
@@ -533,10 +569,11 @@ def _member_table(
         # The notes.
         if name == "":
             table.add_column()
-        elif broken_heads:
-            table.add_column(name.replace("_", "_\n"), justify="right", no_wrap=True)
         else:
-            table.add_column(name, justify="right", no_wrap=True)
+            head = name
+            if broken_heads:
+                head = name.replace("_", "_\n").replace(".", ".\n")
+            table.add_column(Text(head), justify="right", no_wrap=True)
     for row, member in enumerate(report.members):
         style = ""
         if member.index == report.best_index:
@@ -545,9 +582,9 @@ def _member_table(
     return table
 
 
-def _value_text(member: MemberReport, name: str) -> Text:
+def _value_text(member: MemberReport, name: str, labels: SettingLabels) -> Text:
     """Return a hyperparameter of a member; it is highlighted if it changed at its birth."""
-    value = number_text(member.hyperparameters.get(name))
+    value = labels.text(name, member.hyperparameters.get(name))
     if name in member.changes:
         return Text(value, "bold cyan")
     return Text(value)
@@ -569,7 +606,7 @@ def member_note(
     return Text(" · ".join(notes))
 
 
-def plan_lines(report: GenerationReport) -> list[Text]:
+def plan_lines(report: GenerationReport, labels: SettingLabels = NO_LABELS) -> list[Text]:
     """Return lines on the plan after a generation: one per retirement and birth."""
     plan = report.plan
     members = {member.slot: member.index for member in report.members}
@@ -588,7 +625,7 @@ def plan_lines(report: GenerationReport) -> list[Text]:
         birth = f"#{child.index} added"
         if child.slot in members:
             birth = f"#{members[child.slot]} is replaced by #{child.index}"
-        origin = origin_text(child.parent, child.changes)
+        origin = origin_text(child.parent, labels.changes(child.changes))
         lines.append(Text.assemble((f"selection: {birth}", "cyan"), f", a {origin}"))
     if not lines:
         close = any("within noise" in reason for reason in plan.reasons)

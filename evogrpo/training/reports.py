@@ -4,6 +4,7 @@ import math
 import subprocess
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from subprocess import SubprocessError
 from typing import TYPE_CHECKING, Any
@@ -316,22 +317,23 @@ def generation_curves(
         evolving: Names of the evolving hyperparameters. Others are logged if members differ in
             them.
     """
-    values = {member.slot: member.hyperparameters.by_name() for member in members}
-    first = next(iter(values.values()), {})
-    shown = [
-        name
-        for name in first
-        if name in evolving or any(own[name] != first[name] for own in values.values())
-    ]
+    # 1. Names. A member need not have the task settings of another one.
+    names = dict.fromkeys(chain.from_iterable(each.hyperparameters.by_name() for each in members))
+    shown = []
+    for name in names:
+        values = {member.hyperparameters.get(name) for member in members}
+        if name in evolving or len(values) > 1:
+            shown.append(name)
+    # 2. Scalars of each member.
     curves: dict[int, dict[str, float | None]] = {}
     for member in members:
-        numbers = {
-            name: own for name in shown if not isinstance(own := values[member.slot][name], str)
-        }
-        others = {f"measured_{name}": each.mean for name, each in member.measured.items()}
-        if member.evaluation is None:
-            cost = {}
-        else:
-            cost = {"evaluation_cost": float(member.evaluation.tokens)}
-        curves[member.slot] = {"fitness": member.fitness, **others, **cost, **numbers}
+        scalars = {"fitness": member.fitness}
+        for name, estimated in member.measured.items():
+            scalars[f"measured_{name}"] = estimated.mean
+        scalars["evaluation_cost"] = float(member.evaluation.tokens)
+        for name in shown:
+            value = member.hyperparameters.get(name)
+            if not isinstance(value, str):
+                scalars[name] = value
+        curves[member.slot] = scalars
     return _member_scalars(curves)

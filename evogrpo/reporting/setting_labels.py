@@ -1,0 +1,139 @@
+"""Short labels of the texts of task settings, for tables and charts."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES, Hyperparameters, Value
+from evogrpo.config.task_settings import is_task_setting
+from evogrpo.evolution.history import Changes
+from evogrpo.text import number_text, one_line
+
+MAX_LABEL = 16
+"""Maximum number of characters of a text that is its own label."""
+_MAX_NAME = 40
+# Of tables of members in a terminal.
+_OTHER_COLUMNS = ("slot", "member", "parent", "tokens", "actions", "time")
+_MAX_ROW = 200
+
+
+@dataclass(frozen=True)
+class SettingLabels:
+    """Short names of a run's task settings, and labels of the texts that members have as values.
+
+    The label of a text of at most `MAX_LABEL` characters in one line is the text in quotation
+    marks. Others are numbered, such as `style 2`. All names and texts are untrusted; labels have no
+    control characters.
+
+    Attributes:
+        by_setting: Label of each text, by setting. Choices of the search space come first, in their
+            order.
+        names: Names without their group, such as `digits`, where no other setting, hyperparameter
+            or column of a table has the same one.
+    """
+
+    by_setting: Mapping[str, Mapping[str, str]]
+    names: Mapping[str, str]
+
+    @classmethod
+    def of(
+        cls, space: Mapping[str, Mapping[str, Any]], members: Iterable[Hyperparameters]
+    ) -> "SettingLabels":
+        """Return the labels of a run.
+
+        Args:
+            space: Fields of each parameter of the search space, by name; untrusted.
+            members: Hyperparameters of all members, in order of index.
+        """
+        # 1. Values of each task setting.
+        found: dict[str, list[object]] = {}
+        for name, fields in space.items():
+            if is_task_setting(name):
+                choices = fields.get("choices")
+                found[name] = list(choices) if isinstance(choices, list | tuple) else []
+        for member in members:
+            for name, value in member.task_settings.items():
+                found.setdefault(name, []).append(value)
+        # 2. Labels of its texts.
+        labels = {}
+        for name, values in found.items():
+            distinct = dict.fromkeys(value for value in values if isinstance(value, str))
+            if distinct:
+                labels[name] = _labels(name, list(distinct))
+        # 3. Names without group, unless ambiguous.
+        own = Counter(name.partition(".")[2] for name in found)
+        own.update([*HYPERPARAMETER_NAMES, *_OTHER_COLUMNS])
+        names = {}
+        for name in found:
+            short = name.partition(".")[2]
+            names[name] = short_name(short if own[short] == 1 else name)
+        return cls(labels, names)
+
+    def name(self, name: str) -> str:
+        """Return the name of a hyperparameter or a task setting, without its group if clear."""
+        return self.names.get(name, short_name(name))
+
+    def text(self, name: str, value: Value) -> str:
+        """Return a value of a hyperparameter or a task setting as short text."""
+        if not isinstance(value, str) or not is_task_setting(name):
+            return number_text(value)
+        known = self.by_setting.get(name, {})
+        return known.get(value) or f'"{one_line(value, MAX_LABEL)}"'
+
+    def named(self, name: str, value: Value) -> str:
+        """Return name and value as short text, such as `digits 1`, or `style 2` for a text."""
+        text = self.text(name, value)
+        head = f"{self.name(name)} "
+        # The label of a numbered text begins with the name.
+        if text.startswith(head):
+            return text
+        return head + text
+
+    def changes(self, changes: Changes) -> dict[str, tuple[str, str]]:
+        """Return changes of a birth with names and values as short text."""
+        return {
+            self.name(name): (self.text(name, old), self.text(name, new))
+            for name, (old, new) in changes.items()
+        }
+
+    @property
+    def numbered(self) -> dict[str, str]:
+        """Texts with a number in place of themselves, by label."""
+        texts: dict[str, str] = {}
+        for labels in self.by_setting.values():
+            texts |= {label: text for text, label in labels.items() if not label.startswith('"')}
+        return texts
+
+    @property
+    def rows(self) -> dict[str, str]:
+        """Beginnings of these texts as one line, by label, for a terminal."""
+        return {label: one_line(text, _MAX_ROW) for label, text in self.numbered.items()}
+
+
+NO_LABELS = SettingLabels({}, {})
+"""Labels of a run without task settings."""
+
+
+def _labels(name: str, texts: list[str]) -> dict[str, str]:
+    """Return the labels of all texts of a setting."""
+    labels = {}
+    for number, text in enumerate(texts, start=1):
+        line = one_line(text, MAX_LABEL)
+        if line == text:
+            labels[text] = f'"{text}"'
+        else:
+            labels[text] = f"{short_name(name.partition('.')[2])} {number}"
+    return labels
+
+
+def short_name(name: str) -> str:
+    """Return the name of a hyperparameter or a task setting, cut to a width that tables have."""
+    return one_line(name, _MAX_NAME)
+
+
+def differing_settings(members: Iterable[Hyperparameters]) -> list[str]:
+    """Return the names of task settings in which members differ, sorted."""
+    settings = [member.task_settings for member in members]
+    names = sorted(set().union(*settings))
+    return [name for name in names if len({each.get(name) for each in settings}) > 1]
