@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarking.classic.intervals import stratified_bootstrap  # the path is set above
 from evogrpo import GRPO, GymnasiumGroups, HuggingFaceGym, HyperparameterConfig, RLParameter, evolve
 from evogrpo.config.hyperparameters import DEFAULT_TARGET_KL, Hyperparameters, is_integer
+from evogrpo.config.task_settings import NO_SETTINGS
 from evogrpo.evolution import (
     FitnessConfig,
     Fixed,
@@ -332,7 +333,7 @@ def test_scores(run: Any, env: Any, best: Any) -> list[float]:
     from evogrpo.interruption import NEVER
     from evogrpo.training.evaluation import evaluate_states
 
-    states = [None if best is None else best.state]
+    states = [(NO_SETTINGS, None if best is None else best.state)]
     fitness, _ = evaluate_states(
         run.population.members,
         states,
