@@ -29,7 +29,7 @@ SHARED = [
     ("population", PopulationConfig),
     ("logging", LoggingConfig),
 ]
-FREE = ("env_kwargs", "chat_template_kwargs", "options", "sizes")
+FREE = ("settings", "env_kwargs", "chat_template_kwargs", "options", "sizes")
 """Mappings with any keys."""
 
 # File | wrong settings | words of the answer. Values that are out of range, and settings that
@@ -93,10 +93,12 @@ questions | agent.objective.overlong_buffer=129
 questions   | agent.optimizer.betas=[0.9]              | agent.optimizer.betas[1] must be given
 questions | agent.optimizer.warmup_steps=5 | agent.optimizer: warmup_steps; target_kl; got 5
 questions   | task.env=CartPole-v1                     | got dataset and env
-questions | task={dataset: {train: a}, reward: [f, g], form: agilerl}
-  | form: agilerl takes one reward function
-questions | task={dataset: {train: a}, reward: f, form: trl, system_prompt: x}
-  | system_prompt; require form: agilerl
+questions
+  | task={dataset: {train: a}, reward: f, form: trl, conversation_template: [{a: b}]}
+  | conversation_template requires form: agilerl
+questions   | task.metric_weights=[1]                  | metric_weights requires metric
+questions   | metric=r.py:f                            | Use 'task.metric'
+questions   | task.settings={a: [1]}                   | task.settings
 questions | task.dataset={trian: x} | unknown key in task.dataset 'trian': did you mean 'train'?
 questions | task.dataset={train: x, subset: y} | task.dataset: subset and revision require hub
 questions   | task.reward_funcs=f                      | 'reward_funcs': it is called 'reward' here
@@ -114,9 +116,6 @@ questions | task={dataset: {train: a}, environment_factory: {}, max_turns: 3}
 questions   | task={dataset: {train: a}, tools: ["t.py:f"], max_turns: 3} | reward
 questions | task={dataset: {train: a}, environment_factory: "e.py:E", max_turns: 3, form: agilerl}
   | form: trl
-questions
-  | task={dataset: {train: a}, environment_factory: "e.py:E", max_turns: 3, system_prompt: x}
-  | system_prompt
 questions   | task.dataset={starts: 9}                 | dataset.starts
 questions | task={dataset: {starts: 9, train: a}, environment_factory: "e.py:E", max_turns: 3}
   | starts
@@ -171,6 +170,14 @@ project     | task.reward=missing.py:score             | no file
 project     | task.reward=rewards                      | "path.py:function"
 project | task.reward=no_such_module:f | loading no_such_module raised ModuleNotFoundError
 project     | task.form=trl                            | must have the columns
+project     | search_space.task.style.choices=[a, b]   | Nothing reads; task.style
+project     | search_space.reward_weights.scor.choices=[0, 1] | 'scor': did you mean 'score'?
+project     | search_space.data_weights.a.choices=[0, 1] | data_column
+project     | task.settings={style: a} search_space.task.stile.choices=[a, b] | task.stile
+project     | fitness=rollouts search_space.reward_weights.score.choices=[0, 1]
+  | fitness 'rollouts'; reward_weights.score
+project     | task.data_column=levl                    | data_column 'levl'
+project     | task.metric=missing.py:f                 | no file
 project     | task.max_prompt_length=1                 | left out
 project | task.reward_workers=0 task.reward_timeout=3
   | reward_timeout requires reward_workers of at least 1

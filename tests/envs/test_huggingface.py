@@ -247,7 +247,7 @@ def test_template_options_of_a_row_override_those_of_the_environment():
         ({"reward_timeout": "5"}, "reward_timeout .*'5'"),
         ({"test_size": 3}, "test_size .*test_dataset"),
         ({"validation_size": 30}, "validation_size .* 30"),
-        ({"conversation_template": user("{prompt}")}, "conversation_template 'prompt'"),
+        ({"conversation_template": user("{question} {prompt}")}, "conversation_template 'prompt'"),
         ({"chat_template_kwargs": []}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"enable_thinking": "false"}}, "enable_thinking"),
         *(

@@ -428,7 +428,8 @@ def test_names_are_unique():
     [
         ((None, None, None), "reward_fn .*reward_funcs"),
         ((fragile, fragile, None), "reward_fn .*reward_funcs"),
-        ((fragile, None, [1.0]), "reward_weights"),
+        ((fragile, None, [1.0, 2.0]), "reward_weights"),
+        ((None, fragile, {"fragil": 1.0}), "fragile"),
         ((None, [], None), "reward_funcs"),
         ((None, fragile, [math.nan]), "reward_weights .*nan"),
         ((None, "model", None), "'model'"),

@@ -39,18 +39,19 @@ def test_braces_in_questions_are_unchanged(question):
     template = check_template(
         [{"role": "user", "content": r"Q: {question} ({answer}) \boxed{{answer}} {{}} {}"}]
     )
-    (filled,) = fill_template(template, question, "SECRET")
+    (filled,) = fill_template(template, {"question": question, "answer": "SECRET"})
     assert filled == {
         "role": "user",
         "content": rf"Q: {question} (SECRET) \boxed{{answer}} {{}} {{}}",
     }
-    assert fill_template(template, 24, [1, 2])[0]["content"].startswith("Q: 24 ([1, 2])")
+    assert fill_template(template, {"question": 24, "answer": [1, 2]})[0]["content"].startswith(
+        "Q: 24 ([1, 2])"
+    )
 
 
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        (r"{question} {context}", "conversation_template 'context'"),
         *(
             (content, r"conversation_template .*\{question\}")
             for content in ("no field", "{{question}}", "{answer}")
@@ -58,7 +59,7 @@ def test_braces_in_questions_are_unchanged(question):
         (3, "conversation_template"),
     ],
 )
-def test_templates_without_question_or_with_unknown_fields_are_refused(template, message):
+def test_templates_without_question_are_refused(template, message):
     with pytest.raises(ValueError, match=message):
         check_template([{"role": "user", "content": template}])
 
@@ -70,7 +71,7 @@ def test_malformed_templates_are_refused(template):
 
 
 def test_render_opens_an_assistant_turn_or_continues_a_final_one(tokenizer):
-    messages = fill_template(ASK, "2+2?", "")
+    messages = fill_template(ASK, {"question": "2+2?"})
     assert render(messages, tokenizer) == "<s>Think.<eos><u>2+2?<eos><a>"
     for text in ("It is", ""):
         last = {"role": "assistant", "content": text}

@@ -100,6 +100,7 @@ def compute_rewards(
     on_error: OnRewardError,
     runner: RewardRunner | None = None,
     *,
+    weights: NDArray[np.float64] | None = None,
     retry: bool = False,
     started: Sequence[StartedCall] = (),
     known: KnownValues | None = None,
@@ -113,6 +114,8 @@ def compute_rewards(
         on_error: "raise", or "exclude": a completion with a failed reward gets NaN, with one
             warning per call.
         runner: Calls the functions; None = in this process.
+        weights: `[n, k]` weight of each of the k functions for each completion; None = those of
+            `rewards`.
         retry: Repeat failed calls once if on_error is "exclude": the cause may be temporary.
         started: Calls for some of the completions that the runner has already started.
         known: Values that need no call.
@@ -161,8 +164,9 @@ def compute_rewards(
         if any(given):
             steps[reward.name] = given
     # 3. Combine them.
-    # The only place where weights enter: one row of weights for each completion.
-    weights = np.array([[reward.weight for reward in rewards]] * len(inputs.texts))
+    # The only place where weights enter.
+    if weights is None:
+        weights = np.array([[reward.weight for reward in rewards]] * len(inputs.texts))
     total = _weighted_sum(np.stack(list(components.values()), axis=1), weights, inputs)
     if failures:
         total[list(failures)] = np.nan

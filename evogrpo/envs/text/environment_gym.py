@@ -1,5 +1,6 @@
 """EnvironmentGym: tools and environments in TRL's form, in conversations of several turns."""
 
+import inspect
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,13 +8,20 @@ from functools import partial
 from typing import Any, ClassVar, Unpack
 
 from evogrpo.chat_templates import QUESTION, render_chat
+from evogrpo.config.task_settings import SettingValue, TaskSettings
 from evogrpo.envs.fingerprint import code_hash
 from evogrpo.envs.protocol import Split
 from evogrpo.envs.text.datasets import AnyTable, check_table
 from evogrpo.envs.text.environment_batch import EnvironmentBatch, Opening, failure_reason
 from evogrpo.envs.text.environment_pool import EnvironmentFactory, EnvironmentPool
-from evogrpo.envs.text.prompt_environment import PromptEnvironment, PromptOptions
-from evogrpo.envs.text.reward_functions import ENVIRONMENTS, Reward, RewardFunc, make_rewards
+from evogrpo.envs.text.prompt_environment import CACHED_PROMPTS, PromptEnvironment, PromptOptions
+from evogrpo.envs.text.reward_functions import (
+    ENVIRONMENTS,
+    Reward,
+    RewardFunc,
+    Weights,
+    make_rewards,
+)
 from evogrpo.envs.text.templates import (
     Options,
     Tokenizer,
@@ -59,11 +67,14 @@ class ObservedTable:
         return len(self.table)
 
     def __getitem__(self, number: int) -> dict[str, Any]:
-        """Return a row; as in TRL the observation is appended to its last message."""
+        """Return a row, whose prompt ends with its observation."""
+        return self.observed(number, self.observations[number])
+
+    def observed(self, number: int, observation: str | None) -> dict[str, Any]:
+        """Return a row; as in TRL an observation is appended to its last message."""
         row = dict(self.table[number])
         # Without a prompt, the observation is the whole message of the user.
         messages = check_messages(row.get("prompt", [{"role": "user", "content": ""}]), "prompt")
-        observation = self.observations[number]
         if observation is not None:
             messages[-1] = {**messages[-1], "content": messages[-1]["content"] + observation}
         return {**row, "prompt": messages}
@@ -152,8 +163,8 @@ class EnvironmentGym(PromptEnvironment):
         reward_funcs: One or several rewards in TRL's form, added to those of environments. A
             completion is the list of all messages after the prompt. The argument `environments` has
             the environment of each conversation.
-        reward_weights: Factor of each of `reward_funcs` in the sum; None means 1 each. Environments
-            have 1.
+        reward_weights: Factor of each of `reward_funcs` in the sum, in their order or by name; 1 if
+            not given. Environments have 1.
         environment_timeout: Time limit of the calls to an environment in one turn, in seconds; None
             = no limit.
         environment_workers: Number of threads that call environments and tools; 0 = the main thread
@@ -187,7 +198,7 @@ class EnvironmentGym(PromptEnvironment):
         tools: Sequence[Tool] = (),
         max_turns: int,
         reward_funcs: RewardFunc | Sequence[RewardFunc] | None = None,
-        reward_weights: Sequence[float] | None = None,
+        reward_weights: Weights | None = None,
         environment_timeout: float | None = DEFAULT_ENVIRONMENT_TIMEOUT,
         environment_workers: int = DEFAULT_ENVIRONMENT_WORKERS,
         **options: Unpack[PromptOptions],
@@ -220,10 +231,14 @@ class EnvironmentGym(PromptEnvironment):
         # Also at the end of the program.
         weakref.finalize(self, self._pool.close)
         self._own_rewards: dict[str | None, str] = {}
+        # Parameters of the reset of each environment.
+        self._resets: dict[str | None, Mapping[str, inspect.Parameter]] = {}
+        self._observed: dict[tuple[Any, ...], str | None] = {}
         shared_schemas = [tool_schema(tool) for tool in self._tools.values()]
         self._schemas: dict[str | None, list[Schema]] = {None: shared_schemas}
         for name in factories:
             environment = self._first_environment(name)
+            self._resets[name] = inspect.signature(environment.reset).parameters
             methods = [getattr(environment, each) for each in tool_methods(environment)]
             self._schemas[name] = [*shared_schemas, *map(tool_schema, methods)]
             if hasattr(environment, "get_reward"):
@@ -258,7 +273,7 @@ class EnvironmentGym(PromptEnvironment):
     def _make_rewards(
         self,
         reward_funcs: RewardFunc | Sequence[RewardFunc] | None,
-        reward_weights: Sequence[float] | None,
+        reward_weights: Weights | None,
     ) -> list[Reward]:
         """Return the reward functions, and the rewards of environments."""
         if reward_weights is not None and reward_funcs is None:
@@ -298,24 +313,25 @@ class EnvironmentGym(PromptEnvironment):
         super().close()
         self._pool.close()
 
-    def open(self, split: Split, starts: Sequence[int]) -> EnvironmentBatch:
-        """Return a batch of prompts of a split, each index in [0, size(split)).
+    def open(
+        self, split: Split, starts: Sequence[int], settings: Sequence[TaskSettings] = ()
+    ) -> EnvironmentBatch:
+        """Return a batch of prompts of a split; see `PromptEnvironment.open`.
 
         Raises:
             ValueError: If the split or an index does not exist.
         """
-        fields = self._batch_fields(split, starts)
-        questions = self._splits[split]
-        observed: ObservedTable = questions.table
+        values = self._values(split, starts, settings)
+        self._observe(split, starts, values)
+        fields = self._batch_fields(split, starts, settings)
         # What each conversation begins with, for its own reset.
         openings = []
-        for start in starts:
-            number = questions.rows[start]
-            row = observed.table[number]
+        for start, own in zip(starts, values, strict=True):
+            row = self._unobserved(split, start)
             opening = Opening(
                 name=self._name(row),
-                arguments=self._reset_arguments(row),
-                observation=observed.observations[number],
+                arguments=self._reset_arguments(row, own),
+                observation=self._observation(split, start, own),
             )
             openings.append(opening)
         return EnvironmentBatch(
@@ -341,9 +357,71 @@ class EnvironmentGym(PromptEnvironment):
     def _name(self, row: Mapping[str, Any]) -> str | None:
         return row[ENVIRONMENT_COLUMN] if self._several else None
 
-    def _reset_arguments(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the columns that `reset` gets: all, except for the environment's name."""
-        arguments = dict(row)
+    def _unobserved(self, split: Split, start: int) -> Mapping[str, Any]:
+        """Return the row of a start as it is in the dataset."""
+        questions = self._splits[split]
+        row: Mapping[str, Any] = questions.table.table[questions.rows[start]]
+        return row
+
+    def _observe(
+        self, split: Split, starts: Sequence[int], values: Sequence[Mapping[str, SettingValue]]
+    ) -> None:
+        """Get the observations of starts with values of members that `reset` takes."""
+        if len(self._observed) > CACHED_PROMPTS:
+            self._observed.clear()
+        missing = {}
+        for start, own in zip(starts, values, strict=True):
+            row = self._unobserved(split, start)
+            taken = self._taken(self._name(row), own)
+            key = (split, start, *taken.items())
+            if taken and key not in self._observed:
+                missing[key] = partial(self._first_observation, row, taken)
+        observations = self._pool.run(list(missing.values()))
+        for key, observation in zip(missing, observations, strict=True):
+            _check_observation(observation, f"A row of {split} with {shown(key[2:])}")
+            self._observed[key] = observation
+
+    def _observation(
+        self, split: Split, start: int, values: Mapping[str, SettingValue]
+    ) -> str | None:
+        """Return the observation of a start with a member's values."""
+        questions = self._splits[split]
+        taken = self._taken(self._name(self._unobserved(split, start)), values)
+        if taken:
+            return self._observed[split, start, *taken.items()]
+        observation: str | None = questions.table.observations[questions.rows[start]]
+        return observation
+
+    def _row(
+        self, split: Split, start: int, values: Mapping[str, SettingValue]
+    ) -> Mapping[str, Any]:
+        questions = self._splits[split]
+        observation = self._observation(split, start, values)
+        row = questions.table.observed(questions.rows[start], observation)
+        return self._with_settings(row, values)
+
+    def _changes_prompt(self, name: str) -> bool:
+        """Return True if a template, or the reset of an environment, takes a task setting."""
+        resets = any(self._taken(environment, {name: 0}) for environment in self._resets)
+        return resets or super()._changes_prompt(name)
+
+    def _taken(
+        self, environment: str | None, values: Mapping[str, SettingValue]
+    ) -> dict[str, SettingValue]:
+        """Return the task settings that the reset of an environment takes."""
+        parameters = self._resets.get(environment, {})
+        takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+        return {name: values[name] for name in values if takes_any or name in parameters}
+
+    def _reset_arguments(
+        self, row: Mapping[str, Any], values: Mapping[str, SettingValue]
+    ) -> dict[str, Any]:
+        """Return the arguments of `reset`: all columns and the task settings that it takes.
+
+        The environment's name is left out.
+        """
+        name = self._name(row)
+        arguments = {**self._taken(name, self._settings), **row, **self._taken(name, values)}
         if self._several:
             del arguments[ENVIRONMENT_COLUMN]
         return arguments
@@ -371,23 +449,24 @@ class EnvironmentGym(PromptEnvironment):
             return ObservedTable(table=table, observations=[None] * len(rows))
         # 2. Get the observations.
         # Threads overlap, as environments may be servers.
-        observations = self._pool.run([partial(self._first_observation, row) for row in rows])
+        observations = self._pool.run([partial(self._first_observation, row, {}) for row in rows])
         for number, observation in enumerate(observations):
-            row_name = numbered(number, where)
-            if isinstance(observation, BaseException):
-                raise ValueError(
-                    f"{row_name}: reset {failure_reason(observation)}"
-                ) from observation
-            if observation is not None and not isinstance(observation, str):
-                raise ValueError(
-                    f"{row_name}: reset must return text or None, got {shown(observation)}."
-                )
+            _check_observation(observation, numbered(number, where))
         return ObservedTable(table=table, observations=observations)
 
-    def _first_observation(self, row: Mapping[str, Any]) -> Any:
-        environment, observation = self._pool.start(self._name(row), self._reset_arguments(row))
+    def _first_observation(self, row: Mapping[str, Any], values: Mapping[str, SettingValue]) -> Any:
+        arguments = self._reset_arguments(row, values)
+        environment, observation = self._pool.start(self._name(row), arguments)
         self._pool.give(self._name(row), environment)
         return observation
+
+
+def _check_observation(observation: Any, row_name: str) -> None:
+    """Raise ValueError if a reset failed, or returned neither text nor None."""
+    if isinstance(observation, BaseException):
+        raise ValueError(f"{row_name}: reset {failure_reason(observation)}") from observation
+    if observation is not None and not isinstance(observation, str):
+        raise ValueError(f"{row_name}: reset must return text or None, got {shown(observation)}.")
 
 
 def _check_tool_template(tokenizer: Tokenizer, options: Options, schemas: Sequence[Schema]) -> None:

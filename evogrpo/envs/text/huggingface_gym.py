@@ -15,7 +15,7 @@ from evogrpo.envs.protocol import SPLITS, Split, deal_starts
 from evogrpo.envs.text.datasets import DEFAULT_SIZES, AnyTable
 from evogrpo.envs.text.prompt_batch import SingleTurnBatch
 from evogrpo.envs.text.prompt_environment import PromptEnvironment, PromptOptions
-from evogrpo.envs.text.reward_functions import RewardFn, RewardFunc, make_rewards
+from evogrpo.envs.text.reward_functions import RewardFn, RewardFunc, Weights, make_rewards
 from evogrpo.envs.text.templates import Message, Tokenizer, check_template
 from evogrpo.extras import require
 from evogrpo.records import single_turn_conversations
@@ -122,12 +122,13 @@ class HuggingFaceGym(PromptEnvironment):
             `datasets.DatasetDict`.
         test_dataset: Questions for the final report; None = draw them from the training dataset.
         tokenizer: A transformers tokenizer; with a chat template if prompts are messages.
-        reward_fn: Reward in AgileRL's form.
+        reward_fn: One or several rewards in AgileRL's form.
         reward_funcs: One or several rewards in TRL's form.
-        reward_weights: Factor of each of `reward_funcs` in the sum; None means 1 each.
-        conversation_template: Messages with the fields {question} and {answer}, for AgileRL's form.
-            None = a single user message with the question, or plain text if the tokenizer has no
-            chat template.
+        reward_weights: Factor of each reward function in the sum, in their order or by name; 1 if
+            not given.
+        conversation_template: Messages with fields, for AgileRL's form: {question}, {answer}, other
+            columns and `settings`. None = a single user message with the question, or plain text if
+            the tokenizer has no chat template.
         data_batch_size: Prompts per batch of `reset` and `step`.
         options: Other options; see `evogrpo.envs.text.prompt_environment.PromptOptions`.
 
@@ -152,9 +153,9 @@ class HuggingFaceGym(PromptEnvironment):
         test_dataset: AnyTable | None = None,
         tokenizer: Tokenizer | None = None,
         *,
-        reward_fn: RewardFn | None = None,
+        reward_fn: RewardFn | Sequence[RewardFn] | None = None,
         reward_funcs: RewardFunc | Sequence[RewardFunc] | None = None,
-        reward_weights: Sequence[float] | None = None,
+        reward_weights: Weights | None = None,
         conversation_template: Sequence[Mapping[str, str]] | None = None,
         data_batch_size: int = 8,
         **options: Unpack[PromptOptions],
@@ -164,9 +165,15 @@ class HuggingFaceGym(PromptEnvironment):
         if reward_fn is not None:
             # AgileRL's form: a question, rendered by a template of messages.
             columns = ["question", "answer"]
-            if getattr(tokenizer, "chat_template", None) is not None:
+            system_prompt = options.get("system_prompt")
+            if system_prompt is not None or getattr(tokenizer, "chat_template", None) is not None:
                 template = [{"role": "user", "content": "{question}"}]
             if conversation_template is not None:
+                if system_prompt is not None:
+                    raise ValueError(
+                        "system_prompt and conversation_template exclude each other. Remove one of"
+                        " them."
+                    )
                 template = check_template(conversation_template)
         elif conversation_template is not None:
             raise ValueError(
@@ -216,10 +223,9 @@ class HuggingFaceGym(PromptEnvironment):
             ValueError: If the task or one of its settings is unknown.
             ImportError: If reasoning-gym is not installed.
         """
-        tables, reward = _reasoning_questions(
-            name, sizes or {}, seed, system_prompt, answer_tag, task_options
-        )
-        return cls(tables, None, tokenizer, reward_funcs=reward, seed=seed, **(gym_options or {}))
+        tables, reward = _reasoning_questions(name, sizes or {}, seed, answer_tag, task_options)
+        options = {"system_prompt": system_prompt, **(gym_options or {})}
+        return cls(tables, None, tokenizer, reward_funcs=reward, seed=seed, **options)
 
     def __len__(self) -> int:
         """Return the number of questions of the current split: train, or that of `eval_mode`."""
@@ -380,7 +386,6 @@ def _reasoning_questions(
     name: str,
     sizes: Mapping[Split, int],
     seed: int,
-    system_prompt: str | None,
     answer_tag: str | None,
     task_options: Mapping[str, Any],
 ) -> tuple[dict[Split, list[dict[str, Any]]], ReasoningReward]:
@@ -399,9 +404,6 @@ def _reasoning_questions(
         task = create_dataset(name, size=total, seed=seed, **task_options)
     except (TypeError, AssertionError) as error:
         raise ValueError(f"Invalid settings of task {name!r}, {task_options}: {error}") from error
-    system = []
-    if system_prompt is not None:
-        system = [{"role": "system", "content": system_prompt}]
     tables: dict[Split, list[dict[str, Any]]] = {}
     number = 0
     for split in SPLITS:
@@ -409,7 +411,7 @@ def _reasoning_questions(
         for _ in range(counts[split]):
             entry = task[number]
             # The reward reads the other columns: question, answer and metadata.
-            prompt = [*system, {"role": "user", "content": entry["question"]}]
+            prompt = [{"role": "user", "content": entry["question"]}]
             tables[split].append({"prompt": prompt, **entry})
             number += 1
     return tables, ReasoningReward(__name__=name, task=task, answer_tag=answer_tag)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Unpack
 
 from evogrpo.chat_templates import ANSWER, QUESTION
+from evogrpo.config.task_settings import TaskSettings
 from evogrpo.envs.fingerprint import code_hash
 from evogrpo.envs.protocol import Split
 from evogrpo.envs.text.datasets import AnyTable
@@ -13,6 +14,7 @@ from evogrpo.envs.text.prompt_batch import SingleTurnBatch
 from evogrpo.envs.text.prompt_environment import PromptEnvironment, PromptOptions
 from evogrpo.envs.text.reward_functions import (
     RewardFunc,
+    Weights,
     as_messages,
     make_rewards,
     own_copy,
@@ -161,7 +163,8 @@ class MultiTurnGym(PromptEnvironment):
         reply: Function that returns the next user message.
         max_turns: Maximum number of completions in a conversation, at least 2.
         reward_funcs: One or several rewards.
-        reward_weights: Factor of each of `reward_funcs` in the sum; None means 1 each.
+        reward_weights: Factor of each of `reward_funcs` in the sum, in their order or by name; 1 if
+            not given.
         options: Other options; see `evogrpo.envs.text.prompt_environment.PromptOptions`.
 
     Attributes:
@@ -186,7 +189,7 @@ class MultiTurnGym(PromptEnvironment):
         reply: Reply,
         max_turns: int,
         reward_funcs: RewardFunc | Sequence[RewardFunc],
-        reward_weights: Sequence[float] | None = None,
+        reward_weights: Weights | None = None,
         **options: Unpack[PromptOptions],
     ) -> None:
         max_turns = whole_between("max_turns", max_turns, 2)
@@ -226,14 +229,20 @@ class MultiTurnGym(PromptEnvironment):
             "max_turns": str(self._max_turns),
         }
 
-    def open(self, split: Split, starts: Sequence[int]) -> MultiTurnBatch:
-        """Return a batch of prompts of a split, each index in [0, size(split)).
+    def _reads(self, name: str) -> bool:
+        """Return True: `reply` gets the whole row."""
+        return True
+
+    def open(
+        self, split: Split, starts: Sequence[int], settings: Sequence[TaskSettings] = ()
+    ) -> MultiTurnBatch:
+        """Return a batch of prompts of a split; see `PromptEnvironment.open`.
 
         Raises:
             ValueError: If the split or an index does not exist.
         """
         return MultiTurnBatch(
-            **self._batch_fields(split, starts),
+            **self._batch_fields(split, starts, settings),
             max_turns=self._max_turns,
             reply=self._reply,
             options=self._options,

@@ -102,7 +102,8 @@ class SingleTurnBatch:
         prompts: Token ids of each prompt.
         rows: Dataset row of each prompt.
         rewards: The reward functions.
-        runner: Calls them.
+        weights: Weight of each reward function for each prompt.
+        runner: Calls the functions.
         tokenizer: Decodes completions.
         on_reward_error: "raise" or "exclude".
         progress: Number of learning steps taken, and of all learning steps (0 if unknown).
@@ -114,6 +115,7 @@ class SingleTurnBatch:
     prompts: Sequence[Sequence[int]]
     rows: Sequence[Mapping[str, Any]]
     rewards: Sequence[Reward]
+    weights: Sequence[Sequence[float]]
     runner: RewardRunner
     tokenizer: Tokenizer
     on_reward_error: OnRewardError
@@ -192,6 +194,7 @@ class SingleTurnBatch:
             inputs,
             self.on_reward_error,
             self.runner,
+            weights=np.array([self.weights[each.start] for each in conversations]),
             retry=self.held_out,
             started=started,
             known=known,

@@ -1,7 +1,6 @@
 """PromptEnvironment: base class of environments with a prompt dataset and reward functions."""
 
 import math
-import re
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ import gymnasium
 import numpy as np
 
 from evogrpo.chat_templates import end_of_turn_ids
+from evogrpo.config.task_settings import NO_SETTINGS, SettingValue, TaskSettings
 from evogrpo.envs.fingerprint import canonical, code_hash, short_hash
 from evogrpo.envs.protocol import SPLITS, Scores, Split, deal_starts
 from evogrpo.envs.text.datasets import (
@@ -23,11 +23,21 @@ from evogrpo.envs.text.datasets import (
     tables_by_split,
 )
 from evogrpo.envs.text.prompt_batch import SingleTurnBatch
+from evogrpo.envs.text.prompt_settings import (
+    check_data_weights,
+    configured_values,
+    deal_by_weights,
+    starts_by_value,
+)
 from evogrpo.envs.text.reward_functions import (
     DEFAULT_REWARD_TIMEOUT,
     OnRewardError,
     Reward,
     RewardError,
+    RewardFn,
+    RewardFunc,
+    Weights,
+    weighted_rewards,
 )
 from evogrpo.envs.text.reward_runner import RewardRunner
 from evogrpo.envs.text.templates import (
@@ -38,18 +48,23 @@ from evogrpo.envs.text.templates import (
     Tokenizer,
     check_messages,
     check_options,
+    check_prompt,
     dated_template,
     fill_template,
     inserts_date,
     numbered,
     row_options,
+    system_message,
+    template_fields,
     tokenize,
 )
 from evogrpo.records import single_turn_conversations
 from evogrpo.spaces import CompletionSpace
 from evogrpo.text import class_name, one_line, shown, text_of
-from evogrpo.validation import refuse_unknown, whole_between, whole_number
+from evogrpo.validation import plain_list, refuse_unknown, whole_between, whole_number
 
+CACHED_PROMPTS = 100_000
+"""Number of prompts with values of members that are kept."""
 SAMPLE_COMPLETIONS = ("This is a made-up completion: 42.", "This is another made-up completion.")
 
 
@@ -79,11 +94,20 @@ class PromptOptions(TypedDict, total=False):
             the training questions if fewer.
         test_size: Number of questions to draw; by default `TEST_SIZE`, or a fifth of the training
             questions if fewer.
+        system_prompt: System message before each prompt, which is a question or messages. Fields
+            {NAME} of `settings` are replaced by their values; all other braces stay.
+        settings: Values of task settings by name. Each acts as a column of every row: a field of
+            templates, and an argument of reward functions and of the reset of environments. A
+            column of the dataset with its name comes first, and a member's `task.NAME` before both.
+        metric: One or several functions in the form of the rewards, by which held-out questions are
+            scored; None = the rewards with their configured weights.
+        metric_weights: One factor per function of `metric`, or factors by name; 1 if not given.
+        data_column: Column with the values that `data_weights.VALUE` of a member is about.
         chat_template_kwargs: Keyword arguments of the tokenizer's chat template, such as
             {"enable_thinking": False}. A column of this name overrides them for its row.
         max_prompt_length: Maximum number of prompt tokens: the model's context minus the longest
-            completion. Longer prompts are left out and counted in `filtered`; by default there is
-            no limit.
+            completion. Longer prompts, with the configured values of `settings`, are left out and
+            counted in `filtered`; by default there is no limit.
         on_reward_error: "raise" (default) stops with a `RewardError`; "exclude" gives the
             completion or conversation a NaN reward and warns.
         reward_timeout: Time limit of one call of a reward function, in seconds; None (default) = no
@@ -97,6 +121,11 @@ class PromptOptions(TypedDict, total=False):
     validation_dataset: AnyTable | None
     validation_size: int | None
     test_size: int | None
+    system_prompt: str | None
+    settings: Mapping[str, SettingValue] | None
+    metric: RewardFn | RewardFunc | Sequence[RewardFn] | Sequence[RewardFunc] | None
+    metric_weights: Weights | None
+    data_column: str | None
     chat_template_kwargs: Options | None
     max_prompt_length: int | None
     on_reward_error: OnRewardError
@@ -115,8 +144,7 @@ class PromptEnvironment:
         test_dataset: Questions for the final report; None = draw them from the training dataset.
         tokenizer: A transformers tokenizer.
         rewards: The reward functions.
-        template: Messages with the fields {question} and {answer}; None if rows have a `prompt` or
-            questions are plain text.
+        template: Messages with fields; None if rows have a `prompt` or questions are plain text.
         columns: Required columns; the first is the question or prompt.
 
     Raises:
@@ -139,6 +167,11 @@ class PromptEnvironment:
         validation_dataset: AnyTable | None = None,
         validation_size: int | None = None,
         test_size: int | None = None,
+        system_prompt: str | None = None,
+        settings: Mapping[str, SettingValue] | None = None,
+        metric: RewardFn | RewardFunc | Sequence[RewardFn] | Sequence[RewardFunc] | None = None,
+        metric_weights: Weights | None = None,
+        data_column: str | None = None,
         chat_template_kwargs: Options | None = None,
         max_prompt_length: int | None = None,
         on_reward_error: OnRewardError = "raise",
@@ -164,16 +197,39 @@ class PromptEnvironment:
         self.on_reward_error: OnRewardError = on_reward_error
         self._max_prompt_length = max_prompt_length
         self._rewards = rewards
-        self._template = template
         self._columns = tuple(columns)
+        # The system message precedes the template, or the messages of a column prompt.
+        self._settings = configured_values(settings)
+        self._system: list[Message] = []
+        if system_prompt is not None:
+            self._system.append(system_message(system_prompt, self._settings))
+        self._template = None if template is None else [*self._system, *template]
+        fields = template_fields(self._template or self._system)
+        self._prompt_settings = [name for name in self._settings if name in fields]
+        # Prompts with the values of members, by split, start and values; number of tokens and
+        # largest token id of those with the longest texts.
+        self._rendered: dict[tuple[Any, ...], array[int]] = {}
+        self.longest_of_members = 0
+        self._largest = 0
+        self._data_column = data_column
+        self._by_value: dict[str, list[int]] = {}
         # `_options` are these with a dated template; the fingerprint has the given ones.
         self._given_options = check_options(chat_template_kwargs, TEMPLATE_OPTIONS)
         own_template = getattr(tokenizer, "chat_template", None)
         self._chat_template: Any = self._given_options.get("chat_template", own_template)
         self._runner = RewardRunner(rewards, reward_timeout, reward_workers)
+        self._metric = rewards
+        self._metric_runner = self._runner
+        if metric is not None:
+            batched = rewards[0].batched
+            self._metric = weighted_rewards("metric", metric, metric_weights, batched=batched)
+            self._metric_runner = RewardRunner(self._metric, reward_timeout, reward_workers)
+        elif metric_weights is not None:
+            raise ValueError(f"metric_weights requires metric, got {shown(metric_weights)} alone.")
         self._progress = (0, 0)
         # Hashes of the code before the first call, which may change it.
         self._code = {reward.name: code_hash(reward.function) for reward in rewards}
+        self._metric_code = {reward.name: code_hash(reward.function) for reward in self._metric}
         # 2. Columns of each dataset.
         self._datasets: dict[Split, AnyTable] = {}
         for split, given in tables_by_split(
@@ -186,9 +242,18 @@ class PromptEnvironment:
                 raise ValueError(f"{split}_size requires that {where} is not set, got both.")
             table = self._prepare(given, where)
             # Reward functions are checked against the columns of every dataset.
-            present = [*check_table(table, self._columns, where), *self.extra_arguments]
+            own = check_table(table, self._columns, where)
+            if self._template is not None:
+                valid = [*own, *self._settings]
+                refuse_unknown("field of conversation_template", fields, valid)
+            present = list(dict.fromkeys([*own, *self._settings, *self.extra_arguments]))
             for reward in rewards:
                 reward.check(present, where, in_worker=self._runner.in_worker(reward.name))
+            for reward in self._metric:
+                reward.check(present, where, in_worker=self._metric_runner.in_worker(reward.name))
+            if split == "train":
+                self._present = present
+                refuse_unknown("data_column", filter(None, [data_column]), own)
             # Kept for `set_date`, which renders the prompts again.
             self._datasets[split] = table
         # 3. Tokenized, deduplicated splits.
@@ -227,6 +292,11 @@ class PromptEnvironment:
         self._splits, self.filtered = make_splits(
             tables, max_prompt_length=self._max_prompt_length, sizes=self._sizes, seed=self.seed
         )
+        self._rendered.clear()
+        if self._data_column is not None:
+            train = self._splits["train"]
+            rows = [train.table[number] for number in train.rows]
+            self._by_value = starts_by_value(rows, self._data_column)
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{split} {self.size(split)}" for split in SPLITS)
@@ -238,9 +308,18 @@ class PromptEnvironment:
         refuse_unknown("split", [split], SPLITS)
         return len(self._splits[split].rows)
 
-    def deal(self, step: int, count: int, block: int) -> tuple[int, ...]:
-        """Return the first `count` training prompts of learning step `step`; see `deal_starts`."""
-        return deal_starts(self.seed, self.size("train"), step, count, block)
+    def deal(
+        self, step: int, count: int, block: int, settings: TaskSettings = NO_SETTINGS
+    ) -> tuple[int, ...]:
+        """Return the first `count` training prompts of learning step `step`.
+
+        See `deal_starts`, and `deal_by_weights` for members with data weights.
+        """
+        weights = settings.weights("data_weights")
+        if not weights:
+            return deal_starts(self.seed, self.size("train"), step, count, block)
+        positions = range(step * block, step * block + count)
+        return deal_by_weights(self.seed, self._by_value, weights, positions)
 
     def fingerprint(self) -> dict[str, str]:
         """Return hashes of questions, prompts and reward functions; see `SupportsFingerprint`."""
@@ -252,6 +331,14 @@ class PromptEnvironment:
             # What decides about rewards: the weight and the function's code.
             code = f"weight {reward.weight:g}, code {self._code[reward.name]}"
             fingerprint[f"reward {reward.name}"] = code
+        if self._metric is not self._rewards:
+            for reward in self._metric:
+                code = f"weight {reward.weight:g}, code {self._metric_code[reward.name]}"
+                fingerprint[f"metric {reward.name}"] = code
+        for name, value in self._settings.items():
+            fingerprint[f"setting {name}"] = short_hash(repr(value))
+        if self._data_column is not None:
+            fingerprint["data_column"] = self._data_column
         if self.date is not None:
             fingerprint["date"] = self.date
         # Token ids, as tokenizer and template decide about them too.
@@ -264,12 +351,12 @@ class PromptEnvironment:
     @property
     def largest_token(self) -> int:
         """Largest token id of all prompts."""
-        return max(map(max, self._prompts()))
+        return max(self._largest, *map(max, self._prompts()))
 
     @property
     def longest_prompt(self) -> int:
-        """Number of tokens of the longest prompt."""
-        return max(map(len, self._prompts()))
+        """Number of tokens of the longest prompt, with the longest checked texts of members."""
+        return max(self.longest_of_members, *map(len, self._prompts()))
 
     def _prompts(self) -> list["array[int]"]:
         """Return the token ids of the prompts of all splits."""
@@ -280,30 +367,175 @@ class PromptEnvironment:
 
     # ---- batches and rewards
 
-    def open(self, split: Split, starts: Sequence[int]) -> SingleTurnBatch:
+    def open(
+        self, split: Split, starts: Sequence[int], settings: Sequence[TaskSettings] = ()
+    ) -> SingleTurnBatch:
         """Return a batch of prompts of a split, each index in [0, size(split)).
+
+        Held-out prompts are scored by the metric, and take only settings that the prompt reads.
 
         Raises:
             ValueError: If the split or an index does not exist.
         """
-        return SingleTurnBatch(**self._batch_fields(split, starts))
+        return SingleTurnBatch(**self._batch_fields(split, starts, settings))
 
-    def _batch_fields(self, split: Split, starts: Sequence[int]) -> dict[str, Any]:
+    def _batch_fields(
+        self, split: Split, starts: Sequence[int], settings: Sequence[TaskSettings]
+    ) -> dict[str, Any]:
         """Return the fields of `SingleTurnBatch` for prompts of a split."""
+        values = self._values(split, starts, settings)
+        held_out = split != "train"
+        rewards = self._metric if held_out else self._rewards
+        weights = []
+        for own in settings or [NO_SETTINGS] * len(starts):
+            by_name = {} if held_out else own.weights("reward_weights")
+            weights.append([by_name.get(reward.name, reward.weight) for reward in rewards])
+        rows = [self._row(split, start, own) for start, own in zip(starts, values, strict=True)]
+        return {
+            "prompts": self._token_ids(split, starts, rows, values),
+            "rows": rows,
+            "rewards": rewards,
+            "weights": weights,
+            "runner": self._metric_runner if held_out else self._runner,
+            "tokenizer": self.tokenizer,
+            "on_reward_error": self.on_reward_error,
+            "held_out": held_out,
+            "progress": self._progress,
+        }
+
+    def _values(
+        self, split: Split, starts: Sequence[int], settings: Sequence[TaskSettings]
+    ) -> list[dict[str, SettingValue]]:
+        """Return the values `task.NAME` of members that count for each start.
+
+        Raises:
+            ValueError: If the split or an index does not exist.
+        """
         size = self.size(split)
         if not all(0 <= start < size for start in starts):
             raise ValueError(f"starts of {split} must be in [0, {size - 1}], got {list(starts)}.")
+        if not settings:
+            return [{} for _ in starts]
+        values = [own.group("task") for own in settings]
+        if split == "train":
+            return values
+        # Only what belongs to the policy: texts of prompts.
+        return [
+            {name: value for name, value in own.items() if name in self._prompt_settings}
+            for own in values
+        ]
+
+    def _row(
+        self, split: Split, start: int, values: Mapping[str, SettingValue]
+    ) -> Mapping[str, Any]:
+        """Return the row of a start, with a member's values of task settings."""
         questions = self._splits[split]
-        return {
-            "prompts": tuple(questions.prompts[start].tolist() for start in starts),
-            "rows": [questions.table[questions.rows[start]] for start in starts],
-            "rewards": self._rewards,
-            "runner": self._runner,
-            "tokenizer": self.tokenizer,
-            "on_reward_error": self.on_reward_error,
-            "held_out": split != "train",
-            "progress": self._progress,
-        }
+        return self._with_settings(questions.table[questions.rows[start]], values)
+
+    def _with_settings(
+        self, row: Mapping[str, Any], values: Mapping[str, SettingValue]
+    ) -> Mapping[str, Any]:
+        """Return a row with task settings as columns, and with the system message in its prompt."""
+        if self._settings:
+            row = {**self._settings, **row, **values}
+        if self._system and self._template is None:
+            system = fill_template(self._system, row)
+            row = {**row, "prompt": [*system, *check_messages(row["prompt"], "prompt")]}
+        return row
+
+    def _changes_prompt(self, name: str) -> bool:
+        """Return True if the prompt depends on a task setting."""
+        return name in self._prompt_settings
+
+    def _token_ids(
+        self,
+        split: Split,
+        starts: Sequence[int],
+        rows: Sequence[Mapping[str, Any]],
+        values: Sequence[Mapping[str, SettingValue]],
+    ) -> tuple[list[int], ...]:
+        """Return the prompts of starts. Those that a member's values change are rendered again."""
+        keys: list[tuple[Any, ...]] = []
+        changed = {}
+        for start, row, own in zip(starts, rows, values, strict=True):
+            in_prompt = [(name, own[name]) for name in own if self._changes_prompt(name)]
+            key = (split, start, *in_prompt)
+            keys.append(key)
+            if in_prompt:
+                changed[key] = row
+        if len(self._rendered) > CACHED_PROMPTS:
+            self._rendered.clear()
+        missing = [key for key in changed if key not in self._rendered]
+        if missing:
+            prompts = [self._render(changed[key], f"A row of {split}") for key in missing]
+            ids = tokenize(prompts, self.tokenizer, split, check=False)
+            self._rendered.update(zip(missing, ids, strict=True))
+        questions = self._splits[split]
+        prompts_of_starts = []
+        for start, key in zip(starts, keys, strict=True):
+            prompt = self._rendered[key] if key in changed else questions.prompts[start]
+            prompts_of_starts.append(prompt.tolist())
+        return tuple(prompts_of_starts)
+
+    # ---- check of task settings
+
+    @property
+    def policy_settings(self) -> frozenset[str]:
+        """Task settings that belong to the policy, because the prompt reads them."""
+        return frozenset(f"task.{name}" for name in self._prompt_settings)
+
+    def check_settings(self, values: Mapping[str, Sequence[SettingValue]]) -> None:
+        """Check that task settings are read, and measure the longest prompts with them.
+
+        See `SupportsTaskSettings`.
+
+        Raises:
+            ValueError: If a setting is not declared or not read, there is no such reward function
+                or value of `data_column`, or a prompt cannot be rendered.
+        """
+        groups: dict[str, dict[str, Sequence[SettingValue]]] = {}
+        for full_name, possible in values.items():
+            group, _, name = full_name.partition(".")
+            groups.setdefault(group, {})[name] = possible
+        # 1. Names.
+        names = [reward.name for reward in self._rewards]
+        refuse_unknown(
+            "reward function in reward_weights:", groups.get("reward_weights", ()), names
+        )
+        check_data_weights(groups.get("data_weights", {}), self._by_value, self._data_column)
+        own = groups.get("task", {})
+        refuse_unknown("setting in task:", own, self._settings)
+        for name in own:
+            if not self._reads(name):
+                raise ValueError(
+                    f"Nothing reads the setting task.{name}. Write {{{name}}} into the"
+                    f" system_prompt or the template, or add an argument {name} to a reward"
+                    " function."
+                )
+        # 2. Texts of prompts: render the first question with each, and all with the longest.
+        in_prompt = {name: own[name] for name in own if name in self._prompt_settings}
+        longest = {}
+        for name, possible in in_prompt.items():
+            prompts = []
+            for value in possible:
+                row = self._row("train", 0, {name: value})
+                prompts.append(self._render(row, f"The first row with task.{name}"))
+            ids = tokenize(prompts, self.tokenizer, f"the first row with each task.{name}")
+            lengths = [len(each) for each in ids]
+            longest[name] = possible[lengths.index(max(lengths))]
+        self.longest_of_members = 0
+        self._largest = 0
+        for split in SPLITS if longest else ():
+            starts = range(self.size(split))
+            settings = [TaskSettings({"task": longest})] * len(starts)
+            prompts_of_split = self.open(split, starts, settings).prompts
+            self.longest_of_members = max(self.longest_of_members, *map(len, prompts_of_split))
+            self._largest = max(self._largest, *map(max, prompts_of_split))
+
+    def _reads(self, name: str) -> bool:
+        """Return True if a prompt or a reward function reads a task setting."""
+        rewards = any(reward.reads(name, self._present) for reward in self._rewards)
+        return rewards or self._changes_prompt(name)
 
     def set_progress(self, step: int, total_steps: int) -> None:
         """Set the training progress, for reward functions that take the `trainer_state`."""
@@ -312,6 +544,7 @@ class PromptEnvironment:
     def close(self) -> None:
         """End the worker processes of reward functions. The next score starts new ones."""
         self._runner.close()
+        self._metric_runner.close()
 
     # ---- test of the user's functions
 
@@ -341,9 +574,19 @@ class PromptEnvironment:
             RewardError: If a function fails.
         """
         batch = self.open("train", [0])
+        rewards = self._tried(batch)
+        if self._metric is not self._rewards:
+            for name, value in self._tried(self.open("validation", [0])).items():
+                rewards[f"metric {name}"] = value
+        (prompt,) = batch.prompts
+        text = str(self.tokenizer.decode(prompt))
+        return Preflight(prompt=text, tokens=tuple(prompt), rewards=rewards)
+
+    def _tried(self, batch: SingleTurnBatch) -> dict[str, float | None]:
+        """Return the reward of the first sample completion by function."""
         scores = self._score_samples(batch)
         rewards: dict[str, float | None] = {}
-        for reward in self._rewards:
+        for reward in batch.rewards:
             values = scores.components[reward.name]
             # A function of one completion that returns nothing has no `return`.
             no_value = not reward.batched and bool(np.isnan(values).all())
@@ -353,9 +596,7 @@ class PromptEnvironment:
                     " samples."
                 )
             rewards[reward.name] = None if np.isnan(values[0]) else float(values[0])
-        (prompt,) = batch.prompts
-        text = str(self.tokenizer.decode(prompt))
-        return Preflight(prompt=text, tokens=tuple(prompt), rewards=rewards)
+        return rewards
 
     def _score_samples(self, batch: SingleTurnBatch) -> Scores:
         """Score sample completions of one prompt, to find errors of user code before training."""
@@ -402,7 +643,7 @@ class PromptEnvironment:
             question = row[self._columns[0]]
             # The question alone decides about the split, so a changed answer does not move it.
             hashes.append(RowHashes.of(dict(row) if self.whole_rows else question, row))
-            prompts.append(self._render(row, row_name, self._template))
+            prompts.append(self._render(self._with_settings(row, {}), row_name))
         return PromptSplit(
             table=table,
             rows=range(len(table)),
@@ -424,16 +665,20 @@ class PromptEnvironment:
             blank = isinstance(value, str) and not value.strip()
             if missing or (blank and not (name == "answer" and value == "")):
                 raise ValueError(f"{row_name} has no {name}, got {shown(value)}. Remove the row.")
+        if self._system and self._template is None:
+            messages = plain_list(row["prompt"]) or [{}]
+            if isinstance(row["prompt"], str) or messages[0].get("role") == "system":
+                raise ValueError(
+                    f"system_prompt requires messages without a system message, but {row_name} has"
+                    f" the prompt {shown(row['prompt'], 80)}."
+                )
 
-    def _render(
-        self, row: Mapping[str, Any], row_name: str, template: Sequence[Message] | None
-    ) -> tuple[Prompt, Options]:
+    def _render(self, row: Mapping[str, Any], row_name: str) -> tuple[Prompt, Options]:
         """Return the prompt of a row, and the keyword arguments of the chat template for it.
 
         Args:
-            row: The row.
+            row: The row, with task settings.
             row_name: Its name in messages.
-            template: Messages with the fields {question} and {answer}; None = without a template.
 
         Raises:
             ValueError: If the prompt or the keyword arguments are invalid.
@@ -446,18 +691,9 @@ class PromptEnvironment:
         options = {**options, **self._row_options(row)}
         # 2. AgileRL's form: a question in a template, or as plain text.
         question = row[self._columns[0]]
-        if template is not None:
-            return fill_template(template, question, row["answer"]), options
+        if self._template is not None:
+            return fill_template(self._template, row), options
         if self._columns != ("prompt",):
             return str(question), options
         # 3. TRL's form: messages, or text.
-        if not isinstance(question, str):
-            return check_messages(question, f"{row_name}: prompt"), options
-        # CSV files contain messages as text, which the chat template would not see.
-        if re.match(r"""\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:""", question):
-            raise ValueError(
-                f"{row_name} has messages that are written as text as prompt:"
-                f" {shown(question, 80)}. Read them with json.loads, so that they get the chat"
-                " template."
-            )
-        return question, options
+        return check_prompt(question, row_name), options

@@ -20,7 +20,14 @@ from typing import Any, Literal, get_args
 from evogrpo.envs.text.user_functions import Call
 from evogrpo.synonyms import close_match
 from evogrpo.text import class_name, one_line, pluralize, shown
-from evogrpo.validation import FLOAT32_LIMIT, finite_number, plain_list, plain_scalar, whole_between
+from evogrpo.validation import (
+    FLOAT32_LIMIT,
+    finite_number,
+    plain_list,
+    plain_scalar,
+    refuse_unknown,
+    whole_between,
+)
 
 PositionUnit = Literal["token", "character"]
 
@@ -85,6 +92,8 @@ OnRewardError = Literal["raise", "exclude"]
 RewardValue = float | StepRewards
 RewardFn = Callable[[str, Any, Any], RewardValue | Awaitable[RewardValue]]
 RewardFunc = Callable[..., Sequence[RewardValue | None] | Awaitable[Sequence[RewardValue | None]]]
+Weights = Sequence[float] | Mapping[str, float]
+"""Factors of reward functions, in their order or by name."""
 
 AGILERL_ARGUMENTS = ("completion", "answer", "question")
 """Arguments of AgileRL's form, in their order."""
@@ -360,6 +369,17 @@ class Reward:
             " Rename its parameters, or add a column."
         )
 
+    def reads(self, name: str, columns: Collection[str]) -> bool:
+        """Return True if a column is passed to a parameter of its name.
+
+        Args:
+            name: The column.
+            columns: All columns of the dataset.
+        """
+        if name not in self._parameters:
+            return False
+        return self.batched or name in (self.keywords(columns) or {})
+
     # ---- calls
 
     def groups(self, inputs: RewardInputs, rows: Iterable[int]) -> list[tuple[int, ...]]:
@@ -438,21 +458,21 @@ def as_messages(texts: Sequence[str]) -> list[dict[str, str]]:
 
 
 def make_rewards(
-    reward_fn: RewardFn | None,
+    reward_fn: RewardFn | Sequence[RewardFn] | None,
     reward_funcs: RewardFunc | Sequence[RewardFunc] | None,
-    reward_weights: Sequence[float] | None,
+    reward_weights: Weights | None,
 ) -> tuple[Reward, ...]:
     """Return the user's reward functions in one form.
 
     Args:
-        reward_fn: AgileRL's form, `reward_fn(completion, answer, question) -> float`, called per
-            completion. Arguments and columns are passed by name in any order, or these three by
-            position in this order.
+        reward_fn: AgileRL's form, one or several `f(completion, answer, question) -> float`, each
+            called per completion. Arguments and columns are passed by name in any order, or these
+            three by position in this order.
         reward_funcs: TRL's form, one or several `f(prompts=, completions=, completion_ids=,
             **columns)`, each called with the completions of one member to one prompt and those of
             these arguments that it takes. Returns one float or None (not applicable) per
             completion.
-        reward_weights: One factor per function of `reward_funcs`; None means 1 each.
+        reward_weights: One factor per function, or factors by name; 1 if not given.
 
     Raises:
         ValueError: If not exactly one form is used, a function is not callable, or the weights do
@@ -463,35 +483,53 @@ def make_rewards(
             "Exactly one of reward_fn (AgileRL's form) and reward_funcs (TRL's form) must be set,"
             f" got {'none' if reward_fn is None else 'both'}."
         )
-    # 1. AgileRL's form.
     if reward_fn is not None:
-        if reward_weights is not None:
-            raise ValueError(
-                "reward_weights requires reward_funcs, got reward_fn. Scale its value instead."
-            )
-        return (Reward(name=_name(reward_fn), weight=1.0, batched=False, function=reward_fn),)
-    # 2. TRL's form.
-    functions: list[Any] = [reward_funcs]
-    if isinstance(reward_funcs, Sequence) and not isinstance(reward_funcs, str):
-        functions = list(reward_funcs)
+        return weighted_rewards("reward_fn", reward_fn, reward_weights, batched=False)
+    return weighted_rewards("reward_funcs", reward_funcs, reward_weights, batched=True)
+
+
+def weighted_rewards(
+    argument: str, given: Any, weights: Weights | None, *, batched: bool
+) -> tuple[Reward, ...]:
+    """Return one or several functions with their weights.
+
+    Args:
+        argument: Name of the argument with the functions, for messages.
+        given: A function or several ones.
+        weights: One factor per function, or factors by name; 1 if not given.
+        batched: True for TRL's form, False for AgileRL's.
+
+    Raises:
+        ValueError: If one is not a function, or the weights do not fit.
+    """
+    # 1. Name the functions. Those of the same name get a number.
+    functions: list[Any] = [given]
+    if isinstance(given, Sequence) and not isinstance(given, str):
+        functions = list(given)
     if not functions:
-        raise ValueError("reward_funcs must contain at least one function, got none.")
-    weights = plain_list([1.0] * len(functions) if reward_weights is None else reward_weights)
-    if weights is None or len(weights) != len(functions):
-        raise ValueError(
-            f"reward_weights must be {len(functions)} finite numbers, got {shown(reward_weights)}."
-        )
-    # 3. Functions of the same name get a number.
-    rewards: dict[str, Reward] = {}
-    for given, function in zip(weights, functions, strict=True):
+        raise ValueError(f"{argument} must contain at least one function, got none.")
+    named: dict[str, Any] = {}
+    for function in functions:
         base = _name(function)
         name = base
-        numbers = itertools.count(len(rewards) + 1)
-        while name in rewards:
+        numbers = itertools.count(len(named) + 1)
+        while name in named:
             name = f"{base}_{next(numbers)}"
-        weight = float(finite_number("each of reward_weights", given))
-        rewards[name] = Reward(name=name, weight=weight, batched=True, function=function)
-    return tuple(rewards.values())
+        named[name] = function
+    # 2. Read the weights.
+    kind = "metric_weights" if argument == "metric" else "reward_weights"
+    factors: Any = [1.0] * len(named) if weights is None else weights
+    if isinstance(factors, Mapping):
+        refuse_unknown(f"function in {kind}", factors, named)
+        factors = [factors.get(name, 1.0) for name in named]
+    factors = plain_list(factors)
+    if factors is None or len(factors) != len(named):
+        raise ValueError(f"{kind} must be {len(named)} finite numbers, got {shown(weights)}.")
+    rewards = []
+    for (name, function), factor in zip(named.items(), factors, strict=True):
+        weight = float(finite_number(f"each of {kind}", factor))
+        rewards.append(Reward(name=name, weight=weight, batched=batched, function=function))
+    return tuple(rewards)
 
 
 def _name(function: Any) -> str:

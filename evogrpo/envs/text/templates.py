@@ -3,7 +3,7 @@
 import json
 import re
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -40,31 +40,45 @@ def check_template(template: Sequence[Mapping[str, str]]) -> tuple[Message, ...]
     """Check a conversation template; return it as plain messages.
 
     Args:
-        template: Messages {"role": ..., "content": ...} with the fields {question} and {answer} in
-            their contents; doubled braces are literal ones.
+        template: Messages {"role": ..., "content": ...} with fields in their contents: {question},
+            {answer} and other columns or task settings. Doubled braces are literal ones.
 
     Raises:
-        ValueError: If it is empty, a message is malformed, a field is unknown, or {question} is
-            missing.
+        ValueError: If it is empty, a message is malformed, or {question} is missing.
     """
     messages = tuple(check_messages(template, where="conversation_template"))
-    text = " ".join(message["content"] for message in messages)
-    fields = list(filter(None, _FIELD.findall(text)))
-    refuse_unknown("field of conversation_template", fields, ("question", "answer"))
-    if "question" not in fields:
+    if "question" not in template_fields(messages):
         raise ValueError(f"conversation_template must contain {{question}}, got {list(messages)}.")
     return messages
 
 
-def fill_template(template: Sequence[Message], question: object, answer: object) -> list[Message]:
-    """Insert a question and an answer into a conversation template.
+def system_message(text: str, names: Collection[str]) -> Message:
+    """Return a system prompt as a message of a template.
 
-    Uses a single pass instead of `str.format`: braces and field names inside the question are kept.
+    Only {NAME} of these names are fields; all other braces are literal.
     """
-    values = {"question": str(question), "answer": str(answer)}
+    escaped = text.replace("{", "{{").replace("}", "}}")
+
+    def restore(match: re.Match[str]) -> str:
+        return f"{{{match[1]}}}" if match[1] in names else match[0]
+
+    return {"role": "system", "content": re.sub(r"\{\{(\w+)\}\}", restore, escaped)}
+
+
+def template_fields(template: Sequence[Message]) -> list[str]:
+    """Return the names of the fields of a template, in order."""
+    text = " ".join(message["content"] for message in template)
+    return list(filter(None, _FIELD.findall(text)))
+
+
+def fill_template(template: Sequence[Message], values: Mapping[str, Any]) -> list[Message]:
+    """Insert values by name into the fields of a template.
+
+    Uses a single pass instead of `str.format`: braces and field names inside values are kept.
+    """
 
     def fill(match: re.Match[str]) -> str:
-        return values[match[1]] if match[1] else match[0][0]
+        return str(values[match[1]]) if match[1] else match[0][0]
 
     return [{**message, "content": _FIELD.sub(fill, message["content"])} for message in template]
 
@@ -94,6 +108,23 @@ def check_messages(messages: object, where: str) -> list[Message]:
         refuse_unknown(f"role in {where}:", [fields["role"]], ROLES)
         plain.append(fields)
     return plain
+
+
+def check_prompt(prompt: Any, row_name: str) -> Prompt:
+    """Return a value of the column prompt: text, or messages.
+
+    Raises:
+        ValueError: If messages are malformed, or written as text.
+    """
+    if not isinstance(prompt, str):
+        return check_messages(prompt, f"{row_name}: prompt")
+    # CSV files contain messages as text, which the chat template would not see.
+    if re.match(r"""\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:""", prompt):
+        raise ValueError(
+            f"{row_name} has messages that are written as text as prompt: {shown(prompt, 80)}. Read"
+            " them with json.loads, so that they get the chat template."
+        )
+    return prompt
 
 
 def special_tokens(tokenizer: Tokenizer) -> list[str]:
@@ -309,7 +340,11 @@ def dated_template(template: str, date: datetime) -> str:
 
 
 def tokenize(
-    prompts: Sequence[tuple[Prompt, Options]], tokenizer: Tokenizer, where: str
+    prompts: Sequence[tuple[Prompt, Options]],
+    tokenizer: Tokenizer,
+    where: str,
+    *,
+    check: bool = True,
 ) -> list["array[int]"]:
     """Return the token ids of prompts, as compact integer arrays.
 
@@ -321,6 +356,7 @@ def tokenize(
         prompts: Text or messages (the same for all), with keyword arguments of the chat template.
         tokenizer: A transformers tokenizer.
         where: Name of the dataset, for messages.
+        check: Look for changes of the prompts.
 
     Raises:
         ValueError: If text and messages are mixed, a chat template is missing, fails or leaves a
@@ -338,7 +374,7 @@ def tokenize(
         texts = []
         for row, (prompt, options) in enumerate(prompts[first : first + _CHUNK], first):
             text = _text(prompt, tokenizer, options, numbered(row, where))
-            if not isinstance(prompt, str):
+            if check and not isinstance(prompt, str):
                 changes.check(row, prompt, options, text)
             texts.append(text)
         ids_of_texts = tokenizer(texts, add_special_tokens=False)["input_ids"]
@@ -350,11 +386,13 @@ def tokenize(
                 raise ValueError(
                     f"{numbered(row, where)} has a prompt without tokens. Remove the row."
                 )
-            changes.check_tokens(row, text, ids)
+            if check:
+                changes.check_tokens(row, text, ids)
             tokenized.append(array("i", ids))
     # 3. Warn of changes, and of arguments of the template that have no effect.
-    changes.warn()
-    _warn_of_unused_options(prompts, tokenizer, where)
+    if check:
+        changes.warn()
+        _warn_of_unused_options(prompts, tokenizer, where)
     return tokenized
 
 

@@ -9,6 +9,7 @@ from inspect import signature
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TextIO
 
+from evogrpo.config.task_settings import SettingValue
 from evogrpo.envs.protocol import SPLITS, TEST_SIZE, VALIDATION_SIZE, Split
 from evogrpo.envs.text.datasets import check_column_names
 from evogrpo.envs.text.environment_gym import (
@@ -60,6 +61,13 @@ class QuestionTask(TaskSection, ABC):
         reward_timeout: Time limit of one call of a reward function, in seconds; null = no limit.
         reward_workers: Number of processes for reward functions that are not async; 0 = the process
             of the run. null = 0; with a timeout one per core, at most 8.
+        system_prompt: System message before each question; null = that of the chat template. Fields
+            {NAME} of `settings` are replaced by their values; all other braces stay.
+        metric: "path.py:function" or "module:function", or several, in the form of the rewards.
+            They score held-out questions: fitness, baseline and test. null = the rewards with their
+            configured weights.
+        metric_weights: Weight of each function of `metric`, as a list or by name.
+        data_column: Column with the values that `data_weights.VALUE` in the search space is about.
     """
 
     key: ClassVar[str]
@@ -73,10 +81,16 @@ class QuestionTask(TaskSection, ABC):
     on_reward_error: OnRewardError = "raise"
     reward_timeout: PositiveFloat | None = DEFAULT_REWARD_TIMEOUT
     reward_workers: NonNegativeInt | None = None
+    system_prompt: Text | None = None
+    metric: Text | tuple[Text, ...] | None = None
+    metric_weights: tuple[Float, ...] | Mapping[Text, Float] | None = None
+    data_column: Text | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_worker_limits(self.reward_timeout, self.reward_workers)
+        if self.metric_weights is not None and self.metric is None:
+            raise ValueError("metric_weights requires metric. Add metric, or remove it.")
 
     @property
     @abstractmethod
@@ -103,16 +117,25 @@ class QuestionTask(TaskSection, ABC):
 
     def facts(self) -> dict[str, str]:
         """Return rows of the printed plan: user code that is executed."""
-        return {}
+        return {"your code": ", ".join(self.codes)} if self.codes else {}
+
+    @property
+    def codes(self) -> tuple[str, ...]:
+        """References to the user's code."""
+        return references(self.metric)
 
     def gym_options(self, max_prompt_length: int | None) -> dict[str, Any]:
         """Return the arguments of HuggingFaceGym that all tasks share."""
-        others = ("seed", "settings", "chat_template", "response_template")
+        others = ("seed", "chat_template", "response_template", "metric")
         options = {
             each.name: getattr(self, each.name)
             for each in fields(QuestionTask)
-            if each.name not in others
+            # The function of a plugin need not take arguments that are not set.
+            if each.name not in others and getattr(self, each.name) is not None
         }
+        if self.metric is not None:
+            metric = [load_named(name, "metric") for name in references(self.metric)]
+            options["metric"] = metric
         return {**options, "max_prompt_length": max_prompt_length}
 
 
@@ -125,7 +148,6 @@ class BuiltinTask(QuestionTask):
             them.
         validation_size: Number of questions for selection.
         test_size: Number of questions for the final test.
-        system_prompt: System message before each question; null = that of the chat template.
     """
 
     key: ClassVar[str] = "name"
@@ -134,7 +156,6 @@ class BuiltinTask(QuestionTask):
     name: Text
     validation_size: PositiveInt = VALIDATION_SIZE
     test_size: PositiveInt = TEST_SIZE
-    system_prompt: Text | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -154,7 +175,6 @@ class BuiltinTask(QuestionTask):
             seed=seed,
             validation_size=self.validation_size,
             test_size=self.test_size,
-            conversation_template=_conversation_template(self.system_prompt, None),
             **self.gym_options(max_prompt_length),
         )
 
@@ -174,7 +194,6 @@ class ReasoningTask(QuestionTask):
     Attributes:
         reasoning_gym: Name of the task.
         sizes: Number of generated questions per split.
-        system_prompt: System message before each question, or null.
         answer_tag: Score only the text in the last `<tag>...</tag>` of a completion; null scores
             all of it.
         options: Settings of the task.
@@ -185,7 +204,6 @@ class ReasoningTask(QuestionTask):
 
     reasoning_gym: Text
     sizes: Mapping[Text, Int] | None = None
-    system_prompt: Text | None = None
     answer_tag: Text | None = None
     options: Mapping[str, Any] | None = None
 
@@ -215,7 +233,6 @@ class ReasoningTask(QuestionTask):
             tokenizer=tokenizer,
             sizes=sizes,
             seed=seed,
-            system_prompt=self.system_prompt,
             answer_tag=self.answer_tag,
             gym_options=self.gym_options(max_prompt_length),
             **(self.options or {}),
@@ -306,15 +323,14 @@ class DatasetTask(QuestionTask):
     Attributes:
         dataset: Files (.jsonl, .json, .csv or .parquet), a dataset of the hub, or a number of
             starts.
-        reward: "path.py:function" or "module:function"; with the trl form also a list. The code is
-            executed. null if an environment has `get_reward`.
+        reward: "path.py:function" or "module:function", or several. The code is executed. null if
+            an environment has `get_reward`.
         form: "agilerl": columns question and answer, `f(completion, answer, question) -> float`;
             "trl": column prompt, `f(prompts=, completions=, **columns) -> list`. Default: "trl" if
             there is a column prompt.
-        reward_weights: Weight of each reward function, trl form only.
-        system_prompt: System message before each question, agilerl form only.
-        conversation_template: Messages with {question}, agilerl form only, instead of
-            system_prompt.
+        reward_weights: Weight of each reward function, as a list or by name; 1 if not given.
+        conversation_template: Messages with {question} and other columns or `settings` as fields,
+            agilerl form only, instead of system_prompt.
         validation_size: Number of questions to draw if no validation split is given.
         test_size: Number of questions to draw if no test split is given.
         environment_factory: "path.py:Class" or "module:Class" of an environment in TRL's form, or
@@ -333,8 +349,7 @@ class DatasetTask(QuestionTask):
     dataset: DatasetFiles
     reward: Text | tuple[Text, ...] | None = None
     form: Literal["agilerl", "trl"] | None = None
-    reward_weights: tuple[Float, ...] | None = None
-    system_prompt: Text | None = None
+    reward_weights: tuple[Float, ...] | Mapping[Text, Float] | None = None
     conversation_template: Messages | None = None
     validation_size: PositiveInt | None = None
     test_size: PositiveInt | None = None
@@ -372,35 +387,35 @@ class DatasetTask(QuestionTask):
             raise ValueError(
                 "reward must be given, or environment_factory with a class that has get_reward."
             )
-        # 3. Templates and single reward functions belong to AgileRL's form, several to TRL's.
-        has_template = self.system_prompt is not None or self.conversation_template is not None
-        if (self.form == "trl" or has_calls) and has_template:
+        # 3. Templates belong to AgileRL's form.
+        if (self.form == "trl" or has_calls) and self.conversation_template is not None:
             raise ValueError(
-                "system_prompt and conversation_template require form: agilerl. With form: trl, put"
-                " messages into the column prompt."
+                "conversation_template requires form: agilerl. With form: trl, put messages into"
+                " the column prompt."
             )
         if self.system_prompt is not None and self.conversation_template is not None:
             raise ValueError(
                 "system_prompt and conversation_template exclude each other. Remove one of them."
             )
-        if self.form == "agilerl" and (
-            not isinstance(self.reward, str) or self.reward_weights is not None
-        ):
-            raise ValueError(
-                "form: agilerl takes one reward function and no reward_weights. For several, use"
-                " form: trl."
-            )
 
-    def facts(self) -> dict[str, str]:
-        """Return rows of the printed plan: the reward functions, which are the user's code."""
-        return {"your code": ", ".join((*self.factories.values(), *self.tools, *self.functions))}
+    def configured_settings(self) -> dict[str, SettingValue]:
+        """Return the values of task settings that this section gives, by full name."""
+        names = [name.rpartition(":")[2] for name in self.functions]
+        weights = self.reward_weights or {}
+        if not isinstance(weights, Mapping):
+            weights = dict(zip(names, weights, strict=False))
+        by_name = {f"reward_weights.{name}": weights.get(name, 1.0) for name in names}
+        return {**super().configured_settings(), **by_name}
+
+    @property
+    def codes(self) -> tuple[str, ...]:
+        """References to the user's code."""
+        return (*self.factories.values(), *self.tools, *self.functions, *super().codes)
 
     @property
     def functions(self) -> tuple[str, ...]:
         """The reward functions."""
-        if isinstance(self.reward, str):
-            return (self.reward,)
-        return self.reward or ()
+        return references(self.reward)
 
     @property
     def factories(self) -> Mapping[str, str]:
@@ -413,8 +428,7 @@ class DatasetTask(QuestionTask):
     @property
     def label(self) -> str:
         """Short description of the task."""
-        codes = (*self.factories.values(), *self.tools, *self.functions)
-        file, colon, name = codes[0].rpartition(":")
+        file, colon, name = self.codes[0].rpartition(":")
         return f"{self.dataset.label}, {Path(file).name}{colon}{name}"
 
     def environment(
@@ -454,11 +468,6 @@ class DatasetTask(QuestionTask):
         # 3. Single turns. Without `form`, a dataset without the column prompt has AgileRL's form.
         first: Any = next(iter(tables["train"] or []), {})
         agilerl = self.form == "agilerl" or (self.form is None and "prompt" not in first)
-        if agilerl and len(functions) > 1:
-            raise ValueError(
-                "Several reward functions require the column prompt (form: trl), got the columns"
-                f" {list(first)}. Rename a column, or give one function."
-            )
         if self.form is None and not agilerl:
             for function in functions:
                 _check_form(function, list(first))
@@ -466,11 +475,9 @@ class DatasetTask(QuestionTask):
             tables["train"],
             tables["test"],
             tokenizer,
-            reward_fn=functions[0] if agilerl else None,
+            reward_fn=functions if agilerl else None,
             reward_funcs=None if agilerl else functions,
-            conversation_template=_conversation_template(
-                self.system_prompt, self.conversation_template
-            ),
+            conversation_template=self.conversation_template,
             **options,
         )
 
@@ -487,6 +494,11 @@ def _check_form(function: Callable[..., Any], columns: Sequence[str]) -> None:
             f" question and answer, got {shown(list(columns), 200)}. Rename the column prompt to"
             " question."
         )
+
+
+def references(given: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """Return one or several references to functions as a tuple."""
+    return (given,) if isinstance(given, str) else given or ()
 
 
 def read_rows(path: Path) -> Sequence[Any]:
@@ -672,15 +684,3 @@ def _read_parquet(path: Path) -> Sequence[Any]:
     except Exception as error:  # several libraries may raise anything
         raise ValueError(f"{path} is not a valid .parquet file: {error}") from error
     return rows
-
-
-def _conversation_template(system_prompt: str | None, template: Messages | None) -> Messages | None:
-    """Return the template, or one of a system prompt and the question.
-
-    At most one argument is given.
-    """
-    if system_prompt is None:
-        return template
-    # Escape braces, which would be read as fields of the template.
-    text = system_prompt.replace("{", "{{").replace("}", "}}")
-    return ({"role": "system", "content": text}, {"role": "user", "content": "{question}"})

@@ -427,6 +427,7 @@ _PATHS: Mapping[str, Callable[[str, Path], str]] = {
     "task.dataset.validation": _absolute_file,
     "task.dataset.test": _absolute_file,
     "task.reward": _absolute_reference,
+    "task.metric": _absolute_reference,
     "task.parallel_env": _absolute_reference,
     "task.score": _absolute_reference,
     "task.tools": _absolute_reference,

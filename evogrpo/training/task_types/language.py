@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from evogrpo.algorithms.grpo import GRPO
-from evogrpo.algorithms.population import Population
+from evogrpo.algorithms.population import Population, check_settings
 from evogrpo.config.agent import LanguageOptions
+from evogrpo.config.task_settings import TaskSettings
 from evogrpo.distributed import processes
 from evogrpo.envs.text.prompt_environment import SAMPLE_COMPLETIONS, Preflight, PromptEnvironment
 from evogrpo.envs.text.reward_functions import RewardError
@@ -58,7 +59,7 @@ from evogrpo.training.forecast import (
 )
 from evogrpo.training.run_dir import StoredRun
 from evogrpo.training.run_state import RunState
-from evogrpo.training.schedule import Schedule
+from evogrpo.training.schedule import Schedule, check_fitness
 from evogrpo.validation import plain
 
 if TYPE_CHECKING:
@@ -172,6 +173,8 @@ class LanguageTask:
         samples = config.schedule.samples_per_step
         batch = self.env.open("train", range(self.env.size("train")))
         lengths = [len(prompt) for prompt in batch.prompts]
+        # Members may have longer texts in their prompts than the configured ones.
+        lengths.append(longest_prompt(self.env, lengths))
         # 1. Optimizer steps of a learning step.
         epochs = possible_values(config, "update_epochs")
         batch_sizes = possible_values(config, "batch_size")
@@ -245,9 +248,27 @@ class LanguageTask:
         prompt = shorten(self.trial.prompt, 400)
         return {
             "first prompt": f"{prompt!r}, {pluralize(len(tokens), 'token')}: {first}",
+            **self._other_prompt(),
             "rewards": f"{', '.join(rewards)} for {SAMPLE_COMPLETIONS[0]!r}",
             "end tokens": ", ".join(end_tokens),
         }
+
+    def _other_prompt(self) -> dict[str, str]:
+        """Return the row of the plan on the first prompt of a member with other texts in it."""
+        others: dict[str, Any] = {}
+        for name, parameter in self.config.search_space.task_settings.items():
+            if name in self.env.policy_settings:
+                own = self.config.hyperparameters.task_settings[name]
+                possible = parameter.choices or parameter.bounds
+                others[name] = next(value for value in possible if value != own)
+        if not others:
+            return {}
+        batch = self.env.open("train", [0], [TaskSettings(others)])
+        (tokens,) = batch.prompts
+        text = shorten(str(self.outline.tokenizer.decode(tokens)), 400)
+        names = ", ".join(f"{name}={shorten(str(value), 40)!r}" for name, value in others.items())
+        length = pluralize(len(tokens), "token")
+        return {"other prompt": f"{text!r}, {length}, of a member with {names}"}
 
     def _tokens_row(self, lengths: Sequence[int], turns: int) -> str:
         """Return the row of the plan on the tokens of sampling, updates and the reference pass.
@@ -375,7 +396,10 @@ def build(config: Config, env: PromptEnvironment | None = None) -> LanguageTask:
             outline.tokenizer, seed=config.task_seed, max_prompt_length=max_prompt_length
         )
     assert env is not None
-    # 4. Try the reward functions, and check all tokens against the model.
+    # 4. Check the task settings, try the reward functions, and check all tokens against the model.
+    members = [config.hyperparameters, *(config.founders or ())]
+    check_settings(env, config.search_space, members)
+    check_fitness(config.fitness, config.search_space, env)
     try:
         trial = env.preflight()
     except RewardError as error:
@@ -478,6 +502,11 @@ def peak_memory(
     )
 
 
+def longest_prompt(env: Any, lengths: Sequence[int]) -> int:
+    """Return the tokens of the longest training prompt, with the longest texts of members."""
+    return max(*lengths, getattr(env, "longest_of_members", 0))
+
+
 def _millions_text(count: int) -> str:
     if count >= 1e5:
         return f"{count / 1e6:.1f} M"
@@ -497,7 +526,7 @@ def memory_need(population: Population, env: Any, schedule: Schedule) -> MemoryN
         samples=schedule.samples_per_step,
         validation=schedule.questions("validation", env),
         weights=members.bank.trained.size,
-        longest_prompt=max(len(prompt) for prompt in prompts.prompts),
+        longest_prompt=longest_prompt(env, [len(prompt) for prompt in prompts.prompts]),
         turns=prompts.max_turns,
         precision=next(model.parameters()).element_size(),
         base=base_bytes(model),

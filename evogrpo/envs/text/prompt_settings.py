@@ -1,0 +1,112 @@
+"""Task settings of prompt datasets: configured values, and training questions by data weights."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from evogrpo.config.task_settings import SettingValue, TaskSettings
+from evogrpo.envs.protocol import deal_starts
+from evogrpo.envs.text.reward_functions import (
+    AGILERL_ARGUMENTS,
+    ENVIRONMENTS,
+    REPLACED_COLUMNS,
+    TRAINER_ARGUMENTS,
+)
+from evogrpo.envs.text.templates import TEMPLATE_OPTIONS
+from evogrpo.randomness import generator
+from evogrpo.text import shown
+from evogrpo.validation import refuse_unknown
+
+RESERVED_SETTINGS = {
+    *AGILERL_ARGUMENTS, *REPLACED_COLUMNS, *TRAINER_ARGUMENTS, ENVIRONMENTS, TEMPLATE_OPTIONS,
+    "environment", "seed",
+}  # fmt: skip
+"""Names that a task setting cannot have: columns and arguments with a meaning of their own."""
+
+
+def configured_values(given: Mapping[str, Any] | None) -> dict[str, SettingValue]:
+    """Return the configured values of task settings by name.
+
+    Raises:
+        ValueError: If a name is no identifier or reserved, or a value is neither number nor text.
+    """
+    values = TaskSettings({"task": given or {}}).group("task")
+    for name in values:
+        if not name.isidentifier() or name in RESERVED_SETTINGS:
+            raise ValueError(
+                f"settings must have names that fields and arguments can have, got {shown(name)}."
+                " Rename it."
+            )
+    return values
+
+
+def starts_by_value(rows: Sequence[Any], column: str) -> dict[str, list[int]]:
+    """Return the positions of rows by the text of their value in a column, sorted by it."""
+    starts: dict[str, list[int]] = {}
+    for start, row in enumerate(rows):
+        starts.setdefault(str(row[column]), []).append(start)
+    return dict(sorted(starts.items()))
+
+
+def deal_by_weights(
+    seed: int,
+    starts: Mapping[str, Sequence[int]],
+    weights: Mapping[str, float],
+    positions: range,
+) -> tuple[int, ...]:
+    """Return the training starts at positions of an endless order with these shares of values.
+
+    The value at a position follows from a random number that all members share, and the start from
+    the value's own endless order (see `deal_starts`). Members with equal weights therefore get
+    equal starts, and others the same start wherever they get the same value.
+
+    Args:
+        seed: Seed of the order.
+        starts: Starts of each value of a column.
+        weights: Share of each value, relative to the others; 1 for values without a weight. One is
+            above 0.
+        positions: Positions in the order.
+    """
+    values = list(starts)
+    shares = np.array([weights.get(value, 1.0) for value in values])
+    ends = shares.cumsum()
+    # Rounding must not select a value behind the last one with a share.
+    last = np.flatnonzero(shares)[-1]
+    dealt = []
+    for position in positions:
+        point = generator(seed, "data weights", position).random() * ends[-1]
+        value = values[min(last, np.searchsorted(ends, point, side="right"))]
+        own = starts[value]
+        (number,) = deal_starts(seed, len(own), position, 1, 1)
+        dealt.append(own[number])
+    return tuple(dealt)
+
+
+def check_data_weights(
+    values: Mapping[str, Sequence[SettingValue]],
+    starts: Mapping[str, Sequence[int]],
+    column: str | None,
+) -> None:
+    """Check data weights against the values of their column.
+
+    Args:
+        values: Weights that members may have, by value of the column.
+        starts: Training starts by value of the column.
+        column: Name of the column; None = not configured.
+
+    Raises:
+        ValueError: If there is no column, a value is not in it, or all weights may be 0.
+    """
+    if not values:
+        return
+    if column is None:
+        raise ValueError(
+            f"data_weights.{min(values)} needs data_column, the column that has these values."
+        )
+    refuse_unknown(f"value in column {column} for data_weights:", values, starts)
+    if all(min(values.get(value, [1.0]), key=float) == 0 for value in starts):
+        raise ValueError(
+            f"data_weights of all values of {column} may be 0 at once. Leave one value out, or give"
+            " it weights above 0."
+        )
