@@ -220,6 +220,11 @@ def _configured(
                     " wrappers to GymnasiumGroups(env, wrappers=[...])."
                 )
             named.append(reference_to(wrapper) if isinstance(wrapper, type) else wrapper)
+    rewards = settings.get("rewards")
+    if isinstance(rewards, Mapping):
+        given["task"]["rewards"] = references = {}
+        for name, component in rewards.items():
+            references[name] = reference_to(component) if callable(component) else component
     if total_timesteps is not None:
         given["schedule"]["max_timesteps"] = whole_between("total_timesteps", total_timesteps, 1)
     # 3. Merge them into the packaged configuration.

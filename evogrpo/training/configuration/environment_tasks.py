@@ -12,8 +12,10 @@ import gymnasium
 from gymnasium.envs.registration import EnvSpec
 
 from evogrpo.config.agent import TeamOptions
+from evogrpo.config.task_settings import SettingValue
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups, Vectorization, check_wrapper
 from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
+from evogrpo.envs.control.reward_components import Component
 from evogrpo.envs.control.single_env import Wrap, env_spec
 from evogrpo.envs.protocol import TEST_SIZE, VALIDATION_SIZE
 from evogrpo.extras import require
@@ -27,7 +29,7 @@ from evogrpo.training.configuration.user_code import (
     load_plugin,
     plugin_names,
 )
-from evogrpo.validation import Flag, PositiveInt, Seed, Text, settings
+from evogrpo.validation import Flag, Float, PositiveInt, Seed, Text, settings
 
 
 @settings
@@ -59,6 +61,13 @@ class StartsTask(TaskSection):
         env_kwargs: Keyword arguments of the environment.
         recreate_env: Create a new environment for every episode; null = only if a reset does not
             restore it.
+        rewards: Components of the training reward by name: functions (observation after the step,
+            action, reward, info) -> a number as "module:function" or "path.py:function", or keys of
+            info. Their code is executed. The training reward of a step is the weighted sum of the
+            environment's reward and the components. Held-out episodes have the environment's reward
+            alone.
+        reward_weights: Weight of each component, and of the environment's own reward, which is
+            called "reward"; 1 by default.
         train_size: Number of training starts.
         validation_size: Number of starts for selection.
         test_size: Number of starts for the final report.
@@ -67,10 +76,32 @@ class StartsTask(TaskSection):
 
     env_kwargs: Mapping[str, Any] | None = None
     recreate_env: Flag | None = None
+    rewards: Mapping[Text, Text] | None = None
+    reward_weights: Mapping[Text, Float] | None = None
     train_size: PositiveInt = 100_000
     validation_size: PositiveInt = VALIDATION_SIZE
     test_size: PositiveInt = TEST_SIZE
     seed: Seed | None = None
+
+    def configured_settings(self) -> dict[str, SettingValue]:
+        """See `TaskSection.configured_settings`; also the given weights of rewards."""
+        weights = self.reward_weights or {}
+        named = {f"reward_weights.{name}": weight for name, weight in weights.items()}
+        return {**super().configured_settings(), **named}
+
+    def _components(self) -> dict[str, Component]:
+        """Return the reward components; functions are imported."""
+        components: dict[str, Component] = {}
+        for name, component in (self.rewards or {}).items():
+            if ":" in component:
+                components[name] = load_named(component, "reward component")
+            else:
+                components[name] = component
+        return components
+
+    def _code_of_rewards(self) -> list[str]:
+        """Return the references of reward components that are functions."""
+        return [component for component in (self.rewards or {}).values() if ":" in component]
 
 
 @settings
@@ -114,10 +145,9 @@ class EnvironmentTask(StartsTask):
         """Return rows of the printed plan: user code that is executed, and wrappers."""
         module, colon, _ = self.env.partition(":")
         named = [each if isinstance(each, str) else each.name for each in self.wrappers]
-        if colon:
-            facts = {"your code": f"module {module}, which registers the environment"}
-        else:
-            facts = {}
+        code = [f"module {module}, which registers the environment"] if colon else []
+        code += [f"{component}, reward component" for component in self._code_of_rewards()]
+        facts = {"your code": "; ".join(code)} if code else {}
         if named:
             return {**facts, "wrappers": ", then ".join(named)}
         return facts
@@ -153,14 +183,13 @@ class EnvironmentTask(StartsTask):
             seed: Seed of the starts and of their order.
         """
         options = {
-            each.name: getattr(self, each.name)
-            for each in fields(self)
-            if each.name not in ("env", "settings")
+            each.name: getattr(self, each.name) for each in fields(self) if each.name != "env"
         }
         return GymnasiumGroups(
             env,
             **{
                 **options,
+                "rewards": self._components(),
                 "wrappers": [named_wrapper(each) for each in self.wrappers],
                 "seed": seed,
             },
@@ -265,11 +294,11 @@ class ParallelTask(StartsTask, TeamOptions):
 
     def facts(self) -> dict[str, str]:
         """Return rows of the printed plan: user code that is executed."""
+        code = [f"{self.parallel_env}, which makes the environment"]
         if isinstance(self.score, str) and ":" in self.score:
-            scored = f"; {self.score}, fitness"
-        else:
-            scored = ""
-        return {"your code": f"{self.parallel_env}, which makes the environment{scored}"}
+            code.append(f"{self.score}, fitness")
+        code += [f"{component}, reward component" for component in self._code_of_rewards()]
+        return {"your code": "; ".join(code)}
 
     def environment(self, *, seed: int) -> PettingZooGroups:
         """Create the groups of episodes.
@@ -282,7 +311,7 @@ class ParallelTask(StartsTask, TeamOptions):
                 invalid.
         """
         require("task.parallel_env", "pettingzoo")
-        others = ("settings", "parallel_env", "policies", "credit", "agent_ids")
+        others = ("parallel_env", "policies", "credit", "agent_ids")
         options = {
             each.name: getattr(self, each.name) for each in fields(self) if each.name not in others
         }
@@ -292,7 +321,8 @@ class ParallelTask(StartsTask, TeamOptions):
         if isinstance(score, str) and ":" in score:
             score = load_named(score, "score")
         try:
-            return PettingZooGroups(make, **{**options, "score": score, "seed": seed})
+            own = {"rewards": self._components(), "score": score, "seed": seed}
+            return PettingZooGroups(make, **{**options, **own})
         except ValueError:
             raise
         except Exception as error:  # PettingZoo checks arguments by `assert`

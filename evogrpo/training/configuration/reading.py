@@ -429,6 +429,7 @@ _PATHS: Mapping[str, Callable[[str, Path], str]] = {
     "task.reward": _absolute_reference,
     "task.metric": _absolute_reference,
     "task.parallel_env": _absolute_reference,
+    "task.rewards.*": _absolute_reference,
     "task.score": _absolute_reference,
     "task.tools": _absolute_reference,
     "task.environment_factory": _absolute_reference,

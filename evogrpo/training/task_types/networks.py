@@ -130,7 +130,16 @@ class NetworkTask:
             facts["actions"] = _space(env.action_space)
             if env.reseed_noise:
                 facts["noise"] = "random after reset; each episode of a group has its own seed"
-        # 2. The members.
+        # 2. Training rewards and options of reset, where they are configured.
+        if not env.components.is_default:
+            terms = [f"{weight:g} {name}" for name, weight in env.components.weights.items()]
+            facts["training reward"] = (
+                f"{' + '.join(terms)}; held-out episodes have the environment's reward alone"
+            )
+        if env.settings:
+            options = [f"{name} {shown(value)}" for name, value in env.settings.items()]
+            facts["settings"] = f"{', '.join(options)}, passed to reset"
+        # 3. The members.
         networks = "a network" if len(specs) == 1 else f"{len(specs)} networks"
         facts["population"] = (
             f"{pluralize(config.population.size, 'member')}, each {networks}"
