@@ -51,7 +51,7 @@ def test_reports_have_components_and_the_weighted_reward():
         population, env, None, generations=1, steps_per_generation=1, samples_per_step=8
     )
     report = next(each for each in run.reports() if isinstance(each, StepReport))
-    first, second = (member.report.metrics for member in report.members)
+    first, second = (member.metrics for member in report.learned.values())
     for metrics, weights in ((first, (1, 1)), (second, (0, -1))):
         terms = [metrics[f"rewards/{name}/mean"] for name in ("reward", "angle")]
         assert terms[1] > 0
@@ -70,7 +70,10 @@ VALUES = {
         "settings": {"low": 0.01},
         "max_episode_steps": 20,
     },
-    "search_space": {"reward_weights": {"angle": [0.5, 2]}, "task": {"high": [0.03, 0.05]}},
+    "search_space": {
+        "reward_weights": {"angle": {"choices": [0.5, 2]}},
+        "task": {"high": {"choices": [0.03, 0.05]}},
+    },
     "schedule": {"generations": 1, "samples_per_step": 8},
     "population": {"size": 2},
 }
