@@ -1,22 +1,41 @@
 """Selection: choose the next member of every slot from the fitness of the last generation."""
 
 import math
-from collections.abc import Collection
+from collections.abc import Sequence
 
 import numpy as np
 
-from evogrpo.evolution.fitness import paired_difference
+from evogrpo.evolution.fitness import difference, paired_difference
 from evogrpo.evolution.history import Generation, History
 from evogrpo.evolution.plan import Choice
 from evogrpo.randomness import streams
 
 
+def ranked_by_chance(last: Generation, rng: np.random.Generator) -> list[int]:
+    """Return the slots of healthy members, the best first, equal ones in random order.
+
+    Members are often exactly equal, as when none has solved a question yet. The order in
+    `Generation.ranked` would then always stop the same founders.
+
+    Args:
+        last: Generation that was evaluated.
+        rng: Random generator, whose own draws do not change; the order depends on members' indices.
+
+    Raises:
+        ValueError: If every member failed.
+    """
+    stream = streams(rng.spawn(1)[0])
+
+    def key(slot: int) -> tuple[float, float]:
+        fitness = last.slots[slot].fitness
+        assert fitness is not None  # healthy members only
+        return -fitness.mean, stream("tie", last.indices[slot]).random()
+
+    return sorted(last.ranked, key=key)
+
+
 def truncation_selection(
-    last: Generation,
-    quantile: float,
-    rng: np.random.Generator,
-    *,
-    among: Collection[int] | None = None,
+    last: Generation, ranked: Sequence[int], quantile: float, rng: np.random.Generator
 ) -> list[Choice]:
     """Replace each of the worst members by a clone of a random one of the best.
 
@@ -24,24 +43,20 @@ def truncation_selection(
 
     Args:
         last: Generation that was evaluated.
-        quantile: Share of the healthy members, in (0, 0.5], that is replaced, and share that is
-            cloned; rounded up, so at least one of two.
+        ranked: Slots of healthy members that take part, the best first, at least one. Healthy
+            members of other slots are kept.
+        quantile: Share of these members, in (0, 0.5], that is replaced, and share that is cloned;
+            rounded up, so at least one of two.
         rng: Random generator; draws depend on members' indices.
-        among: Slots that take part; healthy members of other slots are kept. By default all slots.
 
     Returns:
         One choice per slot. Failed members are replaced too; empty slots stay empty.
 
-    Raises:
-        ValueError: If every member failed.
-
     Source: Jaderberg et al., 2017 (arXiv:1711.09846), section 4.1.1.
     """
-    ranked = [slot for slot in last.ranked if among is None or slot in among]
     count = min(len(ranked) // 2, math.ceil(quantile * len(ranked)))
-    # A failed member needs a donor even if no healthy one is replaced, or if none of `among` is
-    # healthy.
-    best = ranked[: max(count, 1)] or list(last.ranked[:1])
+    # A failed member needs a donor even if no healthy one is replaced.
+    best = ranked[: max(count, 1)]
     worst = ranked[len(ranked) - count :]
     stream = streams(rng)
     choices = []
@@ -58,6 +73,38 @@ def truncation_selection(
                 why = f"among the worst {count}"
             choices.append(Choice(parent=donor, reason=f"replaced by slot {donor}: {why}"))
     return choices
+
+
+def shows_progress(history: History, z: float) -> bool:
+    """Return True if fitness says more about the members than noise.
+
+    That is so if the best healthy member is significantly better than the worst, or one of them
+    than in the first generation. Otherwise any choice among the members is a guess: none may have
+    learned anything yet.
+
+    Args:
+        history: History up to the last generation.
+        z: Standard errors of the difference that must be exceeded.
+
+    Raises:
+        ValueError: If every member failed.
+    """
+    healthy = history.last.healthy
+    pairs = [(healthy[0][1], healthy[-1][1])]
+    first = {
+        record.member.index: record.fitness
+        for record in history.generations[0].slots
+        if record.member
+    }
+    for member, fitness in healthy:
+        earlier = first.get(member.index)
+        if earlier is not None:
+            pairs.append((fitness, earlier))
+    for better, worse in pairs:
+        lead, standard_error = difference(better, worse)
+        if lead > z * standard_error:
+            return True
+    return False
 
 
 def has_stagnated(history: History, z: float) -> bool:

@@ -1,10 +1,22 @@
-"""Successive halving: members per rung and constant cost per generation."""
+"""Successive halving: members per rung, constant cost per generation, and rungs that wait."""
 
 import math
 
+import numpy as np
 import pytest
 
-from evogrpo.evolution import SuccessiveHalving
+from evogrpo.config.hyperparameters import Hyperparameters
+from evogrpo.config.search_space import HyperparameterConfig
+from evogrpo.evolution import (
+    Fitness,
+    Generation,
+    History,
+    MemberRecord,
+    Narrowing,
+    SlotRecord,
+    SuccessiveHalving,
+    TruncationPBT,
+)
 from evogrpo.testing.strategies import (
     SAMPLES_PER_STEP,
     STEPS_PER_GENERATION,
@@ -28,7 +40,7 @@ class TestSuccessiveHalving(StrategyTestCase):
 @pytest.mark.parametrize("size", [1, 5, 8, 27])
 @pytest.mark.parametrize("strategy", [SuccessiveHalving(), SuccessiveHalving(eta=3, every=2)])
 def test_rungs_follow_from_the_number_of_members_at_constant_cost(size, strategy):
-    population = SimulatedPopulation(size)
+    population = SimulatedPopulation(size, spread=30.0)
     generations = 6 * strategy.every
     list(TestSuccessiveHalving().follow(strategy, population, generations))
     generations_run = population.generations
@@ -47,8 +59,9 @@ def test_rungs_follow_from_the_number_of_members_at_constant_cost(size, strategy
 
 def test_one_member_stays_in_a_run_of_any_length():
     strategy = SuccessiveHalving(eta=100_000)
+    population = SimulatedPopulation(2, spread=30.0)
     # 2 / eta^70 is 0
-    list(TestSuccessiveHalving().follow(strategy, population := SimulatedPopulation(2), 70))
+    list(TestSuccessiveHalving().follow(strategy, population, 70))
     assert [len(each.members) for each in population.generations] == [2] + [1] * 69
 
 
@@ -57,9 +70,83 @@ def test_the_best_stay_and_the_budget_of_failed_members_is_shared():
     history = population.evaluate()
     failed = history.last.failed
     assert failed
-    plan = SuccessiveHalving(every=5).plan(history, None)
+    rng = np.random.default_rng(0)
+    plan = SuccessiveHalving(every=5).plan(history, rng)
     assert plan.vacant == failed
     assert plan.steps_per_generation == 8 * STEPS_PER_GENERATION // (8 - len(failed))
     assert all(plan.reasons[slot] == "stopped: failed" for slot in failed)
-    plan = SuccessiveHalving().plan(history, None)
+    plan = SuccessiveHalving().plan(history, rng)
     assert [slot for slot in range(8) if slot not in plan.vacant] == sorted(history.last.ranked[:4])
+
+
+FLOOR = (0.0,) * 8
+ALIKE = (0.0, 1.0) * 4
+"""Fitness is given as scores on eight questions; None = failed."""
+
+
+def history_of(*generations):
+    """Return the history of members that all stay, with these scores in each generation."""
+    hyperparameters = Hyperparameters()
+    records = []
+    for number, scores_of_slots in enumerate(generations, start=1):
+        slots = []
+        for slot, scores in enumerate(scores_of_slots):
+            member = MemberRecord(
+                slot=slot, index=slot, parent=None, born=0, hyperparameters=hyperparameters
+            )
+            fitness = None if scores is None else Fitness.from_scores(scores)
+            slots.append(SlotRecord(member=member, fitness=fitness))
+        generation = Generation(
+            number=number, samples_per_step=8, steps_per_generation=4, slots=tuple(slots)
+        )
+        records.append(generation)
+    return History(space=HyperparameterConfig(), next_index=len(slots), generations=tuple(records))
+
+
+def stopped(history, strategy=None, seed=0):
+    plan = (strategy or SuccessiveHalving()).plan(history, np.random.default_rng(seed))
+    plan.check(history)
+    return plan.vacant
+
+
+def test_no_member_stops_at_the_floor_and_all_others_once_one_has_left_it():
+    floor = [FLOOR] * 4
+    risen = [FLOOR, FLOOR, (1.0, 1.0, *FLOOR[2:]), FLOOR]
+    for generations in range(1, 6):
+        assert stopped(history_of(*[floor] * generations)) == ()
+        left = len(stopped(history_of(*[floor] * generations, risen)))
+        assert left == 4 - max(1, 4 // 2 ** (generations + 1))
+    assert 2 not in stopped(history_of(floor, floor, risen))
+    assert stopped(history_of([FLOOR, None, FLOOR, FLOOR])) == (1,)
+
+
+@pytest.mark.parametrize(("solved", "halved"), [(1, False), (2, True)])
+def test_one_solved_question_is_noise(solved, halved):
+    """The difference is then exactly one standard error."""
+    better = (1.0,) * solved + FLOOR[solved:]
+    assert bool(stopped(history_of([FLOOR, better]))) == halved
+
+
+def test_members_that_improved_alike_are_halved():
+    assert stopped(history_of([FLOOR] * 4, [ALIKE] * 4)) != ()
+    assert stopped(history_of([ALIKE] * 4, [ALIKE] * 4)) == ()
+
+
+def test_the_rest_gets_the_budget_of_members_that_stop_late():
+    floor = [FLOOR] * 4
+    history = history_of(floor, floor, [FLOOR, ALIKE, FLOOR, FLOOR])
+    plan = SuccessiveHalving().plan(history, np.random.default_rng(0))
+    assert (len(plan.vacant), plan.steps_per_generation) == (3, 16)
+
+
+@pytest.mark.parametrize(
+    "strategy", [SuccessiveHalving(), Narrowing(every=2), TruncationPBT(quantile=0.5)]
+)
+def test_chance_decides_among_equal_members(strategy):
+    history = history_of([FLOOR] * 4, [ALIKE] * 4)
+    counts = np.zeros(4)
+    for seed in range(400):
+        plan = strategy.plan(history, np.random.default_rng(seed))
+        left = {child.slot for child in plan.children} | set(plan.vacant)
+        counts[list(left)] += 1
+    assert counts / counts.sum() == pytest.approx(np.full(4, 0.25), abs=0.05)

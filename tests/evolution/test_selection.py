@@ -81,6 +81,13 @@ def test_failed_members_are_replaced_regardless_of_noise(size):
         assert [choices[slot].parent for slot in (1, 3)] == [1, 3]
 
 
+def test_equal_challengers_win_equally_often():
+    fitness = fitness_of(0.0, 1.0, 1.0, 1.0)
+    winners = [choose(fitness, 4, 1.0, seed=seed)[0].parent for seed in range(300)]
+    for slot in (1, 2, 3):
+        assert winners.count(slot) / len(winners) == pytest.approx(1 / 3, abs=0.08)
+
+
 @pytest.mark.parametrize("common", [0, 1])
 def test_members_without_common_questions_are_compared_by_their_means(common):
     """Standard errors of 1 each give sqrt(2) for the difference of 2."""

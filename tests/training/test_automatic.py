@@ -87,6 +87,10 @@ class TestDefaultStrategy:
         assert strategy_of(PLAY, **changes) == SuccessiveHalving()
         assert strategy_of(QUESTIONS, **changes) == Tournament()
 
+    def test_task_settings_of_language_models_are_halved(self):
+        weights = {"search_space": {"reward_weights": {"f": {"choices": [0, 1]}}}}
+        assert strategy_of(QUESTIONS, **weights) == SuccessiveHalving()
+
     @pytest.mark.parametrize(
         ("changes", "expected"),
         [

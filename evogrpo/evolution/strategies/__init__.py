@@ -69,7 +69,9 @@ def strategy_from_json(
     return build_from_settings(kind, name, settings)
 
 
-def default_strategy(members: int, *, networks: bool, evolve_network: bool) -> Strategy:
+def default_strategy(
+    members: int, *, networks: bool, evolve_network: bool, task_settings: bool
+) -> Strategy:
     """Return the strategy of a run that names none.
 
     Args:
@@ -77,7 +79,9 @@ def default_strategy(members: int, *, networks: bool, evolve_network: bool) -> S
         networks: The members are small networks, for which `SuccessiveHalving` scores highest in
             the study of docs/results.md.
         evolve_network: Architectures evolve, which needs a strategy that mutates.
+        task_settings: Task settings evolve. `SuccessiveHalving` trains each founder's settings
+            long enough to see what they teach; a mutation would change them halfway.
     """
-    if members > 1 and networks and not evolve_network:
+    if members > 1 and (networks or task_settings) and not evolve_network:
         return SuccessiveHalving()
     return Tournament()

@@ -10,7 +10,7 @@ from pydantic import Field
 from evogrpo.evolution.history import History
 from evogrpo.evolution.mutation import CheckedPerturbation, Mutation
 from evogrpo.evolution.plan import Choice, Plan, Stateless
-from evogrpo.evolution.selection import has_stagnated, truncation_selection
+from evogrpo.evolution.selection import has_stagnated, ranked_by_chance, truncation_selection
 from evogrpo.validation import REAL, WHOLE, NonNegativeFloat, settings
 
 
@@ -25,6 +25,7 @@ class Narrowing(Stateless):
     clones of the best quarter, so that values no founder had can be found. If no member improved
     beyond the noise, none is stopped and all but the best are mutated in place. Improvement is
     tested with fitness by "validation" only, where generations answer the same questions.
+    Equal members are stopped in random order.
 
     Attributes:
         eta: Inverse share of members that stay at a rung, at least 2.
@@ -69,11 +70,11 @@ class Narrowing(Stateless):
             survivor_count = max(self.min_members, math.ceil(member_count / self.eta))
         else:
             survivor_count = member_count
-        survivors = last.ranked[:survivor_count]
+        survivors = ranked_by_chance(last, rng)[:survivor_count]
         # 2. Give them the samples of the others, and replace the worst of them by clones of the
         #    best.
         samples = first.samples_per_step * self._sample_factor(founders, len(survivors))
-        choices = truncation_selection(last, self.quantile, rng, among=survivors)
+        choices = truncation_selection(last, survivors, self.quantile, rng)
         # 3. Retire the others. If no member improved, mutate all but the best in place.
         for slot, record in enumerate(last.slots):
             if record.member is not None and slot not in survivors:
@@ -82,7 +83,10 @@ class Narrowing(Stateless):
                 else:
                     reason = f"not among the best {survivor_count}"
                 choices[slot] = Choice(parent=None, reason=f"stopped: {reason}")
-            elif stagnated and slot in last.ranked[1:]:
+            elif stagnated and slot == last.ranked[0]:
+                # The oldest of equal members, the same one in every generation.
+                choices[slot] = Choice(parent=slot, reason="kept: the best")
+            elif stagnated and slot in survivors:
                 choices[slot] = Choice(
                     parent=slot, reason="mutated in place: no member improved", mutate=True
                 )

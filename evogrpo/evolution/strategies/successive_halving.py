@@ -8,9 +8,12 @@ from pydantic import Field
 
 from evogrpo.evolution.history import History
 from evogrpo.evolution.plan import Choice, Plan, Stateless
+from evogrpo.evolution.selection import ranked_by_chance, shows_progress
 from evogrpo.validation import WHOLE, settings
 
 Grow = Literal["steps_per_generation", "samples_per_step"]
+NOISE = 1.0
+"""Standard errors that a difference must exceed before members are stopped."""
 
 
 @settings
@@ -22,6 +25,10 @@ class SuccessiveHalving(Stateless):
     larger. Hyperparameters never change, so the winner was trained with one setting throughout, and
     values that no founder has are never found. Founders should therefore be spread over the search
     space.
+
+    While no member is better than another or than in the first generation by more than the noise,
+    no healthy member is stopped: none may have learned anything yet. The next rung then also stops
+    the members that the postponed ones left. Equal members are stopped in random order.
 
     All rungs get the same number of generations if `every` is generations / (1 + log_eta(members)).
 
@@ -44,19 +51,27 @@ class SuccessiveHalving(Stateless):
 
     def plan(self, history: History, rng: np.random.Generator) -> Plan:
         """Retire failed members, and at a rung all members except the best."""
+        # 1. Choose the members that stay.
         first = history.generations[0]
         last = history.last
         rungs, remainder = divmod(last.number - first.number + 1, self.every)
         # The quotient underflows to 0 in a long run.
         survivor_count = max(1, math.ceil(len(first.members) / self.eta**rungs))
-        survivors = last.ranked[:survivor_count]
+        survivors = ranked_by_chance(last, rng)
+        if remainder:
+            kept = "no halving in this generation"
+        elif not shows_progress(history, NOISE):
+            kept = "all members are equal up to noise"
+        else:
+            kept = "among the best"
+            survivors = survivors[:survivor_count]
+        # 2. Retire the others, and give their budget to those that stay.
         choices = []
         for slot, record in enumerate(last.slots):
             if record.member is None:
                 choices.append(Choice(parent=None, reason="empty"))
             elif slot in survivors:
-                reason = "among the best" if remainder == 0 else "no halving in this generation"
-                choices.append(Choice(parent=slot, reason=f"kept: {reason}"))
+                choices.append(Choice(parent=slot, reason=f"kept: {kept}"))
             else:
                 if record.fitness is None:
                     reason = "failed"

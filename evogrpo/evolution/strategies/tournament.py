@@ -111,7 +111,8 @@ def tournament(last: Generation, size: int, z: float, rng: np.random.Generator) 
         contestants = stream("tournament", record.member.index).choice(
             healthy, size=min(size, len(healthy)), replace=False
         )
-        challenger = next(candidate for candidate in last.ranked if candidate in contestants)
+        # Contestants are in random order, so of equal ones a random one is the challenger.
+        challenger = max(contestants.tolist(), key=lambda candidate: fitness[candidate].mean)
         if record.fitness is None:
             choices.append(
                 Choice(parent=challenger, reason=f"replaced by slot {challenger}: failed")

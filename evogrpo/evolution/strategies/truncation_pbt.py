@@ -15,7 +15,7 @@ from evogrpo.evolution.mutation import (
     uniform_value,
 )
 from evogrpo.evolution.plan import Plan, Stateless
-from evogrpo.evolution.selection import truncation_selection
+from evogrpo.evolution.selection import ranked_by_chance, truncation_selection
 from evogrpo.validation import REAL, PositiveFloat, Share, settings
 
 
@@ -58,7 +58,8 @@ class TruncationPBT(Stateless):
 
     def plan(self, history: History, rng: np.random.Generator) -> Plan:
         """Replace the worst and all failed members; an empty slot stays empty."""
-        choices = truncation_selection(history.last, self.quantile, rng)
+        ranked = ranked_by_chance(history.last, rng)
+        choices = truncation_selection(history.last, ranked, self.quantile, rng)
         return Plan.from_choices(history, choices, mutation=self.mutation or self._explore, rng=rng)
 
     def _explore(

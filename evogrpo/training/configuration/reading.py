@@ -102,6 +102,7 @@ def parse_config(values: Mapping[str, Any], strategy: "Strategy | None" = None) 
             population.size,
             networks=kind.word != "language",
             evolve_network=evolve_network is not None,
+            task_settings=bool(space.task_settings),
         )
     samples = parsed["schedule"].samples_per_step
     ranges = dict(space)
