@@ -16,7 +16,7 @@ from evogrpo import (
     RLParameter,
     Tournament,
 )
-from evogrpo.evolution import Choice, Plan, Replay, ScheduleStage, Stateless, SuccessiveHalving
+from evogrpo.evolution import Choice, Plan, Replay, ScheduleStage, Stateless
 from evogrpo.reporting.records import GenerationReport, StepReport
 from evogrpo.storage.checkpoint import CheckpointError, generation_folder
 from evogrpo.storage.journal import read_journal
@@ -313,13 +313,21 @@ class Progress(GymnasiumGroups):
         self.seen.append((step, total_steps))
 
 
+class OneStays(Stateless):
+    """Keeps the first of two members, for two learning steps in each generation."""
+
+    mutates = False
+
+    def plan(self, history, rng):
+        choices = [Choice(parent=0, reason="kept"), Choice(parent=None, reason="stopped")]
+        return Plan.from_choices(history, choices, steps_per_generation=2)
+
+
 def test_progress_counts_the_steps_of_generations_of_different_length():
     env = Progress(validation_size=2, test_size=2)
     options = {"hp_config": None, "evolve_network": None}
     schedule = {"generations": 3, "steps_per_generation": 1, "test_questions": 2}
-    finish(
-        step_run(None, size=2, env=env, options=options, strategy=SuccessiveHalving(), **schedule)
-    )
+    finish(step_run(None, size=2, env=env, options=options, strategy=OneStays(), **schedule))
     # One step of both members, then two steps of one member in each generation.
     assert list(dict.fromkeys(env.seen)) == [(0, 3), (1, 3), *((step, 5) for step in range(1, 6))]
 
