@@ -19,7 +19,7 @@ from evogrpo.config.objective import Objective
 from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.distributed import processes
 from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
-from evogrpo.evolution import FitnessConfig, SuccessiveHalving, Tournament
+from evogrpo.evolution import FitnessConfig, Tournament
 from evogrpo.members.bank import Sampler
 from evogrpo.members.language.loading import load_base
 from evogrpo.members.language.vllm_sampler import VLLMSampler
@@ -28,6 +28,7 @@ from evogrpo.training.trainer import Trainer
 from tests.distributed.whole_sampler import WholeSampler
 from tests.envs import joint_probes
 from tests.forking import CHARTS
+from tests.strategies.user_defined import Halving
 from tests.tiny_steps import QUICK, STEP_SPACE, cart_pole, start_run, step_run
 from tests.tiny_training import finish, resumed_run, shared_model, tiny_env, tiny_run, variety
 
@@ -148,7 +149,7 @@ def thinned(folder: Path) -> Trainer:
     return language(
         folder,
         3,
-        strategy=SuccessiveHalving(),
+        strategy=Halving(survivors=2),
         beta=0.0,
         micro_batch_tokens=48,
         steps_per_generation=1,
