@@ -329,7 +329,6 @@ def make_run(
 
 def test_scores(run: Any, env: Any, best: Any) -> list[float]:
     """Return the scores of a best member on the test starts; None = the untrained network."""
-    from evogrpo.config.task_settings import NO_SETTINGS
     from evogrpo.evolution.fitness import GREEDY_EVALUATION
     from evogrpo.interruption import NEVER
     from evogrpo.training.evaluation import evaluate_states
