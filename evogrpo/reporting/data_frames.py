@@ -103,9 +103,9 @@ COLUMNS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "fitness": (
             REAL,
             (
-                "fitness relative to the mean of the healthy members of the generation, in reward"
-                " units: mean over lineages; generations in which all members have the same value"
-                " are left out"
+                "fitness relative to the mean of the healthy members of the generation, without"
+                " what a clone inherited with another value, in reward units: mean over lineages;"
+                " generations in which all members have the same value are left out"
             ),
         ),
         "standard_error": (

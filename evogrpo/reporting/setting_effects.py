@@ -8,7 +8,7 @@ from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 from evogrpo.config.hyperparameters import Value
-from evogrpo.reporting.records import Estimate
+from evogrpo.reporting.records import Estimate, MemberReport
 from evogrpo.reporting.setting_labels import short_name
 from evogrpo.reporting.summary import RunSummary
 from evogrpo.text import number_text, score_text
@@ -32,7 +32,8 @@ class ValueEffect:
         label: The value as short text.
         members: Number of members with this value.
         lineage_means: For each lineage, its mean difference from the mean fitness of all healthy
-            members of the generation, in reward units.
+            members of the generation, without what was inherited with another value, in reward
+            units.
     """
 
     value: str
@@ -133,7 +134,7 @@ class SettingEffect:
 
 
 class _Result(NamedTuple):
-    """Result of a member in a generation, with the number of its group of values."""
+    """Result of a member in a generation, with the number of its value's group."""
 
     group: int
     member: int
@@ -145,37 +146,62 @@ def setting_effects(summary: RunSummary, names: Sequence[str]) -> tuple[SettingE
     """Return the effects of settings on fitness, over all members and generations of a run.
 
     Fitness is relative to the mean of the healthy members of its generation, so the rise over
-    generations does not count. Generations in which all members have the same value are left out.
+    generations does not count. Nor does the relative fitness that a clone with a new value inherits
+    from its parent. Generations in which all members have the same value are left out.
 
     Args:
         summary: The run.
         names: Names of task settings or hyperparameters.
     """
-    return tuple(_setting_effect(summary, name) for name in names)
+    # Relative fitness by member and generation.
+    relative = {}
+    for generation in summary.generations:
+        fitness = {member.index: member.fitness for member in generation.members}
+        healthy = [value for value in fitness.values() if value is not None]
+        for index, value in fitness.items():
+            if value is not None:
+                relative[index, generation.generation] = value - fmean(healthy)
+    return tuple(_setting_effect(summary, name, relative) for name in names)
 
 
-def _setting_effect(summary: RunSummary, name: str) -> SettingEffect:
-    """Return the effect of one setting."""
+def _setting_effect(
+    summary: RunSummary, name: str, relative: Mapping[tuple[int, int], float]
+) -> SettingEffect:
+    """Return the effect of one setting, from the relative fitness by member and generation."""
     # 1. Values, as groups in order.
     values = [member.hyperparameters.get(name) for member in summary.members]
     groups = _groups(name, values, summary)
     group_of: dict[Value, int] = {}
     for number, group in enumerate(groups):
         group_of.update(dict.fromkeys(group.values, number))
-    # 2. Results of all generations in which members can be compared.
+
+    def group_number(member: MemberReport) -> int:
+        return group_of[member.hyperparameters.get(name)]
+
+    # 2. Relative fitness that a member, or the first ancestor with its value, inherited with
+    #    another value. Parents come before their children.
+    inherited: dict[int, float] = {}
+    for history in summary.histories.values():
+        origin = history.origin
+        if origin is None:
+            inherited[history.index] = 0.0
+        elif group_number(origin) == group_number(history.results[0]):
+            inherited[history.index] = inherited[origin.index]
+        else:
+            inherited[history.index] = relative.get((origin.index, origin.generation), 0.0)
+    # 3. Results of all generations in which members can be compared.
     results = []
     for generation in summary.generations:
         found = []
         for member in generation.members:
-            if member.fitness is not None:
-                position = group_of[member.hyperparameters.get(name)]
+            fitness = relative.get((member.index, generation.generation))
+            if fitness is not None:
+                fitness -= inherited[member.index]
                 founder = summary.founders[member.index]
-                found.append(_Result(position, member.index, founder, member.fitness))
-        if len({result.group for result in found}) < 2:
-            continue
-        mean = fmean(result.fitness for result in found)
-        results += [result._replace(fitness=result.fitness - mean) for result in found]
-    # 3. Means by lineage; then the best value against all others.
+                found.append(_Result(group_number(member), member.index, founder, fitness))
+        if len({result.group for result in found}) > 1:
+            results += found
+    # 4. Means by lineage; then the best value against all others.
     effects = {}
     for number, group in enumerate(groups):
         own = [result for result in results if result.group == number]

@@ -252,9 +252,10 @@ class RunDisplay(Callback):
         births = self._trainer.population.lineage
         has_settings = any(birth.hyperparameters.task_settings for birth in births)
         if has_settings and result.run_dir is not None:
-            lines.append(Text(FINDINGS_TITLE, "bold"))
+            rows = Table.grid(padding=(0, 2, 0, 0))
             for name, finding in findings(read_summary(result.run_dir)).items():
-                lines.append(Text.assemble((f"  {name}  ", "dim"), finding))
+                rows.add_row(Text(f"  {name}", "dim"), Text(finding))
+            lines += [Text(FINDINGS_TITLE, "bold"), rows]
         self._console.print(Group(*lines, f"Finished: {result.reason}."))
 
     def _show_baseline(self) -> None:

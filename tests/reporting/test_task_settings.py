@@ -100,6 +100,15 @@ def test_clones_that_inherit_a_value_are_one_lineage():
     assert "lineages" in effect.finding
 
 
+def test_what_a_clone_inherits_does_not_count_for_its_new_value():
+    first = generation(1, digits(0, 0, 1, 0.8), digits(1, 1, 0, 0.2), digits(2, 2, 0, 0.2))
+    # Member 3 has the weights of member 0; the mean rises from 0.4 to 0.6.
+    later = [digits(0, 0, 1, 0.8), digits(1, 3, 0, 0.8, 0), digits(2, 2, 0, 0.2)]
+    without, with_one = effect_of(first, generation(2, *later)).values
+    assert with_one.lineage_means == pytest.approx([(0.4 + 0.2) / 2])
+    assert without.lineage_means == pytest.approx([-0.2, (-0.2 - 0.4) / 2, 0.2 - 0.4])
+
+
 def test_generations_in_which_all_members_agree_are_left_out():
     first = founders([0.1, 0.2, 0.1], [0.5, 0.6, 0.5])
     later = generation(2, digits(3, 3, 1, 0.9), digits(4, 4, 1, 0.1), best=3)
@@ -282,8 +291,9 @@ def test_a_run_stores_and_shows_the_settings_of_its_members(tmp_path, capsys):
     assert output.count("style 1: Think step by step") == 1
     assert "state $x_{1}$ [bold]in[/bold]" in output
     summary = read_summary(tmp_path / "run")
+    shown = " ".join(output.split())
     for name, finding in findings(summary).items():
-        assert f"  {name}  {finding}\n" in output
+        assert f" {name} {finding} " in shown
     # The settings of the best member lie beside its weights.
     stored = json.loads((tmp_path / "run" / "best" / "task_settings.json").read_text())
     assert stored == summary.best.hyperparameters.task_settings
