@@ -11,7 +11,7 @@ from evogrpo.reporting.records import MemberReport
 from evogrpo.reporting.setting_effects import SettingEffect, setting_effects
 from evogrpo.reporting.setting_labels import short_name
 from evogrpo.reporting.summary import RunSummary
-from evogrpo.text import count_text, duration_text, pluralize, score_text
+from evogrpo.text import count_text, duration_text, pluralize
 
 Plot = dict[str, Any]
 """A chart as plotly.js reads it: `data`, a list of traces, and `layout`."""
@@ -54,7 +54,7 @@ def page_charts(summary: RunSummary) -> dict[str, dict[str, Plot]]:
         lineage = {"lineage": _lineage_plot(run, details)}
         sections = {"Fitness and lineage": sections["Fitness"] | lineage}
     effects = setting_effects(summary, summary.task_settings)
-    compared = [effect for effect in effects if effect.best is not None]
+    compared = [effect for effect in effects if len(effect.values) > 1]
     if compared:
         plots = {f"Effects-{number}": _effect_plot(each) for number, each in enumerate(compared)}
         sections["Task settings"] = plots
@@ -155,57 +155,36 @@ def _lineage_plot(run: RunCharts, details: Details) -> Plot:
 def _effect_plot(effect: SettingEffect) -> Plot:
     """Return fitness by value of a setting: the mean of lineages, and a small point for each."""
     # 1. Small points of lineages, and the means with their errors.
-    x: list[float] = []
-    y: list[int] = []
-    for position, value in enumerate(effect.values):
-        x += value.lineage_means
-        y += [position] * value.lineages
-    positions = list(range(len(effect.values)))
-    means = [value.fitness for value in effect.values]
-    errors = [value.standard_error for value in effect.values]
-    hovers = []
+    lineages: Plot = {"x": [], "y": []}
+    means: Plot = {"x": [], "y": []}
+    errors = []
     ticks = []
-    for value, mean, error in zip(effect.values, means, errors, strict=True):
+    for position, value in enumerate(effect.values):
+        lineages["x"] += value.lineage_means
+        lineages["y"] += [position] * value.lineages
+        means["x"].append(value.fitness)
+        means["y"].append(position)
+        errors.append(value.standard_error or 0.0)
         counts = pluralize(value.members, "member")
         if value.lineages != value.members:
             counts += f" of {pluralize(value.lineages, 'lineage')}"
-        hovers.append(f"<b>{_escaped(value.label)}</b><br>{score_text(mean, error)}<br>{counts}")
         ticks.append(f"{_escaped(value.label)}<br>{counts}")
-    points = {"mode": "markers", "marker": {"color": BASE, "size": 5, "opacity": 0.7}}
-    bars = {"type": "data", "array": [error or 0.0 for error in errors], "thickness": 2}
-    large = {"color": BEST, "size": 11}
-    traces: list[Plot] = [
-        {"x": x, "y": y, **points, "hoverinfo": "x"},
-        {
-            "x": means,
-            "y": positions,
-            "mode": "markers",
-            "marker": large,
-            "error_x": {**bars, "color": BEST},
-            "hovertext": hovers,
-            "hoverinfo": "text",
-        },
+    shared = {"mode": "markers", "hoverinfo": "x"}
+    small = {"color": BASE, "size": 5, "opacity": 0.7}
+    bars = {"array": errors, "thickness": 2, "color": BEST}
+    traces = [
+        {**lineages, **shared, "marker": small},
+        {**means, **shared, "marker": {"color": BEST, "size": 11}, "error_x": bars},
     ]
     # 2. Axes. The first value is at the top.
     x_title = {"text": "relative fitness", "standoff": 4}
-    x_axis: Plot = {**_GRID, "title": x_title, "zeroline": True, "zerolinecolor": BASE, "nticks": 6}
-    y_axis: Plot = {
-        "tickvals": positions,
-        "ticktext": ticks,
-        "range": [len(positions) - 0.5, -0.5],
-        "automargin": True,
-        "showgrid": False,
-        "zeroline": False,
-    }
+    x_axis = {**_GRID, "title": x_title, "zeroline": True, "zerolinecolor": BASE, "nticks": 6}
+    y_axis: Plot = {"tickvals": means["y"], "ticktext": ticks, "automargin": True}
+    y_axis |= {"range": [len(ticks) - 0.5, -0.5], "showgrid": False, "zeroline": False}
     text = f"<b>{_escaped(short_name(effect.name))}</b>"
-    layout = {
-        **_LAYOUT,
-        "title": {"text": text, "font": {"size": 13}, "x": 0.01},
-        "height": 95 + 45 * len(positions),
-        "xaxis": x_axis,
-        "yaxis": y_axis,
-    }
-    return {"data": traces, "layout": layout}
+    title = {"text": text, "font": {"size": 13}, "x": 0.01}
+    layout = {**_LAYOUT, "title": title, "xaxis": x_axis, "yaxis": y_axis}
+    return {"data": traces, "layout": {**layout, "height": 95 + 45 * len(ticks)}}
 
 
 def _plot(chart: Chart, run: RunCharts, details: Details | None = None) -> Plot:

@@ -270,9 +270,9 @@ def _effects(summary: RunSummary) -> Iterator[tuple[Row, list[Row]]]:
                 "members": value.members,
                 "lineages": value.lineages,
             }
-            rows.append(Row(cells, best=effect.clear and value is effect.best))
+            rows.append(Row(cells, best=value is effect.better))
         finding = {"setting": short_name(effect.name), "result": effect.finding}
-        yield Row(finding, best=effect.clear), rows
+        yield Row(finding, best=effect.better is not None), rows
 
 
 def _phases(summary: RunSummary) -> dict[str, float]:

@@ -13,9 +13,9 @@ from evogrpo.text import number_text, one_line
 MAX_LABEL = 16
 """Maximum number of characters of a text that is its own label."""
 _MAX_NAME = 40
+_MAX_ROW = 200
 # Of tables of members in a terminal.
 _OTHER_COLUMNS = ("slot", "member", "parent", "tokens", "actions", "time")
-_MAX_ROW = 200
 
 
 @dataclass(frozen=True)
@@ -55,20 +55,21 @@ class SettingLabels:
         for member in members:
             for name, value in member.task_settings.items():
                 found.setdefault(name, []).append(value)
-        # 2. Labels of its texts.
-        labels = {}
+        # 2. Names without group, unless ambiguous.
+        short = {name: name.partition(".")[2] for name in found}
+        uses = Counter([*short.values(), *HYPERPARAMETER_NAMES, *_OTHER_COLUMNS])
+        names = {name: short_name(own if uses[own] == 1 else name) for name, own in short.items()}
+        # 3. Labels of texts.
+        by_setting = {}
         for name, values in found.items():
-            distinct = dict.fromkeys(value for value in values if isinstance(value, str))
-            if distinct:
-                labels[name] = _labels(name, list(distinct))
-        # 3. Names without group, unless ambiguous.
-        own = Counter(name.partition(".")[2] for name in found)
-        own.update([*HYPERPARAMETER_NAMES, *_OTHER_COLUMNS])
-        names = {}
-        for name in found:
-            short = name.partition(".")[2]
-            names[name] = short_name(short if own[short] == 1 else name)
-        return cls(labels, names)
+            texts = dict.fromkeys(value for value in values if isinstance(value, str))
+            labels = {}
+            for number, text in enumerate(texts, start=1):
+                labels[text] = f'"{text}"'
+                if one_line(text, MAX_LABEL) != text:
+                    labels[text] = f"{short_name(short[name])} {number}"
+            by_setting[name] = labels
+        return cls(by_setting, names)
 
     def name(self, name: str) -> str:
         """Return the name of a hyperparameter or a task setting, without its group if clear."""
@@ -83,12 +84,9 @@ class SettingLabels:
 
     def named(self, name: str, value: Value) -> str:
         """Return name and value as short text, such as `digits 1`, or `style 2` for a text."""
-        text = self.text(name, value)
         head = f"{self.name(name)} "
         # The label of a numbered text begins with the name.
-        if text.startswith(head):
-            return text
-        return head + text
+        return head + self.text(name, value).removeprefix(head)
 
     def changes(self, changes: Changes) -> dict[str, tuple[str, str]]:
         """Return changes of a birth with names and values as short text."""
@@ -113,18 +111,6 @@ class SettingLabels:
 
 NO_LABELS = SettingLabels({}, {})
 """Labels of a run without task settings."""
-
-
-def _labels(name: str, texts: list[str]) -> dict[str, str]:
-    """Return the labels of all texts of a setting."""
-    labels = {}
-    for number, text in enumerate(texts, start=1):
-        line = one_line(text, MAX_LABEL)
-        if line == text:
-            labels[text] = f'"{text}"'
-        else:
-            labels[text] = f"{short_name(name.partition('.')[2])} {number}"
-    return labels
 
 
 def short_name(name: str) -> str:
