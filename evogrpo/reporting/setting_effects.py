@@ -148,13 +148,15 @@ def _setting_effect(
     # 4. The best value against all others.
     best = max(values, key=lambda value: value.fitness)
     rest = [value for value in values if value is not best]
-    label = rest[0].label if len(rest) == 1 else "the others"
+    label = "the others"
+    if len(rest) == 1:
+        label = rest[0].label
     pooled = []
     for value in rest:
         pooled += results[value.value]
     others = _effect(summary, label, label, pooled)
-    clear, finding = _compared(best, others)
-    return SettingEffect(name=name, values=values, finding=finding, better=best if clear else None)
+    better, finding = _compared(best, others)
+    return SettingEffect(name=name, values=values, finding=finding, better=better)
 
 
 def _effect(
@@ -172,8 +174,8 @@ def _effect(
     )
 
 
-def _compared(best: ValueEffect, others: ValueEffect) -> tuple[bool, str]:
-    """Return whether the best value is clearly better than the others, and this in words."""
+def _compared(best: ValueEffect, others: ValueEffect) -> tuple[ValueEffect | None, str]:
+    """Return the best value, or None if it is not clearly better than the others, and why."""
     # 1. The difference of two independent means.
     difference = best.fitness - others.fitness
     error = None
@@ -181,14 +183,16 @@ def _compared(best: ValueEffect, others: ValueEffect) -> tuple[bool, str]:
         error = math.hypot(best.standard_error, others.standard_error)
     # 2. The evidence. Members count if each has a lineage of its own.
     counts = (best.lineages, others.lineages)
-    unit = "members" if counts == (best.members, others.members) else "lineages"
+    unit = "lineages"
+    if counts == (best.members, others.members):
+        unit = "members"
     evidence = f"{score_text(difference, error)} ({counts[0]} and {counts[1]} {unit})"
     # 3. The words.
     if error is None or min(counts) < MIN_LINEAGES:
-        return False, f"too few members to tell: {best.label} above {others.label} by {evidence}"
+        return None, f"too few members to tell: {best.label} above {others.label} by {evidence}"
     if difference <= 2 * error:
-        return False, f"no clear difference: {best.label} above {others.label} by {evidence}"
-    return True, f"{best.label} is better than {others.label} by {evidence}"
+        return None, f"no clear difference: {best.label} above {others.label} by {evidence}"
+    return best, f"{best.label} is better than {others.label} by {evidence}"
 
 
 def _value_texts(name: str, summary: RunSummary) -> dict[Value, str]:
@@ -208,7 +212,7 @@ def _value_texts(name: str, summary: RunSummary) -> dict[Value, str]:
     return {**texts, None: "not set"}
 
 
-def _intervals(numbers: Sequence[float], space: Mapping[str, Any]) -> dict[float, str]:
+def _intervals(numbers: Sequence[float], space: Mapping[str, Any]) -> dict[Value, str]:
     """Return the interval of each number of a range, as text. Numbers are ascending."""
     low = numbers[0]
     high = numbers[-1]

@@ -51,14 +51,16 @@ class SettingLabels:
         for name, fields in space.items():
             if is_task_setting(name):
                 choices = fields.get("choices")
-                found[name] = list(choices) if isinstance(choices, list | tuple) else []
+                found[name] = []
+                if isinstance(choices, list | tuple):
+                    found[name] += choices
         for member in members:
             for name, value in member.task_settings.items():
                 found.setdefault(name, []).append(value)
         # 2. Names without group, unless ambiguous.
         short = {name: name.partition(".")[2] for name in found}
         uses = Counter([*short.values(), *HYPERPARAMETER_NAMES, *_OTHER_COLUMNS])
-        names = {name: short_name(own if uses[own] == 1 else name) for name, own in short.items()}
+        names = {name: short_name(own) for name, own in short.items() if uses[own] == 1}
         # 3. Labels of texts.
         by_setting = {}
         for name, values in found.items():
