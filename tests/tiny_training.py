@@ -110,6 +110,34 @@ def tiny_env(**options: Any) -> HuggingFaceGym:
     return HuggingFaceGym(train, test, shared_tokenizer(), **(defaults | options))
 
 
+def digits(completion: str, answer: str, question: str) -> float:
+    """Reward the share of digits."""
+    return sum(character.isdigit() for character in completion) / max(1, len(completion))
+
+
+TASK_SPACE: dict[str, Any] = {
+    "reward_weights": {"digits": [0, 1, 2], "variety": (-1, 1)},
+    "task": {"style": ["", "12+", "3"]},
+    "data_weights": {"5": (0.5, 8.0)},
+}
+
+
+def settings_env() -> HuggingFaceGym:
+    """Return an environment with a prompt, two rewards, data weights and a metric."""
+    rows = [{**row, "first": row["question"][0]} for row in QUESTIONS]
+    return HuggingFaceGym(
+        rows[:64],
+        rows[64:],
+        shared_tokenizer(),
+        reward_fn=[digits, variety],
+        metric=variety,
+        settings={"style": ""},
+        conversation_template=[{"role": "user", "content": "{style}{question}"}],
+        data_column="first",
+        validation_size=8,
+    )
+
+
 def tiny_options(**options: Any) -> dict[str, Any]:
     defaults = {
         "pad_token_id": PAD,

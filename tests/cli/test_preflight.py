@@ -42,6 +42,16 @@ def test_a_dry_run_shows_the_first_prompt_and_a_sample_reward(project, workdir, 
     assert "score 0.5 for 'This is a made-up completion: 42.'" in output  # two times "a"
 
 
+def test_a_dry_run_shows_prompts_of_two_members(project, workdir, capsys):
+    texts = "search_space.task.style.choices=[1+1, 2+22+2]"
+    prompt = "task.system_prompt='{style}'"
+    assert main(["train", str(project / "tiny.yaml"), "--dry-run", texts, prompt]) == 0
+    output = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"first prompt 's:1\+1\\nu:0\+0=.*', 15 tokens", output)
+    assert re.search(r"other prompt 's:2\+22\+2\\n.*', 18 tokens, .* task.style='2\+22\+2'", output)
+    assert "prompts of at most 20" in output
+
+
 def test_the_tokenizer_of_another_model_is_refused(project, workdir, capsys):
     tiny_model().save_pretrained("other")
     tokenizer = AutoTokenizer.from_pretrained(project / "model")

@@ -30,7 +30,17 @@ from tests.envs import joint_probes
 from tests.forking import CHARTS
 from tests.strategies.user_defined import Halving
 from tests.tiny_steps import QUICK, STEP_SPACE, cart_pole, start_run, step_run
-from tests.tiny_training import finish, resumed_run, shared_model, tiny_env, tiny_run, variety
+from tests.tiny_training import (
+    SPACE,
+    TASK_SPACE,
+    finish,
+    resumed_run,
+    settings_env,
+    shared_model,
+    tiny_env,
+    tiny_run,
+    variety,
+)
 
 
 def networks(folder: Path) -> Trainer:
@@ -61,7 +71,7 @@ def language(
     folder: Path, size: int, objective: Objective | None = None, **options: Any
 ) -> Trainer:
     """Language models; `options` are those of members and of the schedule."""
-    of_run = ("generations", "steps_per_generation", "strategy")
+    of_run = ("env", "generations", "steps_per_generation", "strategy")
     run = {"generations": 2, "test_questions": 4} | {
         name: options.pop(name) for name in of_run if name in options
     }
@@ -78,10 +88,22 @@ def words(folder: Path) -> Trainer:
 
 
 def pair(folder: Path) -> Trainer:
-    """Two language models: dynamic sampling, entropy bonus, KL to the base, controlled steps."""
+    """Two language models: dynamic sampling, entropy bonus, KL to the base, controlled steps.
+
+    Their task settings evolve.
+    """
     objective = Objective(dynamic_sampling=1, overlong_buffer=2)
     options = {"target_kl": 0.01, "entropy_coef": 0.01, "micro_batch_tokens": 48}
-    return language(folder, 2, objective, steps_per_generation=1, **options)
+    space = {**SPACE, **TASK_SPACE}
+    return language(
+        folder,
+        2,
+        objective,
+        steps_per_generation=1,
+        env=settings_env(),
+        hp_config=HyperparameterConfig(**space),
+        **options,
+    )
 
 
 def team(folder: Path) -> Trainer:
@@ -178,7 +200,11 @@ def go_on(folder: Path, generations: int) -> Trainer:
     """Resume a finished run with more generations."""
     if folder.name in ("words", "pair", "thinned"):
         return resumed_run(
-            folder, model=base_of(folder), make_sampler=sampler_of(folder), generations=generations
+            folder,
+            env=settings_env() if folder.name == "pair" else None,
+            model=base_of(folder),
+            make_sampler=sampler_of(folder),
+            generations=generations,
         )
     return resumed_run(folder, generations=generations)
 

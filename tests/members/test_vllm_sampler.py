@@ -14,6 +14,7 @@ import torch
 from peft import LoraConfig
 
 from evogrpo import Objective, load_base
+from evogrpo.config.task_settings import TaskSettings
 from evogrpo.interruption import Interrupted, Stop
 from evogrpo.members.language import vllm_sampler
 from evogrpo.members.language.loading import loadable_name
@@ -29,7 +30,7 @@ from evogrpo.testing.samplers import (
 )
 from tests.tiny_batches import tiny_bank
 from tests.tiny_models import tiny_model
-from tests.tiny_training import tiny_env, tiny_population
+from tests.tiny_training import settings_env, tiny_population
 from tests.vllm_server import RawServer, RealServer, VLLMServer
 
 SIZE = 3
@@ -489,7 +490,8 @@ def test_a_stop_ends_requests_at_once(server, bank, tmp_path):
 def test_members_of_a_population_learn_and_stay_marked_until_they_are_loaded(tmp_path):
     objective = Objective(importance_correction="token_truncate")
     population = tiny_population(2, objective=objective, lr=3e-3)
-    env = tiny_env()
+    population[1].task_settings = TaskSettings({"task.style": "12+"})
+    env = settings_env()
     members = population.members
     with serving(model=tiny_model()) as server:
         population.sample_with(VLLMSampler(server.url, tmp_path))
@@ -498,6 +500,7 @@ def test_members_of_a_population_learn_and_stay_marked_until_they_are_loaded(tmp
             assert members.changed_slots == []
             batch = collected.experience["default"]
             assert not batch.exact
+            assert {len(prompt) for prompt in batch.inputs.prompts} == {9, 12}
             scored = population.members.bank.log_probs(batch)
             torch.testing.assert_close(batch.sampler_log_probs, scored, rtol=1e-3, atol=1e-3)
             reports = population.learn(collected.experience, step=step)

@@ -117,7 +117,7 @@ class QuestionTask(TaskSection, ABC):
 
     def facts(self) -> dict[str, str]:
         """Return rows of the printed plan: user code that is executed."""
-        return {"your code": ", ".join(self.codes)} if self.codes else {}
+        return {"your code": ", ".join(dict.fromkeys(self.codes))} if self.codes else {}
 
     @property
     def codes(self) -> tuple[str, ...]:
