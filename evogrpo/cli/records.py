@@ -10,6 +10,8 @@ from rich.text import Text
 
 from evogrpo.cli.main import OK, check_folder
 from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES
+from evogrpo.config.task_settings import TaskSettings
+from evogrpo.envs.text.templates import fill_template, system_message
 from evogrpo.evolution.history import MemberRecord
 from evogrpo.extras import install_hint
 from evogrpo.reporting.compare import ComparedRun, TestDifference, compare_runs, interval
@@ -413,6 +415,7 @@ def _export_member(run_dir: Path, folder: Path) -> None:
         _, record = read_checkpoint(run_dir / "best", kind="agent")
         with checkpoint_errors(best):
             index = int(record["member"]["index"])
+            settings = TaskSettings(record["member"]["hyperparameters"].get("task_settings"))
             shared = record["shared"]
             kind = shared["kind"]
             agent_class = AGENT_CLASSES[kind]
@@ -432,10 +435,25 @@ def _export_member(run_dir: Path, folder: Path) -> None:
     for name in (*exported.files, TASK_SETTINGS):
         if (best / name).is_file():
             write_synced(folder / name, (best / name).read_bytes())
+    prompt = _system_prompt(run_dir, settings)
+    if prompt is not None:
+        write_synced(folder / "system_prompt.txt", prompt.encode("utf-8"))
     line = f"wrote member #{index} to {folder}, {exported.what} {base}; {checked}"
     console.print(Text(line), soft_wrap=True)
     loading = exported.loader.format(repr(str(folder)))
     console.print(Text.assemble(("load it with ", "dim"), (loading, "cyan")), soft_wrap=True)
+
+
+def _system_prompt(run_dir: Path, settings: TaskSettings) -> str | None:
+    """Return the configured system prompt with the task settings of a member, if there is one."""
+    path = run_dir / CONFIG_FILE
+    task = read_yaml_file(path)["task"] if path.is_file() else {}
+    prompt = task.get("system_prompt")
+    if prompt is None:
+        return None
+    values = {**(task.get("settings") or {}), **settings.group("task")}
+    (message,) = fill_template([system_message(prompt, values)], values)
+    return str(message["content"])
 
 
 def _check_export(run_dir: Path, member: Path, source: str) -> str:

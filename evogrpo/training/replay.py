@@ -158,7 +158,7 @@ class HyperparameterSchedule:
         first = self.stages[0].hyperparameters
         space = build(HyperparameterConfig, values.get("search_space") or {}, "search_space")
         # Hyperparameters that start outside their range cannot be in the search space.
-        start = {name: getattr(first, name) for name in space}
+        start = {name: first.get(name) for name in space}
         evolving = {
             n: p for n, p in space.items() if start[n] is None or p.closest(start[n]) == start[n]
         }

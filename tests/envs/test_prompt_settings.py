@@ -11,6 +11,7 @@ from evogrpo.envs.protocol import SupportsTaskSettings
 from evogrpo.envs.text.environment_gym import EnvironmentGym
 from evogrpo.records import single_turn_conversations
 from tests.envs.conftest import build
+from tests.envs.test_environment_gym import CHAT as TOOLS_CHAT
 
 QA = [
     {"question": f"{n}+1", "answer": str(n + 1), "level": "hard" if n % 3 == 0 else "easy"}
@@ -27,6 +28,10 @@ def right(completion, answer, question):
 
 def length(completion, answer, question, style="none"):
     return len(completion) + 100 * len(style)
+
+
+def measured(completion, answer, question, unread):
+    return float(len(unread))
 
 
 def single(tokenizer, **options):
@@ -191,7 +196,7 @@ def test_data_weights_are_shares_of_values(tokenizer):
     ],
 )
 def test_settings_that_nothing_reads_are_refused(tokenizer, values, message):
-    env = single(tokenizer, settings={**STYLE, "unread": "a"}, data_column="level")
+    env = single(tokenizer, settings={**STYLE, "unread": "a"}, data_column="level", metric=measured)
     assert isinstance(env, SupportsTaskSettings)
     env.check_settings({"task.style": ("a", "b"), "data_weights.hard": (0, 1)})
     with pytest.raises(ValueError, match=message):
@@ -204,6 +209,7 @@ def test_settings_that_nothing_reads_are_refused(tokenizer, values, message):
         ({"data_column": "levl"}, "data_column"),
         ({"settings": {"question": "a"}}, "question"),
         ({"settings": {"a b": "a"}}, "a b"),
+        ({"settings": {"unread": "a"}}, "unread"),
         ({"settings": {"style": None}}, "style"),
         ({"metric_weights": [1.0]}, "metric"),
         ({"metric": []}, "metric"),
@@ -271,29 +277,28 @@ class Levels:
         return float(self.level)
 
 
-def test_resets_take_settings_in_training():
-    from tests.envs.test_environment_gym import CHAT
-
+@pytest.mark.parametrize(("system_prompt", "held_out"), [(None, 1), ("Level {level}.", 5)])
+def test_resets_take_settings_in_training(system_prompt, held_out):
     rows = [{"prompt": [{"role": "user", "content": str(n)}]} for n in range(30)]
     env = EnvironmentGym(
         rows,
         None,
-        build(CHAT),
+        build(TOOLS_CHAT),
         environment_factory=Levels,
         max_turns=2,
-        settings={"level": 1, **STYLE},
+        settings={"level": 1},
+        system_prompt=system_prompt,
         validation_size=4,
         test_size=4,
     )
     member = TaskSettings({"task.level": 5})
     env.check_settings({"task.level": (1, 5)})
-    with pytest.raises(ValueError, match="style"):
-        env.check_settings({"task.style": ("a", "b")})
-    for split, level in (("train", 5), ("validation", 1)):
+    for split, level in (("train", 5), ("validation", held_out)):
         batch = env.open(split, [0, 0], [member, NO_SETTINGS])
-        texts_of_prompts = [env.tokenizer.decode(ids) for ids in batch.prompts]
-        assert texts_of_prompts[0].count(f"at level {level}") == 1
-        assert "at level 1" in texts_of_prompts[1]
+        own, configured = [env.tokenizer.decode(ids) for ids in batch.prompts]
+        assert f"at level {level}" in own
+        assert "at level 1" in configured
+        assert ("Level 5." in own) == (system_prompt is not None)
         scores = batch.score(single_turn_conversations([0, 1], [[9], [9]], [0, 1]))
         np.testing.assert_array_equal(scores.rewards, [level, 1])
     env.close()

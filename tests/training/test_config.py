@@ -242,6 +242,11 @@ def test_the_schema_accepts_what_is_read(tmp_path):
     task = {"task": {"env": "CartPole-v1"}}
     for section in set(Config.__dataclass_fields__) - {"task"}:
         assert accepts({**task, section: None})
-    for values in ({"fitness": "rollouts"}, {"search_space": {"lr": "auto"}}):
+    grouped = {"task": {"style": {"choices": ["a", "b"]}}}
+    for values in (
+        {"fitness": "rollouts"},
+        {"search_space": {"lr": "auto"}},
+        {"search_space": grouped},
+    ):
         assert accepts({**task, **values})
         assert not accepts({**task, next(iter(values)): "other"})

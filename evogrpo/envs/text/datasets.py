@@ -1,6 +1,7 @@
 """Prompt datasets: tables, and their disjoint splits for training, fitness and the final report."""
 
 import hashlib
+import math
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -141,6 +142,19 @@ def check_table(table: AnyTable, columns: Sequence[str], name: str) -> list[str]
             f" {missing}. {_how_to_name(missing, present, columns)}"
         )
     return present
+
+
+def check_row(row: Mapping[str, Any], columns: Sequence[str], row_name: str) -> None:
+    """Raise ValueError if a required column of a row has no value, or bytes."""
+    for name in columns:
+        value = row[name]
+        if isinstance(value, bytes | bytearray):
+            raise ValueError(f"{row_name} must have text as {name}, got bytes. Decode it first.")
+        # Data frames have NaN for missing values. Answers may be empty.
+        missing = value is None or (isinstance(value, float) and math.isnan(value))
+        blank = isinstance(value, str) and not value.strip()
+        if missing or (blank and not (name == "answer" and value == "")):
+            raise ValueError(f"{row_name} has no {name}, got {shown(value)}. Remove the row.")
 
 
 def _how_to_name(missing: Sequence[str], present: Sequence[Any], columns: Sequence[str]) -> str:

@@ -388,7 +388,10 @@ class EnvironmentGym(PromptEnvironment):
         questions = self._splits[split]
         taken = self._taken(self._name(self._unobserved(split, start)), values)
         if taken:
-            return self._observed[split, start, *taken.items()]
+            key = (split, start, *taken.items())
+            if key not in self._observed:
+                self._observe(split, [start], [values])
+            return self._observed[key]
         observation: str | None = questions.table.observations[questions.rows[start]]
         return observation
 

@@ -13,6 +13,7 @@ from evogrpo.envs.text.datasets import AnyTable
 from evogrpo.envs.text.prompt_batch import SingleTurnBatch
 from evogrpo.envs.text.prompt_environment import PromptEnvironment, PromptOptions
 from evogrpo.envs.text.reward_functions import (
+    Reward,
     RewardFunc,
     Weights,
     as_messages,
@@ -229,9 +230,8 @@ class MultiTurnGym(PromptEnvironment):
             "max_turns": str(self._max_turns),
         }
 
-    def _reads(self, name: str) -> bool:
-        """Return True: `reply` gets the whole row."""
-        return True
+    def _check_read(self, name: str, functions: Sequence[Reward]) -> None:
+        """Accept every setting: `reply` gets the whole row."""
 
     def open(
         self, split: Split, starts: Sequence[int], settings: Sequence[TaskSettings] = ()

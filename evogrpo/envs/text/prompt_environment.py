@@ -1,6 +1,5 @@
 """PromptEnvironment: base class of environments with a prompt dataset and reward functions."""
 
-import math
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from evogrpo.envs.text.datasets import (
     AnyTable,
     PromptSplit,
     RowHashes,
+    check_row,
     check_table,
     make_splits,
     tables_by_split,
@@ -204,8 +204,8 @@ class PromptEnvironment:
         if system_prompt is not None:
             self._system.append(system_message(system_prompt, self._settings))
         self._template = None if template is None else [*self._system, *template]
-        fields = template_fields(self._template or self._system)
-        self._prompt_settings = [name for name in self._settings if name in fields]
+        self._fields = template_fields(self._template or self._system)
+        self._prompt_settings = [name for name in self._settings if name in self._fields]
         # Prompts with the values of members, by split, start and values; number of tokens and
         # largest token id of those with the longest texts.
         self._rendered: dict[tuple[Any, ...], array[int]] = {}
@@ -242,18 +242,7 @@ class PromptEnvironment:
                 raise ValueError(f"{split}_size requires that {where} is not set, got both.")
             table = self._prepare(given, where)
             # Reward functions are checked against the columns of every dataset.
-            own = check_table(table, self._columns, where)
-            if self._template is not None:
-                valid = [*own, *self._settings]
-                refuse_unknown("field of conversation_template", fields, valid)
-            present = list(dict.fromkeys([*own, *self._settings, *self.extra_arguments]))
-            for reward in rewards:
-                reward.check(present, where, in_worker=self._runner.in_worker(reward.name))
-            for reward in self._metric:
-                reward.check(present, where, in_worker=self._metric_runner.in_worker(reward.name))
-            if split == "train":
-                self._present = present
-                refuse_unknown("data_column", filter(None, [data_column]), own)
+            self._check_columns(check_table(table, self._columns, where), where)
             # Kept for `set_date`, which renders the prompts again.
             self._datasets[split] = table
         # 3. Tokenized, deduplicated splits.
@@ -262,6 +251,25 @@ class PromptEnvironment:
         self.observation_space = gymnasium.spaces.Sequence(vocabulary)
         end_ids = end_of_turn_ids(tokenizer, self._options)
         self.action_space = CompletionSpace(len(tokenizer), end_ids)
+
+    def _check_columns(self, columns: Sequence[str], where: str) -> None:
+        """Check the fields, arguments and settings that are columns of a dataset.
+
+        Raises:
+            ValueError: If a column or a setting does not exist, or nothing reads a setting.
+        """
+        if self._template is not None:
+            valid = [*columns, *self._settings]
+            refuse_unknown("field of conversation_template", self._fields, valid)
+        if self._data_column is not None and where == "train_dataset":
+            refuse_unknown("data_column", [self._data_column], columns)
+        self._present = list(dict.fromkeys([*columns, *self._settings, *self.extra_arguments]))
+        functions = [(self._runner, self._rewards), (self._metric_runner, self._metric)]
+        for runner, rewards in functions:
+            for reward in rewards:
+                reward.check(self._present, where, in_worker=runner.in_worker(reward.name))
+        for name in self._settings:
+            self._check_read(name, [*self._rewards, *self._metric])
 
     # ---- date, splits and fingerprint
 
@@ -506,12 +514,7 @@ class PromptEnvironment:
         own = groups.get("task", {})
         refuse_unknown("setting in task:", own, self._settings)
         for name in own:
-            if not self._reads(name):
-                raise ValueError(
-                    f"Nothing reads the setting task.{name}. Write {{{name}}} into the"
-                    f" system_prompt or the template, or add an argument {name} to a reward"
-                    " function."
-                )
+            self._check_read(name, self._rewards)
         # 2. Texts of prompts: render the first question with each, and all with the longest.
         in_prompt = {name: own[name] for name in own if name in self._prompt_settings}
         longest = {}
@@ -532,10 +535,14 @@ class PromptEnvironment:
             self.longest_of_members = max(self.longest_of_members, *map(len, prompts_of_split))
             self._largest = max(self._largest, *map(max, prompts_of_split))
 
-    def _reads(self, name: str) -> bool:
-        """Return True if a prompt or a reward function reads a task setting."""
-        rewards = any(reward.reads(name, self._present) for reward in self._rewards)
-        return rewards or self._changes_prompt(name)
+    def _check_read(self, name: str, functions: Sequence[Reward]) -> None:
+        """Raise ValueError unless a prompt or one of these functions reads a task setting."""
+        read = any(function.reads(name, self._present) for function in functions)
+        if not read and not self._changes_prompt(name):
+            raise ValueError(
+                f"Nothing reads the setting task.{name}. Write {{{name}}} into the system_prompt or"
+                f" the template, or add an argument {name} to a reward function."
+            )
 
     def set_progress(self, step: int, total_steps: int) -> None:
         """Set the training progress, for reward functions that take the `trainer_state`."""
@@ -653,18 +660,8 @@ class PromptEnvironment:
         )
 
     def _check_row(self, row: Mapping[str, Any], row_name: str) -> None:
-        """Raise ValueError if a required column of a row has no value, or bytes."""
-        for name in self._columns:
-            value = row[name]
-            if isinstance(value, bytes | bytearray):
-                raise ValueError(
-                    f"{row_name} must have text as {name}, got bytes. Decode it first."
-                )
-            # Data frames have NaN for missing values. Answers may be empty.
-            missing = value is None or (isinstance(value, float) and math.isnan(value))
-            blank = isinstance(value, str) and not value.strip()
-            if missing or (blank and not (name == "answer" and value == "")):
-                raise ValueError(f"{row_name} has no {name}, got {shown(value)}. Remove the row.")
+        """Raise ValueError if a row has no value in a column, or a prompt that does not fit."""
+        check_row(row, self._columns, row_name)
         if self._system and self._template is None:
             messages = plain_list(row["prompt"]) or [{}]
             if isinstance(row["prompt"], str) or messages[0].get("role") == "system":

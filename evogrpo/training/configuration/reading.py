@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, create_model
 
 from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES
 from evogrpo.config.search_space import HyperparameterConfig
-from evogrpo.config.task_settings import TaskSettings
+from evogrpo.config.task_settings import SETTING_GROUPS, TaskSettings
 from evogrpo.safe_parsing import load_yaml, read_yaml_file
 from evogrpo.synonyms import close_match, counterpart
 from evogrpo.text import expand_user, shown
@@ -20,6 +20,7 @@ from evogrpo.training.configuration.sections import (
     Config,
     LoggingConfig,
     PopulationConfig,
+    TaskSection,
 )
 from evogrpo.training.schedule import Schedule, check_schedule
 from evogrpo.validation import build, is_text, json_schema
@@ -79,13 +80,7 @@ def parse_config(values: Mapping[str, Any], strategy: "Strategy | None" = None) 
     parsed["task"] = members.task
     parsed["agent"] = members.agent
     parsed["model"] = parsed.get("model") or kind.model
-    # Task settings of the first member are those of the task, if they are in the search space.
-    settings = dict(TaskSettings(chosen.get("task_settings")))
-    for name, value in members.task.configured_settings().items():
-        if name in space and space[name].closest(value) == value:
-            settings.setdefault(name, value)
-    if settings:
-        chosen["task_settings"] = settings
+    chosen |= _first_settings(chosen, members.task, space)
     logging = {"completions": kind.completions, **given.get("logging", {})}
     parsed["logging"] = LoggingConfig(**logging)
     first = with_path("hyperparameters", lambda: space.first(kind.hyperparameters, chosen))
@@ -142,6 +137,20 @@ def parse_config(values: Mapping[str, Any], strategy: "Strategy | None" = None) 
     return config
 
 
+def _first_settings(
+    chosen: Mapping[str, Any], task: TaskSection, space: HyperparameterConfig
+) -> dict[str, Any]:
+    """Return the hyperparameter `task_settings` of the first member, if it has any.
+
+    They are the chosen ones, and those of the task that are in the search space.
+    """
+    settings = dict(TaskSettings(chosen.get("task_settings")))
+    for name, value in task.configured_settings().items():
+        if name in space and space[name].closest(value) == value:
+            settings.setdefault(name, value)
+    return {"task_settings": settings} if settings else {}
+
+
 @cache
 def _sections_model(task: Any = Any, agent: Any = Any) -> type[BaseModel]:
     """Return a pydantic model with one field for each section of a configuration file.
@@ -175,6 +184,9 @@ def configuration_schema() -> dict[str, Any]:
     schema = json_schema(_sections_model(Union[tuple(tasks)], Union[tuple(agents)]))  # noqa: UP007 (of a sequence)
     sections = schema["properties"]
     ranges = sections[SEARCH_SPACE]
+    # Names of task settings may be grouped.
+    group = {"type": "object", "additionalProperties": ranges["additionalProperties"]}
+    ranges["properties"] = dict.fromkeys(SETTING_GROUPS, group)
     hyperparameters = schema["$defs"]["Hyperparameters"]["properties"]
     sections["strategy"]["anyOf"][0]["examples"] = list(BUILT_IN)
 
