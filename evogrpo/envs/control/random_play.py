@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from evogrpo.envs.control.conversion import mask_sizes, to_environment
 from evogrpo.envs.control.policy_mapping import PolicyMapping
-from evogrpo.envs.control.rollout import check_finite, check_finite_rewards, reward_terms
+from evogrpo.envs.control.rollout import check_finite, check_finite_rewards
 from evogrpo.envs.control.single_env import RESET_RESULTS, STEP_RESULTS
 from evogrpo.envs.control.vector_env import VectorEnv, VectorStep
 from evogrpo.randomness import generator
@@ -75,7 +75,7 @@ def play_randomly(
             seeds = np.array([seed])
             check_finite_rewards(step, seeds, np.array([steps - 1]))
             if env.components is not None:
-                reward_terms(env.components, step, seeds, np.array([steps]))
+                env.components.terms(step, seeds, np.array([steps]))
             columns = (
                 ("reward", step.rewards),
                 ("terminated", step.terminated),

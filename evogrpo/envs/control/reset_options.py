@@ -1,6 +1,6 @@
 """Settings of an environment, which are passed as options of its reset."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import closing
 from typing import Any
 
@@ -9,66 +9,34 @@ from evogrpo.envs.control.single_env import EndForkedChildren
 from evogrpo.text import class_name, one_line, shown, user_line
 from evogrpo.validation import refuse_unknown
 
+_PLAIN: Any = dict  # the type of options, without records
 
-class _RecordedOptions(dict[str, Any]):
+
+class _RecordedOptions(MutableMapping[str, Any], dict[str, Any]):  # type: ignore[misc, metaclass]
     """Options that record which keys are read.
+
+    All methods that read come from `MutableMapping`, which calls those below.
 
     Attributes:
         read: The keys. Code that reads all options, such as a copy of them, reads each key.
     """
 
     def __init__(self, values: Mapping[str, Any]) -> None:
-        super().__init__(values)
+        _PLAIN.__init__(self, values)
         self.read: dict[Any, None] = {}
 
     def __getitem__(self, key: Any) -> Any:
         self.read[key] = None
-        return super().__getitem__(key)
-
-    def __contains__(self, key: Any) -> bool:
-        self.read[key] = None
-        return super().__contains__(key)
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        """Return a value, or the default."""
-        self.read[key] = None
-        return super().get(key, default)
-
-    def pop(self, key: Any, *default: Any) -> Any:
-        """Remove a value and return it."""
-        self.read[key] = None
-        return super().pop(key, *default)
-
-    def setdefault(self, key: Any, default: Any = None) -> Any:
-        """Return a value, and set it if there is none."""
-        self.read[key] = None
-        return super().setdefault(key, default)
+        return _PLAIN.__getitem__(self, key)
 
     def __iter__(self) -> Iterator[str]:
-        self._read_all()
-        return super().__iter__()
+        for key in _PLAIN.__iter__(self):
+            self.read[key] = None
+            yield key
 
-    def keys(self) -> Any:
-        """Return all keys."""
-        self._read_all()
-        return super().keys()
-
-    def values(self) -> Any:
-        """Return all values."""
-        self._read_all()
-        return super().values()
-
-    def items(self) -> Any:
-        """Return all keys and values."""
-        self._read_all()
-        return super().items()
-
-    def copy(self) -> dict[str, Any]:
-        """Return a copy."""
-        return dict(self.items())
-
-    def _read_all(self) -> None:
-        self.read |= dict.fromkeys(super().keys())
+    __len__ = _PLAIN.__len__
+    __setitem__ = _PLAIN.__setitem__
+    __delitem__ = _PLAIN.__delitem__
 
 
 def checked_settings(settings: Mapping[str, SettingValue] | None) -> dict[str, SettingValue]:

@@ -1,8 +1,8 @@
 """Reward components: terms of the training reward beside the environment's own reward."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +11,9 @@ from evogrpo.config.task_settings import TaskSettings
 from evogrpo.envs.fingerprint import canonical, code_hash
 from evogrpo.text import class_name, one_line, shown, user_line
 from evogrpo.validation import FLOAT32_LIMIT, float32_number, refuse_unknown
+
+if TYPE_CHECKING:
+    from evogrpo.envs.control.vector_env import VectorStep
 
 Component = str | Callable[[Any, Any, Any, Mapping[str, Any]], Any]
 """A key of the step's info, or a function (observation after the step, action, reward, info) -> a
@@ -107,33 +110,29 @@ class RewardComponents:
         return result
 
     def terms(
-        self,
-        rewards: NDArray[np.float64],
-        values: Sequence[list[Any]],
-        seeds: NDArray[np.int64],
-        t: NDArray[np.int64],
+        self, step: "VectorStep", seeds: NDArray[np.int64], t: NDArray[np.int64]
     ) -> NDArray[np.float64]:
-        """Return the terms `[k, f]` of k rewards in the order of `weights`.
+        """Return the terms `[k, f]` of the training rewards of a step, in the order of `weights`.
 
         Args:
-            rewards: `[k]` rewards of the environment.
-            values: Values of the components for each reward, see `values`.
-            seeds: `[k]` reset seeds of the episodes.
-            t: `[k]` steps.
+            step: `[k]` rewards of the environment, with the values of the components.
+            seeds: `[m]` reset seeds of all episodes.
+            t: `[m]` steps.
 
         Raises:
             ValueError: If a component is not a finite number.
         """
-        result = np.empty((len(rewards), len(self.weights)))
-        result[:, 0] = rewards
-        for row, of_row in enumerate(values):
+        result = np.empty((len(step.rewards), len(self.weights)))
+        result[:, 0] = step.rewards
+        for row, of_row in enumerate(step.components):
             for column, (name, value) in enumerate(zip(self.components, of_row, strict=True), 1):
                 number = float32_number(value)
                 if number is None:
+                    position = row if step.positions is None else step.positions[row]
                     raise ValueError(
                         f"rewards: {name} must be a finite number of at most {FLOAT32_LIMIT:g} in"
-                        f" size, got {shown(value)} after {t[row]} steps from"
-                        f" reset(seed={seeds[row]})."
+                        f" size, got {shown(value)} after {t[position]} steps from"
+                        f" reset(seed={seeds[position]})."
                     )
                 result[row, column] = number
         return result

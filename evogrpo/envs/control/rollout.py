@@ -227,7 +227,7 @@ def play_episodes(
         if request.components is None or request.weights is None:
             recorder.record_step(rows, t, step)
         else:
-            values = reward_terms(request.components, step, seeds, t)
+            values = request.components.terms(step, seeds, t)
             rewarded = slice(None) if step.positions is None else step.positions
             weighted = weighted_sum(values, request.weights[rows][rewarded])
             check_finite_rewards(step._replace(rewards=weighted), seeds, t)
@@ -316,21 +316,6 @@ def check_finite_rewards(step: VectorStep, seeds: NDArray[np.int64], t: NDArray[
         position = place if step.positions is None else step.positions[place]
         agent = step.agents[place] if step.agents else ""
         raise _not_finite("reward", float(step.rewards[place]), agent, seeds[position], t[position])
-
-
-def reward_terms(
-    components: RewardComponents, step: VectorStep, seeds: NDArray[np.int64], t: NDArray[np.int64]
-) -> NDArray[np.float64]:
-    """Return the terms `[k, f]` of the training rewards of a step; see `RewardComponents.terms`.
-
-    Args:
-        components: The components.
-        step: Rewards and values of the components.
-        seeds: `[m]` reset seeds of all episodes.
-        t: `[m]` steps.
-    """
-    rewarded = slice(None) if step.positions is None else step.positions
-    return components.terms(step.rewards, step.components, seeds[rewarded], t[rewarded])
 
 
 def _not_finite(kind: str, value: Any, agent: str, seed: int, t: int) -> ValueError:
