@@ -133,7 +133,12 @@ class HyperparameterSchedule:
             "name": ascii(path.name),
         }
         text = _HEAD.format(**names, version=evogrpo.__version__)
-        text += dump_yaml(dump(self), width=120, default_flow_style=None)
+        values = dump(self)
+        for stage in values["stages"]:
+            # Only members that have some write them.
+            if not stage["hyperparameters"]["task_settings"]:
+                del stage["hyperparameters"]["task_settings"]
+        text += dump_yaml(values, width=120, default_flow_style=None)
         make_folder(path.absolute().parent)
         write_synced(path, text.encode("utf-8"))
 
