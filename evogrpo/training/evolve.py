@@ -303,9 +303,9 @@ def evolve(
     if strategy is None:
         chosen = default_strategy(
             len(population),
+            population.space,
             networks=population.members.step_based,
             evolve_network=population.members.evolves,
-            task_settings=bool(population.space.task_settings),
         )
     else:
         chosen = chosen_strategy(strategy)

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.evolution.mutation import build_from_settings, perturbation_from_json
 from evogrpo.evolution.plan import Stateless, Strategy
 from evogrpo.evolution.strategies.baselines import Fixed, MutationOnly, RandomSearch, SelectionOnly
@@ -70,18 +71,18 @@ def strategy_from_json(
 
 
 def default_strategy(
-    members: int, *, networks: bool, evolve_network: bool, task_settings: bool
+    members: int, space: HyperparameterConfig, *, networks: bool, evolve_network: bool
 ) -> Strategy:
     """Return the strategy of a run that names none.
 
     Args:
         members: Number of members.
+        space: Search space. If task settings evolve, `SuccessiveHalving` trains each founder's
+            settings long enough to see what they teach; a mutation would change them halfway.
         networks: The members are small networks, for which `SuccessiveHalving` scores highest in
             the study of docs/results.md.
         evolve_network: Architectures evolve, which needs a strategy that mutates.
-        task_settings: Task settings evolve. `SuccessiveHalving` trains each founder's settings
-            long enough to see what they teach; a mutation would change them halfway.
     """
-    if members > 1 and (networks or task_settings) and not evolve_network:
+    if members > 1 and (networks or space.task_settings) and not evolve_network:
         return SuccessiveHalving()
     return Tournament()

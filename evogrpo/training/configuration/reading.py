@@ -95,9 +95,9 @@ def parse_config(values: Mapping[str, Any], strategy: "Strategy | None" = None) 
         evolve_network = getattr(members.agent, "evolve_network", None)
         parsed["strategy"] = default_strategy(
             population.size,
+            space,
             networks=kind.word != "language",
             evolve_network=evolve_network is not None,
-            task_settings=bool(space.task_settings),
         )
     samples = parsed["schedule"].samples_per_step
     ranges = dict(space)
