@@ -19,6 +19,7 @@ EXTRA_OF: Mapping[str, str] = {
     "moviepy": "video",
     "pandas": "pandas",
     "reasoning_gym": "reasoning",
+    "gepa": "prompts",
     "bitsandbytes": "quantised",
     "torchao": "quantised",
 }

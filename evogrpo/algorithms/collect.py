@@ -260,6 +260,9 @@ def _select(rollout: RolloutBatch, rows: Tensor) -> RolloutBatch:
     columns = {}
     for name, values in scores.columns.items():
         columns[name] = tuple(values[row] for row in numbers)
+    feedback = scores.feedback
+    if feedback:
+        feedback = tuple(feedback[row] for row in numbers)
     completions = scores.completions
     if completions:  # small networks have none
         completions = tuple(completions[row] for row in numbers)
@@ -274,6 +277,7 @@ def _select(rollout: RolloutBatch, rows: Tensor) -> RolloutBatch:
             components=components,
             completions=completions,
             columns=columns,
+            feedback=feedback,
         ),
         member_ids=rollout.member_ids[numbers],
         start_ids=rollout.start_ids[numbers],
@@ -349,7 +353,18 @@ def _concatenate_scores(parts: Sequence[Scores]) -> Scores:
         completions=tuple(chain.from_iterable(part.completions for part in parts)),
         columns=columns,
         metrics=metrics,
+        feedback=_concatenate_feedback(parts),
     )
+
+
+def _concatenate_feedback(parts: Sequence[Scores]) -> tuple[Mapping[str, str], ...]:
+    """Return the reasons of several rollouts; rows of a rollout without any have none."""
+    if not any(part.feedback for part in parts):
+        return ()
+    rows: list[Mapping[str, str]] = []
+    for part in parts:
+        rows += part.feedback or [{}] * len(part.rewards)
+    return tuple(rows)
 
 
 def check_groups(env: object) -> None:

@@ -21,6 +21,7 @@ from evogrpo.text import shown
 from evogrpo.validation import (
     FLOAT32_LIMIT,
     REAL,
+    Flag,
     Number,
     Text,
     is_text,
@@ -63,6 +64,8 @@ class RLParameter:
             the range on its scale, and some draws from the whole range; see `Mutation`.
         founders: Part of the range, (low, high), over which the members of a first population are
             spread; by default all of it. Mutation may leave it.
+        proposed: The choices are texts to start with, at least one; a mutation is a new text, which
+            the proposer of the run writes. Only for task settings `task.NAME`.
 
     Raises:
         ValueError: If the fields do not describe a range or choices.
@@ -74,8 +77,11 @@ class RLParameter:
     choices: Sequence[Number] | Sequence[Text] | None = None
     factor: Annotated[float, Field(gt=1, le=FLOAT32_LIMIT), REAL] | None = None
     founders: tuple[Number, Number] | None = None
+    proposed: Flag = False
 
     def __post_init__(self) -> None:
+        if self.proposed and not self.names:
+            raise ValueError("proposed requires choices that are texts. Give at least one text.")
         # 1. Choices: distinct values and nothing else, numbers in ascending order.
         if self.choices is not None:
             range_fields = (self.min, self.max, self.scale, self.factor, self.founders)
@@ -88,7 +94,8 @@ class RLParameter:
                 distinct = tuple(dict.fromkeys(self.choices))
             else:
                 distinct = tuple(sorted(set(self.numbers)))
-            if len(distinct) < 2 or len(distinct) != len(self.choices):
+            enough = len(distinct) >= (1 if self.proposed else 2)
+            if not enough or len(distinct) != len(self.choices):
                 raise ValueError(
                     f"choices must be at least two distinct values, got {list(self.choices)}."
                 )
@@ -158,6 +165,8 @@ class RLParameter:
 
     def closest(self, value: float | str) -> float | str | None:
         """Return the closest possible value; None if names are possible, and not this one."""
+        if isinstance(value, str) and self.proposed:
+            return value
         if isinstance(value, str) or self.names:
             return value if value in self.names else None
         low, high = self.bounds
@@ -170,6 +179,8 @@ class RLParameter:
         fields = {name: value for name, value in plain(self).items() if value is not None}
         if self.choices is not None:
             del fields["scale"]
+        if not self.proposed:
+            del fields["proposed"]
         return fields
 
 
@@ -271,6 +282,8 @@ def _check_values(name: str, parameter: RLParameter) -> None:
     """Raise ValueError if a hyperparameter cannot have the values of a parameter."""
     if parameter.choices is None and is_categorical(name):
         raise ValueError(f"{name} must have choices, got {parameter.extent}. Names have no order.")
+    if parameter.proposed and not name.startswith("task."):
+        raise ValueError(f"{name} cannot be proposed: only texts of task settings task.NAME can.")
     if name == "group_size" and parameter.founders is not None:
         raise ValueError(
             f"group_size must not set founders, got {parameter.founders}. Lower max instead."

@@ -44,6 +44,8 @@ class Scores:
         columns: Additional columns of the completions table, one value per row. Untrusted.
         metrics: Additional metrics of these completions; reports of all members that sampled them
             have the same values.
+        feedback: Reasons that reward functions gave, by name of the function, for each row; empty
+            if none gave any. Untrusted.
     """
 
     rewards: NDArray[np.float64]
@@ -53,6 +55,7 @@ class Scores:
     step_rewards: NDArray[np.float64] | None = None
     columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
+    feedback: Sequence[Mapping[str, str]] = ()
 
     __repr__ = short_repr
 

@@ -16,6 +16,9 @@ from evogrpo.evolution.history import NETWORK, History, MemberRecord, changes_be
 from evogrpo.text import reference_to, shown
 from evogrpo.validation import PositiveShare, Share, refuse_unknown, settings
 
+TO_PROPOSE = "<to be proposed>"
+"""Value in a plan that is being made; the population replaces it by a proposed text."""
+
 T = TypeVar("T")
 E = TypeVar("E")
 
@@ -144,7 +147,12 @@ def uniform_value(name: str, parameter: RLParameter, fraction: float) -> Value:
 
 
 def other_choice(parameter: RLParameter, value: Value, fraction: float) -> str:
-    """Return another category than `value`, chosen by `fraction` in [0, 1)."""
+    """Return another category than `value`, chosen by `fraction` in [0, 1).
+
+    `TO_PROPOSE` for a parameter whose texts are proposed.
+    """
+    if parameter.proposed:
+        return TO_PROPOSE
     others = [name for name in parameter.names if name != value]
     return element_at(others, fraction)
 

@@ -82,6 +82,7 @@ class Example(JournalRecord):
         advantage: Mean advantage over its actions; None if unknown.
         truncated: True if it reached the maximum length.
         columns: Further values that reward functions logged; untrusted.
+        feedback: Reasons that reward functions gave beside their numbers; untrusted.
     """
 
     prompt: str
@@ -93,6 +94,7 @@ class Example(JournalRecord):
     advantage: Real | None = None
     truncated: bool = False
     columns: Mapping[str, bool | Whole | Real | str | None] = field(default_factory=dict)
+    feedback: Mapping[str, str] = field(default_factory=dict)
 
     __repr__ = short_repr
 

@@ -3,7 +3,8 @@
 import hashlib
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -289,6 +290,18 @@ def parse_journal(content: bytes, path: Path | str) -> list[dict[str, Any]]:
             raise event
         events.append(event)
     return events
+
+
+def all_events(content: bytes) -> Iterator[dict[str, Any]]:
+    """Yield the events of a journal in order, those that resuming has undone included.
+
+    Lines that are no events are left out.
+    """
+    for line in content.split(b"\n")[:-1]:
+        with suppress(ValueError):
+            event = load_json(line)
+            if isinstance(event, dict) and isinstance(event.get("event"), str):
+                yield event
 
 
 def _opened(path: Path, flags: int) -> int:

@@ -29,6 +29,7 @@ from evogrpo.training.configuration.user_code import check_resumable, chosen_str
 from evogrpo.training.console import console_for
 from evogrpo.training.display import RunDisplay
 from evogrpo.training.forecast import check_memory
+from evogrpo.training.proposals import ProposalFunction, Proposer
 from evogrpo.training.run_dir import RunDir, open_run
 from evogrpo.training.run_state import best_agent
 from evogrpo.training.schedule import LIMITS, Schedule
@@ -172,6 +173,7 @@ class Run(NamesMissing, Iterator[GenerationReport]):
             # 0 threads: the run has not begun
             run_state=(trainer.run_state if trainer.run_state.threads else None),
             callbacks=[each for each in trainer.callbacks if each is not self._display],
+            proposer=trainer.proposer,
         )
         self._start(continued)
         return self.finish(callback)
@@ -244,6 +246,7 @@ def evolve(
     checkpoint_steps: int | None = None,
     completions: int = 16,
     callbacks: Sequence[Callback] = (),
+    proposer: Proposer | ProposalFunction | None = None,
     progress: bool | None = None,
     skip_memory_check: bool = False,
     **schedule: Any,
@@ -272,6 +275,9 @@ def evolve(
         completions: See `LoggingConfig`.
         callbacks: Hooks called after every learning step, generation and test; see
             `evogrpo.Callback`.
+        proposer: Writes new texts of the task settings whose search space says `proposed`: a
+            function in GEPA's form, or a `Proposer` with a time limit; see
+            `evogrpo.training.proposals`.
         progress: Show the progress of the run; None = only on a terminal and in a notebook.
         skip_memory_check: Start even if the estimated memory exceeds the available memory.
         schedule: The fields of `evogrpo.training.schedule.Schedule`: generations,
@@ -325,6 +331,7 @@ def evolve(
         fitness=None if fitness is None else FitnessConfig.of(fitness),
         run_dir=None if run_dir is None else RunDir(run_dir, logging),
         callbacks=callbacks,
+        proposer=_proposer(proposer),
     )
     return Run(trainer, console)
 
@@ -340,6 +347,7 @@ def resume(
     algorithm: type[Agent] | None = None,
     allow_changed_data: bool = False,
     callbacks: Sequence[Callback] = (),
+    proposer: Proposer | ProposalFunction | None = None,
     progress: bool | None = None,
     skip_memory_check: bool = False,
     **limits: Any,
@@ -359,6 +367,7 @@ def resume(
         allow_changed_data: Continue even if the environment differs. Journal and report list the
             differences; fitness before and after cannot be compared.
         callbacks: See `evolve`.
+        proposer: See `evolve`. Texts that the run has asked for are not asked for again.
         progress: Show the progress of the run; see `evolve`.
         skip_memory_check: See `evolve`.
         limits: Fields of `Schedule` to change: generations, max_timesteps, max_tokens, max_seconds,
@@ -398,6 +407,7 @@ def resume(
         run_state=run_state,
         changed_data=changed,
         callbacks=callbacks,
+        proposer=_proposer(proposer),
     )
     if trainer.limits.finished():
         warn(
@@ -405,6 +415,13 @@ def resume(
             " to train further."
         )
     return Run(trainer, console)
+
+
+def _proposer(given: Proposer | ProposalFunction | None) -> Proposer | None:
+    """Return a proposer; a function gets the default time limit."""
+    if given is None or isinstance(given, Proposer):
+        return given
+    return Proposer(function=given)
 
 
 def _check_memory(population: Population, env: GroupEnvironment, schedule: Schedule) -> None:

@@ -23,6 +23,7 @@ from evogrpo.reporting.records import (
     StepReport,
 )
 from evogrpo.training.evaluation import Measured, estimate
+from evogrpo.training.proposals import worst_examples
 from evogrpo.training.run_dir import POPULATION_METRICS
 
 if TYPE_CHECKING:
@@ -83,6 +84,10 @@ def count_step(
     for example in table:
         first.setdefault(example.index, example)
     run_state.examples = tuple(first.values())
+    if run.proposer is not None:
+        for slot, index in indices.items():
+            worst = _worst_of_groups(collected, slot, index, step=step)
+            run_state.reflections[slot] = worst_examples(run_state.reflections[slot], worst)
     # 2. Count tokens, time and rewards. Metrics that the journal cannot hold, such as NaN, become
     #    None.
     tokens = {
@@ -159,35 +164,54 @@ def _select_examples(
     if not collected.questions:
         return ()  # small networks
     share, rest = divmod(max(total, len(indices)), len(indices))
-    scores = collected.scores
     slots = collected.member_ids.tolist()
-    prompt_ids = collected.start_ids.tolist()
     examples = []
     for number, (slot, index) in enumerate(indices.items()):
         own = [row for row, owner in enumerate(slots) if owner == slot]
         # The first `rest` members give one example more than the others.
         count = share + 1 if number < rest else share
         for position, row in enumerate(own[:count]):
-            rewards = {}
-            for name, values in scores.components.items():
-                rewards[name] = _number(values[row])
-            columns = {}
-            for name, logged in scores.columns.items():
-                columns[name] = _plain(logged[row])
-            example = Example(
-                prompt=collected.questions[prompt_ids[row]],
-                completion=scores.completions[row],
-                reward=_number(scores.rewards[row]),
-                index=index,
-                step=step,
-                rewards=rewards,
-                # Advantages of a report are in the order of the member's rows.
-                advantage=_number(learned[slot].advantages[position]),
-                truncated=bool(collected.truncated[row]),
-                columns=columns,
-            )
-            examples.append(example)
+            # Advantages of a report are in the order of the member's rows.
+            advantage = _number(learned[slot].advantages[position])
+            examples.append(_example(collected, row, index, step, advantage))
     return tuple(examples)
+
+
+def _worst_of_groups(collected: RolloutBatch, slot: int, index: int, *, step: int) -> list[Example]:
+    """Return the completion with the lowest reward of each group of a member with signal."""
+    rewards = collected.scores.rewards.tolist()
+    slots = collected.member_ids.tolist()
+    groups: dict[int, list[int]] = {}
+    for row, start in enumerate(collected.start_ids.tolist()):
+        if slots[row] == slot and math.isfinite(rewards[row]):
+            groups.setdefault(start, []).append(row)
+    examples = []
+    for rows in groups.values():
+        worst = min(rows, key=lambda row: rewards[row])
+        if rewards[worst] < max(rewards[row] for row in rows):
+            examples.append(_example(collected, worst, index, step))
+    return examples
+
+
+def _example(
+    collected: RolloutBatch, row: int, index: int, step: int, advantage: float | None = None
+) -> Example:
+    """Return one completion of a learning step."""
+    scores = collected.scores
+    rewards = {name: _number(values[row]) for name, values in scores.components.items()}
+    columns = {name: _plain(logged[row]) for name, logged in scores.columns.items()}
+    return Example(
+        prompt=collected.questions[int(collected.start_ids[row])],
+        completion=scores.completions[row],
+        reward=_number(scores.rewards[row]),
+        index=index,
+        step=step,
+        rewards=rewards,
+        advantage=advantage,
+        truncated=bool(collected.truncated[row]),
+        columns=columns,
+        feedback=scores.feedback[row] if scores.feedback else {},
+    )
 
 
 def _plain(value: Any) -> bool | int | float | str | None:

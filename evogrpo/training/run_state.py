@@ -97,6 +97,8 @@ class RunState:
         rollouts: Rewards of each slot in the generation under way: step, position of the start in
             that step's block, and mean raw reward of the group.
         examples: One completion of each member, from the last learning step.
+        reflections: Completions of each slot in the generation under way that proposers see; empty
+            without a proposer.
         baseline: Fitness of the untrained base; None before it was measured.
         best: Best member so far; None before the first evaluation.
         tested: Test of the best member; None before the test.
@@ -132,6 +134,7 @@ class RunState:
     longest_evaluation: Real = 0.0
     rollouts: list[list[tuple[Count, Count, Real]]] = field(default_factory=list)
     examples: tuple[Example, ...] = ()
+    reflections: list[tuple[Example, ...]] = field(default_factory=list)
     baseline: Fitness | None = None
     best: Best | None = None
     tested: TestReport | None = None
@@ -144,8 +147,11 @@ class RunState:
     def __post_init__(self) -> None:
         if not self.member_tokens:  # a new run; one from a checkpoint has them
             self.slot_tokens = [0] * self.members
+            self.reflections = [()] * self.members
             self.start_generation()
-        for name in ("slot_tokens", "member_tokens", "member_seconds", "metrics", "rollouts"):
+        for name in (
+            "slot_tokens", "member_tokens", "member_seconds", "metrics", "rollouts", "reflections"
+        ):  # fmt: skip
             by_slot = getattr(self, name)
             if len(by_slot) != self.members:
                 raise ValueError(

@@ -18,7 +18,12 @@ from evogrpo.storage.atomic_files import replace_file
 from evogrpo.synonyms import counterpart
 from evogrpo.training.configuration.reading import override, parse_config
 from evogrpo.training.configuration.sections import CONFIG_FILE, CONFIG_HEAD, Config
-from evogrpo.training.configuration.user_code import VLLM, check_resumable, make_sampler
+from evogrpo.training.configuration.user_code import (
+    VLLM,
+    check_resumable,
+    make_proposer,
+    make_sampler,
+)
 from evogrpo.training.forecast import check_memory
 from evogrpo.training.run_dir import RunDir, StoredRun, open_run
 from evogrpo.training.run_state import RunState
@@ -118,6 +123,7 @@ def start(
             description=description,
             changed_data=changed,
             callbacks=callbacks,
+            proposer=None if config.proposer is None else make_proposer(config.proposer),
         )
         # 6. Write the configuration.
         if trainer.run_dir is not None and stored is None and env is None:

@@ -29,6 +29,7 @@ from evogrpo.reporting.records import (
     TestReport,
 )
 from evogrpo.safe_parsing import dump_json
+from evogrpo.storage.journal import read_bytes
 from evogrpo.synonyms import counterpart
 from evogrpo.text import class_name, one_line, pluralize, shown
 from evogrpo.training.configuration.user_code import (
@@ -46,6 +47,13 @@ from evogrpo.training.evaluation import (
     run_test,
     update_best,
 )
+from evogrpo.training.proposals import (
+    Proposal,
+    Proposer,
+    check_proposer,
+    propose_texts,
+    stored_proposals,
+)
 from evogrpo.training.reports import (
     count_step,
     generation_curves,
@@ -53,7 +61,7 @@ from evogrpo.training.reports import (
     provenance,
     step_curves,
 )
-from evogrpo.training.run_dir import RunDir
+from evogrpo.training.run_dir import JOURNAL, RunDir
 from evogrpo.training.run_state import Clock, Limits, RunState, as_generation
 from evogrpo.training.schedule import Schedule, check_run, warn_without_effect
 from evogrpo.validation import dump, refuse_unknown
@@ -135,6 +143,7 @@ class Trainer:
         changed_data: Differences between this environment and the one the run began in, for the
             journal.
         callbacks: Hooks of the run.
+        proposer: Writes new texts of task settings whose search space says `proposed`.
 
     Attributes:
         population: As given.
@@ -146,6 +155,9 @@ class Trainer:
         changed_data: As given.
         schedule: As given.
         callbacks: As given, as a list.
+        proposer: As given.
+        known_proposals: Proposals of this run by `Proposal.key`, on rank 0.
+        warned_of_proposals: A warning about a refused proposal has been issued.
         stop_request: Stop request of the run.
         clock: Seconds of the run, and its time limit.
         limits: Decide whether another learning step or generation begins.
@@ -166,12 +178,14 @@ class Trainer:
         description: dict[str, Any] | None = None,
         changed_data: Sequence[str] = (),
         callbacks: Sequence[Callback] = (),
+        proposer: Proposer | None = None,
     ) -> None:
         # 1. Check that population, environment, schedule and strategy fit together.
         self.fitness = fitness or FitnessConfig()
         check_run(population, env, schedule, self.fitness)
         check_strategy(strategy)
         check_callbacks(callbacks)
+        check_proposer(population.space, proposer)
         # 2. Assemble the parts of the loop.
         self.population = population
         self.env = env
@@ -179,6 +193,9 @@ class Trainer:
         self.schedule = schedule
         self.run_state = run_state or RunState(members=len(population))
         self.callbacks = list(callbacks)
+        self.proposer = proposer
+        self.known_proposals: dict[tuple[int, int, str, str], Proposal] = {}
+        self.warned_of_proposals = False
         processes = population.processes
         self.stop_request: RunStop = RunStop(processes)
         self.clock = Clock(schedule.max_seconds, self.run_state, processes.now)
@@ -208,6 +225,8 @@ class Trainer:
         self._ended: str | None = None
         self._complete = False
         self._resumed = run_state is not None
+        if self._resumed and proposer is not None and self.run_dir is not None:
+            self.known_proposals = stored_proposals(read_bytes(self.run_dir.path / JOURNAL))
         if run_state is None:
             warn_without_effect(population, schedule, strategy)
             population.members.prepare_sampling()  # raises an error before there is a run directory
@@ -483,10 +502,12 @@ class Trainer:
         # 2. Plan the next generation.
         try:
             plan = None if self.limits.finished() else self._plan()
-        except StrategyError:
+        except (StrategyError, Interrupted) as error:
             self._report(report)
             state.start_generation()
-            self._save(f"the strategy failed after generation {state.generation}")
+            # After an interruption, the caller saves.
+            if isinstance(error, StrategyError):
+                self._save(f"the strategy failed after generation {state.generation}")
             raise
         # 3. Record, then clone and mutate.
         report = replace(report, plan=plan)
@@ -505,7 +526,10 @@ class Trainer:
         return report
 
     def _plan(self) -> Plan:
-        """Return the plan of the strategy; on an error, restore the state of the strategy."""
+        """Return the plan of the strategy, with proposed texts.
+
+        On an error, restore the state of the strategy.
+        """
         strategy_state = self.strategy.state()
         try:
             plan = self.population.plan(self.strategy, self.run_state.history)
@@ -518,7 +542,16 @@ class Trainer:
             raise StrategyError(
                 f"{name} cannot plan: {class_name(error)}: {one_line(error)}"
             ) from error
-        return plan
+        try:
+            return propose_texts(self, plan)
+        except BaseException:
+            self.strategy.load_state(strategy_state)
+            raise
+
+    def record_proposal(self, proposal: Proposal) -> None:
+        """Write a proposal to the journal, before it is used."""
+        self._event("proposal", **dump(proposal))
+        self.known_proposals[proposal.key] = proposal
 
     def _apply(self, plan: Plan) -> None:
         """Clone and mutate members, and set the budgets of the next generation."""
@@ -526,6 +559,7 @@ class Trainer:
         self.population.apply(plan)
         self._set_budgets(plan.samples_per_step, plan.steps_per_generation)
         state.unplanned = False
+        state.reflections = [()] * len(self.population)
 
     def _set_budgets(self, samples_per_step: int | None, steps_per_generation: int | None) -> None:
         """Set the budgets of the next generations.

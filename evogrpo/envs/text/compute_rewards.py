@@ -17,6 +17,7 @@ from evogrpo.envs.text.reward_functions import (
     RewardError,
     RewardInputs,
     StepRewards,
+    reasoned,
 )
 from evogrpo.envs.text.reward_runner import Outcome, RewardRunner
 from evogrpo.envs.text.user_functions import CallFailedError
@@ -38,12 +39,14 @@ class RewardResult:
         components: `[n]` values of each function, before its weight; NaN where it does not apply.
         weights: `[n, k]` weight of each of the k functions for each completion.
         steps: Values of each function that returned step rewards; None for completions without.
+        feedback: Reasons of each completion by function; empty mappings where none was given.
     """
 
     rewards: NDArray[np.float64]
     components: dict[str, NDArray[np.float64]]
     weights: NDArray[np.float64]
     steps: dict[str, list[StepRewards | None]] = field(default_factory=dict)
+    feedback: tuple[dict[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -144,11 +147,16 @@ def compute_rewards(
     components: dict[str, NDArray[np.float64]] = {}
     steps: dict[str, list[StepRewards | None]] = {}
     failures: dict[int, RewardError] = {}
+    feedback: tuple[dict[str, str], ...] = tuple({} for _ in inputs.texts)
     for reward in rewards:
         numbers = np.full(len(inputs.texts), np.nan)
         given: list[StepRewards | None] = [None] * len(inputs.texts)
         for row in range(len(inputs.texts)):
             value = values.get((reward.name, row))
+            with_reason = reasoned(value)
+            if with_reason is not None:
+                value = with_reason.value
+                feedback[row][reward.name] = with_reason.reason
             # With "exclude" the first failure of a completion is kept for the warning.
             try:
                 numbers[row] = _checked_number(reward.name, value, inputs, row)
@@ -175,7 +183,9 @@ def compute_rewards(
             f"{len(failures)} of {len(total)} completions excluded; the first: {first}",
             rank_zero_only=False,
         )
-    return RewardResult(rewards=total, components=components, weights=weights, steps=steps)
+    return RewardResult(
+        rewards=total, components=components, weights=weights, steps=steps, feedback=feedback
+    )
 
 
 def _values_of_calls(

@@ -212,6 +212,7 @@ class SingleTurnBatch:
             step_rewards=step_rewards,
             columns=columns,
             metrics=metrics,
+            feedback=result.feedback if any(result.feedback) else (),
         )
 
     def _reward_inputs(self, conversations: Sequence[Conversation]) -> RewardInputs:

@@ -81,6 +81,40 @@ class StepRewards:
         return math.fsum(self.values)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Reasoned:
+    """A reward with a reason in words.
+
+    Attributes:
+        value: The reward.
+        reason: The reason; untrusted text.
+    """
+
+    value: Any
+    reason: str
+
+
+def reasoned(result: Any) -> Reasoned | None:
+    """Return a reward with its reason; None if a result has none.
+
+    A function may return `(reward, reason)`, a mapping with "score" and "feedback", or an object
+    with these attributes, as metrics of GEPA and DSPy do.
+    """
+    if isinstance(result, Reasoned):
+        return result
+    if isinstance(result, tuple | list) and len(result) == 2:
+        value, reason = result
+    elif issubclass(type(result), Mapping):
+        value = result.get("score")
+        reason = result.get("feedback")
+    else:
+        value = getattr(result, "score", None)
+        reason = getattr(result, "feedback", None)
+    if value is None or not isinstance(reason, str):
+        return None
+    return Reasoned(value=value, reason=reason[:MAX_REASON])
+
+
 def _listed(name: str, given: Any) -> list[Any]:
     items = plain_list(given)
     if items is None:
@@ -88,8 +122,10 @@ def _listed(name: str, given: Any) -> list[Any]:
     return [plain_scalar(item) for item in items]
 
 
+MAX_REASON = 2000
+"""Maximum number of characters of a reason; the rest is cut off."""
 OnRewardError = Literal["raise", "exclude"]
-RewardValue = float | StepRewards
+RewardValue = float | StepRewards | tuple[float | StepRewards, str] | Mapping[str, Any]
 RewardFn = Callable[[str, Any, Any], RewardValue | Awaitable[RewardValue]]
 RewardFunc = Callable[..., Sequence[RewardValue | None] | Awaitable[Sequence[RewardValue | None]]]
 Weights = Sequence[float] | Mapping[str, float]

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from numbers import Real
 from typing import Any
 
-from evogrpo.envs.text.reward_functions import StepRewards
+from evogrpo.envs.text.reward_functions import Reasoned, StepRewards, reasoned
 from evogrpo.envs.text.user_functions import CallFailedError, Function, call_sync
 from evogrpo.envs.worker_process import PackedCode
 from evogrpo.text import class_name, one_line, printable, shown, text_of, user_line
@@ -68,7 +68,7 @@ def decoded(reply: bytes) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a result to JSON. Only failures and step rewards become mappings."""
+    """Convert a result to JSON. Only failures, step rewards and reasons become mappings."""
     if isinstance(value, CallFailedError):
         return {"failed": str(value)}
     if isinstance(value, BaseException):
@@ -76,6 +76,10 @@ def _plain(value: Any) -> Any:
         return {"failed": reason}
     if isinstance(value, StepRewards):
         return {"steps": [value.values, value.positions, value.unit]}
+    # A list has the rewards of a group.
+    with_reason = None if isinstance(value, list) else reasoned(value)
+    if with_reason is not None:
+        return {"reason": [_plain(with_reason.value), with_reason.reason]}
     # Numbers of numpy and torch, too.
     if hasattr(value, "tolist"):  # arrays and tensors
         value = value.tolist()
@@ -93,8 +97,11 @@ def _not_numbers(value: Any) -> dict[str, str]:
     return {"failed": f"must return numbers or None, got {shown(value, 240)}"}
 
 
-def _from_dict(item: dict[str, Any]) -> StepRewards | CallFailedError:
-    # A mapping is either of the two that `_plain` writes: those of the user never get here.
+def _from_dict(item: dict[str, Any]) -> StepRewards | Reasoned | CallFailedError:
+    # A mapping is one of the three that `_plain` writes: those of the user never get here.
     if "steps" in item:
         return StepRewards(*item["steps"])
+    if "reason" in item:
+        value, reason = item["reason"]
+        return Reasoned(value=value, reason=reason)
     return CallFailedError(printable(str(item["failed"]))[:1000])

@@ -62,19 +62,32 @@ class _Models(BaseModel):
 class Server:
     """HTTP client of one server.
 
+    Args:
+        url: Address of the server.
+        timeout: Time limit of a call in seconds, repetitions included.
+        key_name: Environment variable with the key of the server; None = no key.
+        name: Name of the server in messages.
+
     Attributes:
         url: Address of the server.
         base: Name of the base model, once known.
     """
 
-    def __init__(self, url: str, timeout: float) -> None:
+    def __init__(
+        self,
+        url: str,
+        timeout: float,
+        *,
+        key_name: str | None = "VLLM_API_KEY",
+        name: str = "vLLM server",
+    ) -> None:
         # 1. Check the address. One with a password or a query is not shown.
         match = None
         if isinstance(url, str):
             if set(url) & set("@?#"):
                 raise ValueError(
-                    "url must have no user name, password, query or fragment. Set VLLM_API_KEY to"
-                    " the key of the server."
+                    "url must have no user name, password, query or fragment. Set"
+                    f" {key_name or 'an environment variable'} to the key of the server."
                 )
             match = _URL.fullmatch(url)
         if match is None or not 1 <= int(match["port"] or 1) <= 65_535:
@@ -84,10 +97,11 @@ class Server:
         self._timeout = timeout
         self._place = urllib.parse.urlsplit(self.url)
         # 2. Read the key. http.client would show an invalid one in its error.
-        self._key = os.environ.get("VLLM_API_KEY", "")
+        self._name = name
+        self._key = os.environ.get(key_name, "") if key_name else ""
         if not re.fullmatch("[!-~]*", self._key):
             raise ValueError(
-                "VLLM_API_KEY must consist of visible ASCII characters, without spaces or line"
+                f"{key_name} must consist of visible ASCII characters, without spaces or line"
                 " breaks."
             )
 
@@ -131,9 +145,9 @@ class Server:
                 problem = str(error) or type(error).__name__
             if deadline - time.monotonic() < pause or ended.wait(pause):
                 raise VLLMError(
-                    f"The vLLM server at {self.url} gave no answer within {self._timeout:g} seconds"
-                    f" ({self.shown(problem.encode(errors='replace'))}). Start it again, or raise"
-                    " timeout."
+                    f"The {self._name} at {self.url} gave no answer within {self._timeout:g}"
+                    f" seconds ({self.shown(problem.encode(errors='replace'))}). Start it again, or"
+                    " raise timeout."
                 )
             pause = min(2 * pause, 2.0)
 
@@ -218,7 +232,8 @@ class Server:
             first = error.errors(include_url=False, include_context=False, include_input=False)[0]
             raise VLLMError(
                 f"{self.url} returned an invalid answer: {'.'.join(map(str, first['loc']))}"
-                f" {first['msg']}, in {self.shown(content)}. vLLM 0.10.2 or newer is needed."
+                f" {first['msg']}, in {self.shown(content)}. Use vLLM 0.10.2 or newer, or another"
+                " server with the same endpoints."
             ) from None
 
     def shown(self, content: bytes) -> str:

@@ -71,6 +71,19 @@ def _sampler(value: Any) -> Any:
     return dict(values)
 
 
+def _proposer(value: Any) -> Any:
+    """Return name and settings of a proposer, whose code is imported; None stays None."""
+    if value is None:
+        return None
+    from evogrpo.training.configuration.user_code import make_proposer
+
+    values = {"name": value} if isinstance(value, str) else value
+    if not isinstance(values, Mapping) or not isinstance(values.get("name"), str):
+        raise ValueError(f"must be a name, or a mapping of name and settings, got {shown(value)}.")
+    make_proposer(values)
+    return dict(values)
+
+
 def _fitness(value: Any = "validation") -> "FitnessConfig":
     from evogrpo.evolution.fitness import FitnessConfig
 
@@ -189,6 +202,10 @@ class Config:
             `{vllm: URL, adapters_dir: FOLDER}` uses vLLM servers (see `evogrpo.VLLMSampler`).
             Others are a function as "path.py:function" or "module:function", or a plugin, called as
             `function(population, **settings)` at the start and on resume; null = the bank.
+        proposer: Writer of new texts for task settings whose search space says `proposed: true`: a
+            function in GEPA's form as "path.py:function" or "module:function", or
+            `{name: gepa, reflection: {url, model, api_key_env}}`; with `timeout`, the time limit of
+            a call in seconds. See `evogrpo.training.proposals`.
         fitness: "validation" or "rollouts", or settings of `FitnessConfig`.
         agent: Settings that all members share.
         logging: Records besides the journal.
@@ -211,6 +228,7 @@ class Config:
         default_factory=_strategy
     )
     sampler: Annotated[Mapping[str, Any] | None, PlainValidator(_sampler), _SAMPLER_SCHEMA] = None
+    proposer: Annotated[Mapping[str, Any] | None, PlainValidator(_proposer), _SAMPLER_SCHEMA] = None
     fitness: Annotated["FitnessConfig", BeforeValidator(_fitness)] = field(default_factory=_fitness)
     agent: Any
     logging: LoggingConfig = field(default_factory=LoggingConfig)

@@ -18,13 +18,17 @@ from evogrpo.evolution.strategies import BUILT_IN, Strategy, strategy_from_json
 from evogrpo.safe_parsing import dump_json, load_json
 from evogrpo.synonyms import close_match, unknown_name_error
 from evogrpo.text import USER_MODULE_PREFIX, class_name, one_line, reference_to, shown, user_line
+from evogrpo.validation import refuse_unknown
 
 if TYPE_CHECKING:
     from evogrpo.algorithms.population import Population
     from evogrpo.members.bank import Sampler
+    from evogrpo.training.proposals import Proposer
 
 PLUGINS = "evogrpo.plugins"
 """Group of entry points with which packages add strategies, samplers, environments and tasks."""
+GEPA = "gepa"
+"""Name of the built-in proposer `evogrpo.training.reflection.gepa_proposer`."""
 VLLM = "vllm"
 """Name of the built-in sampler `evogrpo.VLLMSampler`."""
 
@@ -191,6 +195,40 @@ def make_sampler(values: Mapping[str, Any], population: "Population") -> "Sample
     factory = named_sampler(name)
     with _errors_of(f"the sampler {name!r}"):
         return factory(population, **options)
+
+
+def make_proposer(values: Mapping[str, Any]) -> "Proposer":
+    """Return the proposer that a configuration names; its code is imported.
+
+    Args:
+        values: "name", which is "gepa", `path.py:function` or `module:function`; "timeout" in
+            seconds, and with gepa "reflection", the settings of `Reflection`.
+
+    Raises:
+        ValueError: If there is no such function, or a setting is unknown or invalid.
+    """
+    from evogrpo.training.proposals import Proposer
+
+    refuse_unknown("setting of proposer", values, ("name", "timeout", "reflection"))
+    options = {name: values[name] for name in ("timeout",) if name in values}
+    name = str(values["name"])
+    reflection = values.get("reflection")
+    if name != GEPA:
+        if reflection is not None:
+            raise ValueError(f"reflection is for {GEPA}. Remove it.")
+        if ":" not in name:
+            raise ValueError(
+                f'name must be {GEPA}, "path.py:function" or "module:function", got {shown(name)}.'
+            )
+        return Proposer(function=load_named(name, "proposer"), **options)
+    from evogrpo.training.reflection import Reflection, gepa_proposer
+
+    if not isinstance(reflection, Mapping):
+        raise ValueError(
+            f"{GEPA} needs reflection with url and model, got {shown(reflection)}. Give the server"
+            " of the language model that writes the texts."
+        )
+    return Proposer(function=gepa_proposer(Reflection(**reflection)), **options)
 
 
 def strategy_record(strategy: Strategy) -> dict[str, Any]:
