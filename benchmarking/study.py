@@ -1,10 +1,13 @@
 """Study: what finds good hyperparameters for the same samples, if lr or all are unknown?
 
-    pip install "gymnasium[box2d,mujoco]" optuna reasoning-gym python benchmarking/study.py run
-    # all missing runs; a stopped study continues python benchmarking/study.py run --tasks
-    CartPole-v1 --arms calibrated halving --seeds 0 1 python benchmarking/study.py table
-    # tables of the recorded runs python benchmarking/study.py run --budget 0.02 --results /tmp/try
+    pip install "gymnasium[box2d,mujoco]" optuna reasoning-gym
+    # all missing runs; a stopped study continues
+    python benchmarking/study.py run
+    python benchmarking/study.py run --tasks CartPole-v1 --arms calibrated halving --seeds 0 1
+    # tables of the recorded runs
+    python benchmarking/study.py table
     # a short trial
+    python benchmarking/study.py run --budget 0.02 --results /tmp/try
 
 `study_protocol.md` describes the comparison. Each run is one line of `study_results/TASK.jsonl`.
 """
