@@ -13,9 +13,10 @@ if TYPE_CHECKING:
     import torch
     from accelerate import Accelerator
 
-BASE_ALLOWANCE, ALLOWANCE_FACTOR = 2**26, 100
-"""A checkpoint's settings may need this many bytes, plus this multiple of the size of its tensors.
-"""
+BASE_ALLOWANCE = 2**26
+"""Bytes that a checkpoint's settings may need, however small its tensors are."""
+ALLOWANCE_FACTOR = 100
+"""Multiple of the size of its tensors that a checkpoint's settings may need besides."""
 
 Precision = Literal["auto", "float32", "bfloat16", "int8", "nf4"]
 """Precisions of a base model; see `evogrpo.members.language.loading.choose_precision`."""
@@ -33,12 +34,10 @@ def check_device(device: "str | torch.device") -> None:
     if device == "auto":
         raise ValueError("device 'auto' is the default. Leave device out.")
     try:
-        torch.empty(1, device=device).cpu()  # a tensor on the meta device has no data
-    except (
-        RuntimeError,
-        AssertionError,
-        TypeError,
-    ) as error:  # torch asserts that it was built with CUDA
+        # Copied back, because a tensor on the meta device has no data.
+        torch.empty(1, device=device).cpu()
+    # torch asserts that it was built with CUDA.
+    except (RuntimeError, AssertionError, TypeError) as error:
         raise ValueError(
             f"device {shown(device, 40)} is not available. Use 'cpu', or 'cuda' if"
             " torch.cuda.is_available()."
@@ -188,15 +187,15 @@ def process_memory(
     sizes = []
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         sizes.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    # 1. The control group of this process: "" is the root.
+    inner = Path()
     if membership.is_file():
-        lines = membership.read_text().splitlines()
-    else:
-        lines = []
-    inner = Path(
-        next((line.removeprefix("0::").strip("/") for line in lines if line.startswith("0::")), "")
-    )
-    # Inside a container the path may be the host's and not exist; the root is then the container's
-    # own group.
+        for line in membership.read_text().splitlines():
+            if line.startswith("0::"):
+                inner = Path(line.removeprefix("0::").strip("/"))
+                break
+    # 2. Its limit and those of all groups around it. Inside a container the path may be the host's
+    #    and not exist; the root is then the container's own group.
     for folder in (inner, *inner.parents):
         try:
             sizes.append(int((groups / folder / "memory.max").read_text()))

@@ -19,6 +19,7 @@ def space_to_json(space: spaces.Space[Any]) -> dict[str, Any]:
             Sequence of these.
     """
     match space:
+        # Spaces with parts.
         case spaces.Sequence():  # of tokens; only language models have them
             return {
                 "kind": "sequence",
@@ -32,15 +33,15 @@ def space_to_json(space: spaces.Space[Any]) -> dict[str, Any]:
             }
         case spaces.Tuple():
             return {"kind": "tuple", "parts": [space_to_json(part) for part in space.spaces]}
+        # Arrays and numbers.
         case spaces.Box():
-            bounds: dict[str, Any] = {}
-            for name in ("low", "high"):
-                values = getattr(space, name).ravel()
-                flat = [str(each) if np.isinf(each) else each.item() for each in values]
-                # One bound if all are equal. Infinite ones are text, which JSON can hold.
-                equal = bool(flat) and all(each == flat[0] for each in flat)
-                bounds[name] = flat[0] if equal else flat
-            return {"kind": "box", **bounds, "shape": list(space.shape), "dtype": str(space.dtype)}
+            return {
+                "kind": "box",
+                "low": _bounds_to_json(space.low),
+                "high": _bounds_to_json(space.high),
+                "shape": list(space.shape),
+                "dtype": str(space.dtype),
+            }
         case spaces.Discrete():
             return {
                 "kind": "discrete",
@@ -49,8 +50,12 @@ def space_to_json(space: spaces.Space[Any]) -> dict[str, Any]:
                 "dtype": str(space.dtype),
             }
         case spaces.MultiDiscrete():
-            parts = {"nvec": space.nvec.tolist(), "start": space.start.tolist()}
-            return {"kind": "multi_discrete", **parts, "dtype": str(space.dtype)}
+            return {
+                "kind": "multi_discrete",
+                "nvec": space.nvec.tolist(),
+                "start": space.start.tolist(),
+                "dtype": str(space.dtype),
+            }
         case spaces.MultiBinary():
             return {
                 "kind": "multi_binary",
@@ -61,6 +66,15 @@ def space_to_json(space: spaces.Space[Any]) -> dict[str, Any]:
     )
 
 
+def _bounds_to_json(bounds: NDArray[Any]) -> Any:
+    """Return the bounds of a Box as one value if all are equal, otherwise as a flat list."""
+    # Infinite bounds are text, because strict JSON has no infinity.
+    flat = [str(bound) if np.isinf(bound) else bound.item() for bound in bounds.ravel()]
+    if flat and all(bound == flat[0] for bound in flat):
+        return flat[0]
+    return flat
+
+
 def space_from_json(values: Mapping[str, Any], stored_bytes: int = 0) -> spaces.Space[Any]:
     """Build a space from the result of `space_to_json`; ValueError or KeyError for anything else.
 
@@ -68,6 +82,7 @@ def space_from_json(values: Mapping[str, Any], stored_bytes: int = 0) -> spaces.
         values: Result of `space_to_json`.
         stored_bytes: Bytes of the tensors in the checkpoint; see `check_stored_size`.
     """
+    # Sizes are checked before memory is allocated: the record of a checkpoint is untrusted.
     match values["kind"]:
         case "dict":
             # A list of pairs keeps the order of keys, which is the order of features.

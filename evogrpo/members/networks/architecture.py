@@ -86,7 +86,9 @@ def add_units(
     bias_name = f"{layer}.bias"
     out_name = f"{after}.weight"
     fan_in = len(state["weights"][weight_name])
-    drawn = torch.from_numpy(rng.standard_normal((fan_in, count), dtype=np.float32)) / fan_in**0.5
+    # Divided by sqrt(fan_in), the values of new units have the scale of their inputs.
+    normal = torch.from_numpy(rng.standard_normal((fan_in, count), dtype=np.float32))
+    drawn = normal / fan_in**0.5
     changed = {}
     for name, parameters in state.items():
         weight = parameters[weight_name]  # [in, units]
@@ -128,8 +130,12 @@ def add_layer(state: StateParameters, depth: int, activation: Activation) -> Sta
     1) = h + 1; the output bias subtracts the sum of the weights, which cancels the 1. After tanh,
     tanh(h / 4) * 4 is approximately h.
     """
-    scale = TANH_SCALE if activation == "tanh" else 1.0
-    shift = 1.0 if activation == "elu" else 0.0
+    scale = 1.0
+    shift = 0.0
+    if activation == "tanh":
+        scale = TANH_SCALE
+    elif activation == "elu":
+        shift = 1.0
     changed = {}
     for name, parameters in state.items():
         out = parameters["output.weight"]  # [units, out]
@@ -140,6 +146,7 @@ def add_layer(state: StateParameters, depth: int, activation: Activation) -> Sta
             # The output weights are divided by `scale`, so their gradient is multiplied by it.
             power = MOMENTS[name]
         else:
+            # The new layer returns scale * h + shift, which the output layer undoes.
             power = -1
             weight.fill_diagonal_(scale)
             bias.fill_(shift)

@@ -99,12 +99,12 @@ class StackedBank(StackedTrainStates):
         parts = []
         # Weights that are not finite give no warning here: their member fails when it learns.
         with np.errstate(all="ignore"):
-            # 1. Distribution parameters `[c, o]` of each layout's rows, in numpy where that is
-            #    faster.
+            # 1. Compute distribution parameters `[c, o]` of each layout's rows, in numpy where that
+            #    is faster.
             for stack, layout in layouts:
                 if stack.reads_features and self.device.type == "cpu":
                     features = np.asarray(observations, dtype=np.float32).reshape(rows, -1)
-                    # All in order: a view, without gathering.
+                    # All observations in order: a view, without gathering.
                     if layout.in_order and layout.index.size == rows:
                         features = features.reshape(*layout.index.shape, -1)
                     else:
@@ -118,13 +118,13 @@ class StackedBank(StackedTrainStates):
                 if layout.real is not None:
                     outputs = outputs[layout.real]
                 parts.append(outputs)
-            # 2. Distribution parameters `[m, o]` in the order of the observations.
+            # 2. Put them in the order of the observations: `[m, o]`.
             outputs = parts[0]
             if len(parts) > 1 or not layouts[0][1].in_order:
                 outputs = np.empty((rows, parts[0].shape[1]), dtype=np.float32)
                 for (_, layout), part in zip(layouts, parts, strict=True):
                     outputs[layout.items] = part
-            # 3. Actions.
+            # 3. Sample the actions.
             actions, log_probs = self.distribution.sample(
                 outputs, uniforms, temperature, action_mask
             )
@@ -287,7 +287,7 @@ class StackedBank(StackedTrainStates):
         With `reference_distributions` `[n, t, o]`, as `distributions` returns them, `loss_fn` also
         gets the divergences KL(policy || reference), or KL(reference || policy) with `reverse_kl`.
         """
-        # 1. Buffers: losses by slot, gradients, and scores `[n, t]` of each kind.
+        # 1. Allocate losses by slot, gradients, and scores `[n, t]` of each kind.
         losses = torch.zeros(self.size)
         for stack in self.stacks:
             stack.gradient.zero_()
@@ -296,7 +296,7 @@ class StackedBank(StackedTrainStates):
         scores = [torch.zeros(mask.shape, device=mask.device) for _ in range(kinds)]
         for part in self._parts(batch, hyperparameters):
             batch.stop.check()
-            # 2. Forward pass of some rows.
+            # 2. Run the forward pass of some rows.
             rows = batch if len(part) == len(batch) else batch.select(part)
             reference = None
             if reference_distributions is not None:
@@ -310,8 +310,8 @@ class StackedBank(StackedTrainStates):
             tape: Tape = []
             found = self._forward(rows, "weights", tape, read)
             loss = loss_fn(part, *found)
-            # 3. Gradients with respect to the outputs by autograd, with respect to the weights by
-            #    each stack.
+            # 3. Autograd computes gradients with respect to the outputs, each stack those with
+            #    respect to the weights. Losses of members are summed: no term depends on two.
             grads = torch.autograd.grad(loss.sum(), [outputs for outputs, _ in tape])
             for (_, backward), grad in zip(tape, grads, strict=True):
                 backward(grad)
@@ -319,8 +319,7 @@ class StackedBank(StackedTrainStates):
             # 4. Keep the scores of these rows.
             for values, new in zip(scores, found, strict=True):
                 values[part] = new.detach()
-        # 5. Optimizer steps.
-        # Before weights change.
+        # 5. Take the optimizer steps. The last chance to stop is before weights change.
         batch.stop.check()
         reports = self.step(hyperparameters, losses.tolist())
         log_probs, entropies, *divergences = scores
@@ -333,18 +332,20 @@ class StackedBank(StackedTrainStates):
 
     def _parts(self, batch: Batch, slots: Mapping[int, Any] | None = None) -> list[Tensor]:
         """Split the rows with actions into parts, each with a share of every member's rows."""
-        # 1. Rows to compute.
+        # 1. Choose the rows to compute.
         counts = batch.action_mask.sum(1).cpu().numpy()
         member_ids = batch.member_ids.cpu().numpy()
         included = counts > 0
         if slots is not None and len(slots) < self.size:
             included &= np.isin(member_ids, list(slots))
         rows = np.flatnonzero(included)
-        # 2. Number of parts: bytes of all float32 values, divided by the memory and rounded up.
+        # 2. Compute the number of parts: bytes of all float32 values, divided by the memory and
+        #    rounded up.
         values = max(stack.network.values_per_observation for stack in self.stacks)
         needed = 4 * values * int(counts[rows].sum())
         parts = min(len(rows), -(-needed // self.memory))
-        # 3. Every part takes one of `parts` rows, sorted by member.
+        # 3. Every part takes each `parts`-th row of those sorted by member, so it has rows of all
+        #    members, and the batched products stay full.
         if parts > 1:
             rows = rows[np.argsort(member_ids[rows], kind="stable")]
         chosen = [torch.from_numpy(rows[start::parts]) for start in range(parts)]
@@ -389,7 +390,7 @@ class StackedBank(StackedTrainStates):
             if layout.real is not None:
                 outputs = outputs.index_select(0, torch.from_numpy(layout.real).to(outputs.device))
             parts.append(outputs)
-        outputs = parts[0] if len(parts) == 1 else torch.cat(parts)  # [c, o]
+        outputs = torch.cat(parts) if len(parts) > 1 else parts[0]  # [c, o]
         # 3. Compute the values and put them back in the order of the batch.
         places = None
         if not in_order:
@@ -416,19 +417,17 @@ class StackedBank(StackedTrainStates):
         reverse_kl: bool = False,
     ) -> list[Tensor]:
         """Return log-probabilities, entropies and, with a reference, divergences `[c]`."""
-        # 1. Temperatures and masks of legal actions; None = they change nothing.
+        # 1. Read temperatures and masks of legal actions at the counted actions; None = they change
+        #    nothing.
         take = partial(_take, places=places)
-        # `take` reads values of the batch at the counted actions.
         distribution = self.distribution
-        temperature = batch.inputs.temperature
-        masks = batch.inputs.action_masks
+        temperature = None
+        if not bool((batch.inputs.temperature == 1).all()):
+            of_actions = batch.inputs.temperature[:, None].expand(batch.action_mask.shape)
+            temperature = take(of_actions).to(outputs)
         legal = None
-        if bool((temperature == 1).all()):
-            temperature = None
-        else:
-            temperature = take(temperature[:, None].expand(batch.action_mask.shape)).to(outputs)
-        if masks is not None:
-            legal = take(masks).to(outputs.device)
+        if batch.inputs.action_masks is not None:
+            legal = take(batch.inputs.action_masks).to(outputs.device)
 
         # 2. Apply both to the parameters of the policy, and of the reference.
         def adjusted(parameters: Tensor) -> Tensor:
@@ -438,7 +437,7 @@ class StackedBank(StackedTrainStates):
                 return parameters
             return parameters.masked_fill(~legal, MASKED_LOGIT)
 
-        # 3. Log-probabilities and entropies; divergences if there is a reference.
+        # 3. Compute log-probabilities and entropies; divergences if there is a reference.
         actions = take(batch.actions).to(outputs.device)
         policy = adjusted(outputs)
         log_probs, entropies = distribution.evaluate_actions(
@@ -446,6 +445,7 @@ class StackedBank(StackedTrainStates):
         )
         if reference is None:
             return [log_probs, entropies]
+        # A second copy of the policy's parameters: each use has its own gradient.
         first = adjusted(outputs)
         second = adjusted(take(reference).to(outputs.device))
         if reverse_kl:

@@ -186,7 +186,9 @@ class Categorical(Distribution):
         entropies = []
         for number, part in enumerate(self._parts):
             # A single choice needs no slice, which autograd would copy back.
-            logits = outputs if len(self.counts) == 1 else outputs[:, part]  # [c, k]
+            logits = outputs  # [c, k]
+            if len(self.counts) > 1:
+                logits = outputs[:, part]
             values = torch.log_softmax(logits, 1)
             log_probs.append(values.gather(1, chosen[:, number, None])[:, 0])
             if not entropy_gradient:

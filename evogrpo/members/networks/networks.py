@@ -78,6 +78,7 @@ class ObservationEncoder:
         Raises:
             ValueError: If the observations do not fit the space.
         """
+        # Numbers of the user, checked against the space and split into its leaves.
         vectors = []
         images = []
         tree = preprocess_observation(observations, self.space, device)
@@ -255,12 +256,14 @@ class DefaultNetwork:
             layers, size = self._add_image(number, image)
             self._images.append(layers)
             features += size
+        # Each layer maps one of `sizes` to the next, by a weight `[in, out]`.
         sizes = (features, *config.hidden, outputs)
         self._layers = [f"hidden{depth}" for depth in range(len(config.hidden))]
         self._layers.append("output")
         for name, (fan_in, fan_out) in zip(self._layers, pairwise(sizes), strict=True):
             self.shapes[f"{name}.weight"] = (fan_in, fan_out)
             self.shapes[f"{name}.bias"] = (fan_out,)
+        # The forward pass keeps the values, the backward pass their gradients.
         self.values_per_observation += 2 * sum(sizes)
 
     def _add_image(self, number: int, image: Image) -> tuple[list[tuple[str, int]], int]:
@@ -370,6 +373,7 @@ class DefaultNetwork:
 
     def differentiable(self, parameters: Parameters, observations: Any) -> Tensor:
         """Return outputs `[q, w, o]` without in-place operations, as `torch.export` needs."""
+        # The same layers as `_run`.
         activate = getattr(torch.nn.functional, self.config.activation)
         values = self._features(parameters, observations)
         for name in self._layers:
@@ -423,7 +427,9 @@ class DefaultNetwork:
                     values = conv2d(values, weight, bias, stride).relu()
                 features.append(values.flatten(1))
             parts.append(torch.stack(features))
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat(parts, dim=2)
 
     def _run(
         self, parameters: Parameters, features: Tensor, workspace: Workspace
@@ -491,8 +497,8 @@ class ModuleNetwork:
         outputs: int,
         device: torch.device | str = "cpu",
     ) -> None:
-        # 1. Copy the module, and collect the parameters that members train.
-        # The constructor checks the space.
+        # 1. Copy the module, and collect the parameters that members train. The constructor of the
+        #    encoder raises an error if the space is not supported.
         ObservationEncoder(space)
         assert space is not None
         self.module = deepcopy(module).to(device).eval()
@@ -514,12 +520,14 @@ class ModuleNetwork:
         #    same observation must be equal.
         parts = []
         for leaf in leaf_spaces(space):
-            first = np.full(leaf.shape or (), getattr(leaf, "start", 0), leaf.dtype)
+            # Number of values of each entry; a Box or bits have at least two.
             if isinstance(leaf, spaces.Discrete):
                 counts = leaf.n
             else:
                 counts = getattr(leaf, "nvec", 2)
-            second = first + (np.asarray(counts) > 1)
+            first = np.full(leaf.shape or (), getattr(leaf, "start", 0), leaf.dtype)
+            # The next value, except where an entry has only one.
+            second = first + np.where(np.asarray(counts) > 1, 1, 0)
             parts.append(np.stack([first, second]).astype(leaf.dtype))
         buffers = {name: value.clone() for name, value in self.module.named_buffers()}
         weights = {name: value.clone().requires_grad_() for name, value in self._initial.items()}
@@ -535,7 +543,7 @@ class ModuleNetwork:
                 f" and return [n, {outputs}], but {self.name} raised {class_name(error)}:"
                 f" {one_line(error)}"
             ) from error
-        # 3. Check its outputs and buffers.
+        # 3. Check its outputs: shape and gradient.
         if tuple(output.shape) != (2, outputs):
             raise ValueError(
                 f"actor_network must return [n, {outputs}] for this action space, but {self.name}"
@@ -547,6 +555,7 @@ class ModuleNetwork:
                 f"actor_network must be differentiable, but the output of {self.name} requires no"
                 " gradient. Remove no_grad and detach from its forward."
             )
+        # 4. Check that nothing but the observation of a row decides about its output.
         after = dict(self.module.named_buffers())
         changed = [name for name, value in buffers.items() if not torch.equal(value, after[name])]
         if changed:
@@ -559,6 +568,7 @@ class ModuleNetwork:
                 "actor_network must compute each row from one observation, without randomness, but"
                 f" two outputs of {self.name} for the same observation differ. Change its forward."
             )
+        # 5. Warn if the outputs look like probabilities.
         first_row = output.detach()[0]
         sums_to_1 = math.isclose(float(first_row.sum()), 1.0, abs_tol=1e-5)
         if outputs > 1 and sums_to_1 and bool((first_row >= 0).all()):
@@ -578,7 +588,7 @@ class ModuleNetwork:
 
     def vjp(self, parameters: Parameters, observations: Any) -> tuple[Tensor, AddGradients]:
         """Return outputs and a function that adds the gradients, to be called at most once."""
-        # Autograd computes the gradients, with respect to copies that require them.
+        # Autograd computes the gradients with respect to leaves, which share the weights' memory.
         leaves = {name: parameters[name].detach().requires_grad_() for name in self.shapes}
         with torch.enable_grad():
             outputs = self._stacked(leaves, observations)
@@ -592,6 +602,7 @@ class ModuleNetwork:
         return outputs.detach(), add
 
     def _stacked(self, parameters: Parameters, observations: Any) -> Tensor:
+        # Any leaf has one entry for each member.
         members = len(flatten(self._space, observations)[0])
         outputs = []
         for row in range(members):

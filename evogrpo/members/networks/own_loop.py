@@ -50,6 +50,7 @@ def check_observations(space: spaces.Space[Any], observation: Any) -> tuple[Any,
         raise ValueError(
             f"An observation must have the form of {space}, got {class_name(observation)}."
         ) from error
+    # The result of `env.reset()`, which looks like an observation of a Tuple space.
     reset = (
         isinstance(observation, tuple)
         and len(observation) == 2
@@ -210,18 +211,22 @@ def _checked_parts(experiences: StepExperiences) -> StepExperiences:
 
 def _check_steps(present: NDArray[np.bool_], rewards: NDArray[np.float64]) -> None:
     """Raise ValueError unless these are steps and rewards of whole groups of episodes."""
+    # 1. Shapes.
     if present.ndim != 3 or rewards.shape != present.shape or present.shape[1] < 2:
         raise ValueError(
             "action_masks and rewards must both be [starts, group_size, steps] with groups of at"
             f" least 2, got {present.shape} and {rewards.shape}."
         )
-    if not (np.abs(rewards[present]) <= FLOAT32_LIMIT).all():
-        wrong = rewards[present][~(np.abs(rewards[present]) <= FLOAT32_LIMIT)][0]
+    # 2. Rewards of steps that were taken. Not `>`, which is False for NaN.
+    taken = rewards[present]
+    beyond = ~(np.abs(taken) <= FLOAT32_LIMIT)
+    if beyond.any():
+        wrong = taken[beyond][0]
         raise ValueError(
             "rewards must be finite numbers that float32 holds where action_masks is True, got"
             f" {wrong}."
         )
-    # Each episode has a first step, and no step after one that was not taken.
+    # 3. Each episode has a first step, and no step after one that was not taken.
     empty = ~present.any(2)
     resumed = (np.diff(present.astype(np.int8), axis=2) > 0).any(2)
     wrong = np.argwhere(empty | resumed)
@@ -254,9 +259,8 @@ def _legal(
         )
     rows = flags.reshape(-1, sum(sizes))
     steps = present.reshape(-1)
-    legal = legal_actions(
-        space, [row if step else None for row, step in zip(rows, steps, strict=True)]
-    )
+    given = [row if step else None for row, step in zip(rows, steps, strict=True)]
+    legal = legal_actions(space, given)
     assert legal is not None  # every episode has a step
     # The masks of all components are side by side, so a component's values start after those before
     # it.

@@ -108,9 +108,9 @@ class StackedPolicy:
         """Observation statistics of all members; None without normalisation."""
         if not self._normalised_entries:
             return None
-        count, mean, m2 = np.split(
-            self.bank.extra_stats.numpy(), [1, 1 + self._normalised_entries], axis=1
-        )
+        # Copies: the columns of the bank change in place.
+        ends = [1, 1 + self._normalised_entries]
+        count, mean, m2 = np.split(self.bank.extra_stats.numpy(), ends, axis=1)
         return ObservationStatistics(count=count[:, 0].copy(), mean=mean.copy(), m2=m2.copy())
 
     def update_statistics(self, observed: ObservationStatistics) -> None:
@@ -243,15 +243,18 @@ class _PolicyModule(nn.Module):
 
     def __init__(self, policy: StackedPolicy, slot: int, base: bool) -> None:
         super().__init__()
-        stack, row = (policy.bank.base, 0) if base else policy.bank.locate(slot)
+        if base:
+            stack = policy.bank.base
+            row = 0
+        else:
+            stack, row = policy.bank.locate(slot)
         self._source = stack.network
         self._space = policy.observation_space
         self._normalised = tuple[int, ...]()
-        # 1. Weights, by their names in the network; then those that do not depend on observations.
-        weights = {
-            name: value.clone()
-            for name, value in split(stack.row("weights", row), stack.shapes).items()
-        }
+        # 1. Copy the weights, each under its name in the network. Those that are left do not depend
+        #    on observations.
+        views = split(stack.row("weights", row), stack.shapes)
+        weights = {name: value.clone() for name, value in views.items()}
         if isinstance(stack.network, ModuleNetwork):
             self.network = deepcopy(stack.network.module)
             for name, parameter in self.network.named_parameters():
@@ -259,6 +262,7 @@ class _PolicyModule(nn.Module):
                     parameter.data = weights.pop(name)  # keeps ties
         else:
             self.network = nn.Module()
+            # The name "hidden0.weight" is the parameter `weight` of a submodule `hidden0`.
             for name in stack.network.shapes:
                 owner = self.network
                 *path, last = name.split(".")
@@ -269,12 +273,11 @@ class _PolicyModule(nn.Module):
                 owner.register_parameter(last, nn.Parameter(weights.pop(name)))
         for name, value in weights.items():
             self.register_parameter(name, nn.Parameter(value))
-        # 2. Statistics of observations.
+        # 2. Copy the statistics of observations.
         if policy.statistics is not None:
             self._normalised = normalised_leaves(self._space)
-            for name, values in zip(
-                ("shift", "scale", "limit"), policy.statistics.transformation(), strict=True
-            ):
+            names = ("shift", "scale", "limit")
+            for name, values in zip(names, policy.statistics.transformation(), strict=True):
                 self.register_buffer(name, torch.from_numpy(values[slot]).to(policy.bank.device))
         self.requires_grad_(False).eval()
 
@@ -291,21 +294,18 @@ class _PolicyModule(nn.Module):
             flat = leaves[number].reshape(leaves[number].shape[0], -1)
             columns = slice(column, column + flat.shape[1])
             column = columns.stop
-            flat = (
-                ((flat - self.shift[columns]) * self.scale[columns])
-                .clamp(-self.limit, self.limit)
-                .to(flat.dtype)
-            )
-            leaves[number] = flat.view(leaves[number].shape)
+            scaled = (flat - self.shift[columns]) * self.scale[columns]
+            clipped = scaled.clamp(-self.limit, self.limit).to(flat.dtype)
+            leaves[number] = clipped.view(leaves[number].shape)
         # 2. Run the network.
         if isinstance(self._source, ModuleNetwork):
             shown = preprocess_observation(unflatten(self._space, leaves), self._space, device)
             outputs: torch.Tensor = self.network(shown).float()
         else:
+            # Its methods take a member axis before all others.
             stacked = unflatten(self._space, [leaf[None] for leaf in leaves])
-            outputs = self._source.differentiable(
-                {name: value[None] for name, value in parameters.items()}, stacked
-            )[0]
+            stacked_parameters = {name: value[None] for name, value in parameters.items()}
+            outputs = self._source.differentiable(stacked_parameters, stacked)[0]
         # 3. Add the parameters that do not depend on observations.
         free = [
             value.flatten().expand(outputs.shape[0], -1) for value in self.parameters(recurse=False)
@@ -336,11 +336,11 @@ def _episode_statistics(
     deviations = []
     for member in range(members):
         rows = member_ids == member
-        values = np.concatenate(
-            [leaf.reshape(*present.shape, -1)[rows][present[rows]] for leaf in chosen],
-            axis=1,
-            dtype=np.float64,
-        )
+        columns = []
+        for leaf in chosen:
+            flat = leaf.reshape(*present.shape, -1)
+            columns.append(flat[rows][present[rows]])
+        values = np.concatenate(columns, axis=1, dtype=np.float64)
         mean = values.mean(0) if len(values) else np.zeros(values.shape[1])
         means.append(mean)
         deviations.append(((values - mean) ** 2).sum(0))

@@ -118,7 +118,9 @@ def lay_out(rows: IntArray) -> list[Layout]:
         place = np.arange(width)
         is_real = place < counts[group][:, None]  # [q, w]
         index = order[starts[group][:, None] + np.where(is_real, place, 0)]
-        real = None if is_real.all() else np.flatnonzero(is_real)
+        real = None
+        if not is_real.all():
+            real = np.flatnonzero(is_real)
         layouts.append(Layout(rows=group, index=index, real=real))
     return layouts
 
@@ -308,7 +310,7 @@ class StackedTrainStates:
         self.own_reference = own_reference
         self.device = torch.device(device)
         self.version = 0
-        # 1. The initial network.
+        # 1. Build the initial network.
         self._module: ModuleNetwork | None = None
         config = None
         free = self.distribution.free_parameters
@@ -326,16 +328,16 @@ class StackedTrainStates:
                 )
         initial = self._network_for(config)
         shapes = initial.shapes | dict(free)
-        # 2. Check the memory: weights, two moments, gradient and reference of each member; base and
-        #    initial state.
+        # 2. Check the memory: weights, two moments, gradient and maybe a reference of each member;
+        #    base and initial state.
         count = _size(shapes)
-        copies = size * (5 if own_reference else 4) + 2
+        copies = size * (4 + int(own_reference)) + 2
         what = (
             f"the networks of {size} members with {count:,} weights each: use fewer, or smaller"
             " layers"
         )
         check_allocation(4 * count * copies, self.device, what)
-        # 3. The train state of a new member.
+        # 3. Build the train state of a new member.
         parameters = initial.initial_parameters(seed)
         log_std = 0.0 if config is None else config.log_std
         for name, shape in free.items():
@@ -355,7 +357,7 @@ class StackedTrainStates:
         self._initial["running_stats"] = stats
         self._initial["step"] = torch.tensor(0)
         self.state_keys = tuple(self._initial)
-        # 4. The base, and all members. Running statistics are views of one matrix.
+        # 4. Build the base, and all members. Running statistics are views of one matrix.
         self.base = Stack(initial, self.distribution, config, [0], {"weights": weights[None]})
         self.size = size
         self._stats = stats.repeat(size, 1)
@@ -411,7 +413,7 @@ class StackedTrainStates:
             by_config.setdefault(config, []).append(slot)
             self._stats[slot] = state["running_stats"]
             self._steps[slot] = int(state["step"])
-        # 2. One stack for each.
+        # 2. Build one stack for each.
         self.stacks: list[Stack] = []
         for number, (config, slots) in enumerate(by_config.items()):
             matrices = {}
@@ -554,8 +556,12 @@ class StackedTrainStates:
             max_norms = []
             for slot in stack.slots:
                 own = hyperparameters.get(slot)
-                lrs.append(None if own is None else own.lr * settings.factor(self._steps[slot]))
-                max_norms.append(math.inf if own is None else own.max_grad_norm)
+                if own is None:
+                    lrs.append(None)
+                    max_norms.append(math.inf)
+                else:
+                    lrs.append(own.lr * settings.factor(self._steps[slot]))
+                    max_norms.append(own.max_grad_norm)
             # 2. Clip the gradients and take AdamW steps.
             norms = clipped_adamw_steps_(
                 stack.tensors["weights"],
@@ -574,7 +580,9 @@ class StackedTrainStates:
             for slot, lr, norm, healthy in zip(stack.slots, lrs, norms, finite, strict=True):
                 if lr is None:
                     continue
-                self._steps[slot] += not math.isnan(norm)
+                # A step that was not taken is not counted.
+                if not math.isnan(norm):
+                    self._steps[slot] += 1
                 reports[slot] = UpdateReport(
                     grad_norm=norm if healthy else math.nan,
                     lr=lr,
