@@ -93,11 +93,9 @@ class Agent(NamesMissing, HyperparameterAttributes):
     def __repr__(self) -> str:
         defaults = Hyperparameters().to_json()
         record = self.hyperparameters.to_json()
-        names = [
-            name
-            for name in record
-            if name in ("lr", "group_size") or record[name] != defaults[name]
-        ]
+        # Only values that differ from the defaults, and the two that readers look for.
+        always = ("lr", "group_size")
+        names = [name for name in record if name in always or record[name] != defaults[name]]
         values = ", ".join(f"{name}={record[name]}" for name in names)
         if self.fitness is None:
             fitness = ""
@@ -221,19 +219,19 @@ class Agent(NamesMissing, HyperparameterAttributes):
 
         Raise an error if `learn_together` is not defined, or an option is not used.
         """
-        # Classes that do not define it inherit the function of this class, which only raises.
+        # 1. Classes that do not define it inherit the function of this class, which only raises.
         inherited = Agent.learn_together.__func__  # type: ignore[attr-defined]
         if getattr(cls.learn_together, "__func__", None) is inherited:
             raise TypeError(
                 f"{cls.__name__} does not define learn_together. Define it in a subclass, as GRPO"
                 " does."
             )
-        # An option that has no effect would mislead.
+        # 2. An option that has no effect would mislead.
         for name in cls.unused_options:
             space = options.get("hp_config")  # not validated yet
             if name in options or (isinstance(space, HyperparameterConfig) and name in space):
                 raise ValueError(f"{cls.__name__} does not use {name}. Leave it out.")
-        # Without target_kl, a learning rate that is not given is the default one.
+        # 3. Without target_kl, a learning rate that is not given is the default one.
         if "target_kl" in cls.unused_options:
             return {**options, "target_kl": None}
         return {**options}

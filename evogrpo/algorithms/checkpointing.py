@@ -186,10 +186,9 @@ def read_agent(agent: "Agent", path: str | Path) -> None:
                     f" {expected[name]}. Load it with {class_name(agent)}.load."
                 )
         shared = members.shared_tensors()
-        stored_shared = split_shared(tensors)[0]
-        if shared.keys() != stored_shared.keys() or any(
-            not torch.equal(tensor, stored_shared[name]) for name, tensor in shared.items()
-        ):
+        stored_shared, state = split_shared(tensors)
+        equal = shared.keys() == stored_shared.keys()
+        if not equal or not all(torch.equal(shared[name], stored_shared[name]) for name in shared):
             raise CheckpointError(
                 f"{path} holds an agent whose module had other weights or buffers, or that started"
                 f" from another adapter. Load it with {class_name(agent)}.load."
@@ -197,7 +196,7 @@ def read_agent(agent: "Agent", path: str | Path) -> None:
         # 3. Set the train state and all fields, except for those that a population identifies the
         #    agent by.
         own = {name: getattr(agent, name) for name in ("index", "parent", "born", "retired")}
-        _restore(agent, dataclasses.replace(record.member, **own), split_shared(tensors)[1])
+        _restore(agent, dataclasses.replace(record.member, **own), state)
 
 
 def population_state(population: Population) -> tuple[Mapping[str, Tensor], PopulationRecord]:
@@ -212,12 +211,11 @@ def population_state(population: Population) -> tuple[Mapping[str, Tensor], Popu
         next_index=population.next_index,
     )
     members = population.members
-    states = {
-        f"{slot}.{key}": partial(members.state_tensor, slot, key)
-        for slot in range(members.size)
-        for key in members.state_keys
-    }
-    return _LazyTensors({**states, **_shared_by_name(population.members)}), record
+    tensors: dict[str, Any] = {}
+    for slot in range(members.size):
+        for key in members.state_keys:
+            tensors[f"{slot}.{key}"] = partial(members.state_tensor, slot, key)
+    return _LazyTensors({**tensors, **_shared_by_name(members)}), record
 
 
 def restore_population(
@@ -262,12 +260,14 @@ def restore_population(
         agents = []
         for slot, member in enumerate(stored):
             agent = kind.in_slot(members, slot, member.index, member.hyperparameters)
-            state = {
-                name.removeprefix(f"{slot}."): value
-                for name, value in tensors.items()
-                if name.startswith(f"{slot}.")
-            }
+            # Names in a checkpoint are "SLOT.NAME".
+            prefix = f"{slot}."
+            state = {}
+            for name, value in tensors.items():
+                if name.startswith(prefix):
+                    state[name.removeprefix(prefix)] = value
             _restore(agent, member, state)
+            # Without a lineage, parents are unknown members.
             if lineage is None:
                 agent.parent = None
                 agent.born = 0
@@ -316,9 +316,11 @@ def _open(
     accelerator: "Accelerator | None",
 ) -> Members:
     """Build the members of a checkpoint, without train states."""
+    # 1. Find the class of the members. A checkpoint names a kind, never a class.
     kind = record["kind"]
     if kind not in algorithm.kinds:
         raise unknown_name_error(f"kind of agent in {folder}:", kind, algorithm.kinds)
+    # 2. Collect what the class needs.
     hp_config = None
     if record["hp_config"] is not None:
         hp_config = HyperparameterConfig(**record["hp_config"])
@@ -330,6 +332,7 @@ def _open(
         tensor_bytes=sum(tensor.nbytes for tensor in tensors.values()),
         folder=folder,
     )
+    # 3. Import the class, if the module of this kind is not loaded yet, and build the members.
     members_class = algorithm.kinds[kind]
     if isinstance(members_class, str):
         members_class = pkgutil.resolve_name(members_class)
@@ -340,10 +343,13 @@ def _open(
 
 def _members_record(members: Members) -> dict[str, Any]:
     """Return the part of a record that is common to all members."""
+    hp_config = None
+    if members.hp_config is not None:
+        hp_config = members.hp_config.to_json()
     return {
         "kind": members.kind,
         "settings": dump(members.settings),
-        "hp_config": None if members.hp_config is None else members.hp_config.to_json(),
+        "hp_config": hp_config,
         **members.checkpoint_record(),
     }
 
@@ -374,6 +380,8 @@ class _LazyTensors(UserDict[str, Any]):
     """Tensors by name; a function in place of a tensor returns it on access."""
 
     def __getitem__(self, name: str) -> Tensor:
-        value = self.data[name]
-        tensor: Tensor = value() if callable(value) else value
+        value: Any = self.data[name]
+        if callable(value):
+            value = value()
+        tensor: Tensor = value
         return tensor

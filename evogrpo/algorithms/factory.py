@@ -174,7 +174,9 @@ def build_members(
         isinstance(actor_network, nn.Module)
         and not isinstance(actor_network, nn.DataParallel | jit.ScriptModule)
     )
-    if not plain or any(space is None or isinstance(space, spaces.Sequence) for space in both):
+    # Sequences of tokens are spaces of language models.
+    unfit = any(space is None or isinstance(space, spaces.Sequence) for space in both)
+    if not plain or unfit:
         raise ValueError(
             "actor_network must be a transformers model without wrappers, or a torch module with"
             f" its observation_space and action_space, got {class_name(actor_network)}:"
@@ -243,13 +245,16 @@ def _language_members(
     given = {**_named(_LANGUAGE, options), "pad_token_id": pad_token_id}
     settings = LanguageSettings(**given)
     first = _first_hyperparameters(options, settings, {})
+    stored = None
+    if start is not None:
+        stored = read_adapter(start)
     members = LanguageMembers(
         model,
         size,
         settings,
         options.get("hp_config"),
         lora_config=lora,
-        start=None if start is None else read_adapter(start),
+        start=stored,
         source=options.get("source"),
         device=choose_device(options.get("accelerator"), options.get("device")),
         autocast=autocast_context(options.get("accelerator")),
@@ -317,18 +322,29 @@ def auto_space(
         language: True for language models, False for small networks.
         unused: Hyperparameters that the algorithm does not use.
     """
-    kind: type[LanguageOptions | NetworkOptions] = LanguageOptions if language else NetworkOptions
-    ranges = LANGUAGE_RANGES if language else NETWORK_RANGES
-    defaults = {} if language else NETWORK_DEFAULTS
+    # 1. The ranges and defaults of the kind of members.
+    kind: type[LanguageOptions | NetworkOptions]
+    if language:
+        kind = LanguageOptions
+        ranges = LANGUAGE_RANGES
+        defaults: Mapping[str, Any] = {}
+    else:
+        kind = NetworkOptions
+        ranges = NETWORK_RANGES
+        defaults = NETWORK_DEFAULTS
+    # 2. The hyperparameters that are set, and the first member's values of all others.
     given = {name: value for name, value in options.items() if value is not None}
     objective = kind(**_named(kind.__dataclass_fields__, given)).objective
     chosen = _named(HYPERPARAMETER_FIELDS, given)
-    # Without calibration, the learning rate evolves instead of target_kl.
-    unset = {"target_kl": None} if "target_kl" in unused else {}
+    values = dict(chosen)
+    if "target_kl" in unused:
+        # Without calibration, the learning rate evolves instead of target_kl.
+        values.setdefault("target_kl", None)
+    # 3. The others get their default ranges, as far as the objective uses them.
     return default_space(
         ranges,
         objective,
-        HyperparameterConfig().first(defaults, {**unset, **chosen}),
+        HyperparameterConfig().first(defaults, values),
         fixed={*chosen, *unused},
         samples_per_step=samples_per_step,
         rows_are_samples=language,

@@ -240,9 +240,12 @@ class EvolvableAlgorithm(Agent, AgileRLMethods):
             for change in moved:
                 warn(f"founders: {change}")
             first = chosen[0]
+        # In an empty space, all founders have the first member's values.
+        if not spread:
+            space = HyperparameterConfig()
         records = spread_founders(
             first,
-            space if spread else HyperparameterConfig(),
+            space,
             members.size,
             generator(members.settings.seed, "spread"),
             samples,
@@ -280,9 +283,11 @@ class EvolvableAlgorithm(Agent, AgileRLMethods):
         Raises:
             ValueError: If the states or the mask do not fit.
         """
-        training = self.training if training is None else training
+        if training is None:
+            training = self.training
         act = optional_method(self.members, "act", "get_action")
         chosen = act(self.learner(), states, training=training, action_mask=action_mask)
+        # The step count names the random stream of the next call.
         self.steps += int(training)
         return chosen
 

@@ -193,6 +193,7 @@ def check_folders() -> Iterator[Finding]:
         existing = folder.absolute()
         while not existing.exists():
             existing = existing.parent
+        # A file shows more than permissions: the disk may be read-only.
         try:
             with tempfile.TemporaryFile(dir=existing):
                 free = shutil.disk_usage(existing).free

@@ -58,7 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     # 1. Parse the arguments.
     parser = make_parser()
-    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments is None:
+        arguments = sys.argv[1:]
     if arguments and arguments[0] == "help":
         arguments = [*arguments[1:], "--help"]
     args, rest = parser.parse_known_args(arguments)
@@ -99,11 +100,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print_error(str(error))
                 # `cli.running` sets `args.training` when training starts. A later ValueError is not
                 # a wrong setting.
-                return FAILED if getattr(args, "training", False) else USAGE
+                if getattr(args, "training", False):
+                    return FAILED
+                return USAGE
             if isinstance(error, OSError):
-                print_error(
-                    f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"
-                )
+                message = str(error.strerror or error)
+                if error.filename:
+                    message += f": {error.filename}"
+                print_error(message)
             else:  # SystemExit, which only user code raises
                 print_error(
                     f"User code ended the program: SystemExit({shown(error.code)}) was raised"
@@ -128,11 +132,13 @@ class _Parser(argparse.ArgumentParser):
 
 def _reject(args: argparse.Namespace, argument: str) -> NoReturn:
     """Exit with an error about an unknown argument, naming the closest valid option or setting."""
+    # 1. A word that is no option, and a misspelt option.
     parser: argparse.ArgumentParser = args.parser
     if not argument.startswith("-"):
         parser.error(f"unexpected argument {argument!r}; see `{parser.prog} --help`")
     option, _, value = argument.partition("=")
     hint = _did_you_mean(option, _OPTION.findall(parser.format_help()))
+    # 2. A setting that was written as an option, as `--lr=1e-4`.
     if not hint and args.command in _CONFIGURABLE:
         from evogrpo.training.configuration.reading import setting_called
 
@@ -142,7 +148,9 @@ def _reject(args: argparse.Namespace, argument: str) -> NoReturn:
                 f"there is no option {option}; give the YAML file itself, as in `{parser.prog}"
                 " mine.yaml`"
             )
-        setting = name if "." in name else setting_called(name)
+        setting: str | None = name
+        if "." not in name:
+            setting = setting_called(name)
         if setting is not None:
             hint = f"; write {setting}={value or 'VALUE'}"
         else:
@@ -156,20 +164,24 @@ def _reject(args: argparse.Namespace, argument: str) -> NoReturn:
 
 def _did_you_mean(name: str, names: Sequence[str]) -> str:
     match = close_match(name, names)
-    return f"; did you mean {match}?" if match else ""
+    if match is None:
+        return ""
+    return f"; did you mean {match}?"
 
 
 def check_folder(folder: Path) -> None:
     """Raise ValueError if a folder does not exist, with the folder of the most similar name."""
     if folder.is_dir():
         return
-    parents = [parent for parent in (folder.parent, Path("runs")) if parent.is_dir()]
-    folders = {path.name: path for parent in parents for path in parent.iterdir() if path.is_dir()}
+    folders = {}
+    for parent in (folder.parent, Path("runs")):
+        if parent.is_dir():
+            folders |= {path.name: path for path in parent.iterdir() if path.is_dir()}
+    advice = "Give a run directory."
     match = close_match(folder.name, folders)
-    raise ValueError(
-        f"{folder} is not a folder."
-        f" {f'Did you mean {folders[match]}?' if match else 'Give a run directory.'}"
-    )
+    if match is not None:
+        advice = f"Did you mean {folders[match]}?"
+    raise ValueError(f"{folder} is not a folder. {advice}")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -212,6 +224,7 @@ def _add_command(
 
 def _add_training_commands(commands: Commands) -> None:
     """Declare `demo` and `train`."""
+    # 1. `demo`: the packaged configuration.
     demo = _add_command(
         commands,
         "demo",
@@ -230,6 +243,7 @@ def _add_training_commands(commands: Commands) -> None:
     _add_start_options(demo)
     _add_overrides(demo, _OVERRIDES)
 
+    # 2. `train`: a configuration of the user, or an environment.
     train = _add_command(
         commands,
         "train",
@@ -239,6 +253,7 @@ def _add_training_commands(commands: Commands) -> None:
         " working directory. Code named in CONFIG is executed.",
         runs_user_code=True,
     )
+    # Either of the two replaces CONFIG.
     environment = train.add_mutually_exclusive_group()
     environment.add_argument(
         "--env",
@@ -286,6 +301,7 @@ def _add_training_commands(commands: Commands) -> None:
 
 def _add_other_running_commands(commands: Commands) -> None:
     """Declare `resume`, `replay` and `vllm-command`."""
+    # 1. `resume` changes limits only, so it has no options of a start.
     resume = _add_command(
         commands,
         "resume",
@@ -314,6 +330,7 @@ def _add_other_running_commands(commands: Commands) -> None:
         " model, device or base_parts",
     )
 
+    # 2. `replay` starts a new run.
     replay = _add_command(
         commands,
         "replay",
@@ -332,6 +349,7 @@ def _add_other_running_commands(commands: Commands) -> None:
     _add_start_options(replay)
     _add_overrides(replay, "such as seed=1")
 
+    # 3. `vllm-command` reads a configuration and starts nothing.
     vllm = _add_command(
         commands,
         "vllm-command",
@@ -431,6 +449,7 @@ def _add_reading_commands(commands: Commands) -> None:
 
 def _add_other_commands(commands: Commands) -> None:
     """Declare `video`, `report`, `tasks`, `schema`, `doctor` and `export`."""
+    # 1. Pictures of a run.
     video = _add_command(
         commands,
         "video",
@@ -452,6 +471,7 @@ def _add_other_commands(commands: Commands) -> None:
         "write report.png and report.html of a run",
     )
     _add_run_dir(report, "run directory; the run may still be active")
+    # 2. What is installed, and what a configuration may contain.
     _add_command(
         commands,
         "tasks",
@@ -467,6 +487,7 @@ def _add_other_commands(commands: Commands) -> None:
         "evogrpo.cli.doctor:doctor",
         "check this machine and suggest a fix for each problem",
     )
+    # 3. Results for other programs.
     export = _add_command(
         commands,
         "export",

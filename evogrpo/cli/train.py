@@ -37,10 +37,14 @@ def demo(args: argparse.Namespace) -> int:
             config = load_config(path, overrides)
         if not args.fixed:
             return config
+        # The control run: equal members, and no selection.
         population = dataclasses.replace(config.population, spread=False)
         return dataclasses.replace(config, population=population, strategy=Fixed())
 
-    return _read_and_start(read, args, "demo-fixed" if args.fixed else "demo")
+    name = "demo"
+    if args.fixed:
+        name = "demo-fixed"
+    return _read_and_start(read, args, name)
 
 
 def train(args: argparse.Namespace) -> int:
@@ -58,12 +62,14 @@ def train(args: argparse.Namespace) -> int:
     ):
         if name is not None:
             for text in overrides:
-                if text.partition("=")[0].strip() in (text.strip(), "task", f"task.{key}"):
+                # A word without "=" is a second CONFIG.
+                setting = text.partition("=")[0].strip()
+                if setting in (text.strip(), "task", f"task.{key}"):
                     raise ValueError(f"{option} {name} already sets the task. Remove {text!r}.")
+            # Names such as "ALE/Pong-v5" cannot be the name of a folder.
             folder = re.sub(r"[^\w.-]+", "-", name)
-            return _read_and_start(
-                partial(_environment_config, key, name, overrides, args), args, folder
-            )
+            read_packaged = partial(_environment_config, key, name, overrides, args)
+            return _read_and_start(read_packaged, args, folder)
     if args.preset:
         raise ValueError("--preset needs --env ID instead of CONFIG.")
     # 3. Otherwise the first word is CONFIG.
@@ -85,6 +91,7 @@ def train(args: argparse.Namespace) -> int:
 
 def _check_config(path: Path) -> None:
     """Raise ValueError if the word for CONFIG is no configuration file, with its right use."""
+    # 1. Files and folders of other kinds.
     name = str(path)
     if path.is_dir():
         if (path / "config.yaml").is_file():
@@ -93,6 +100,7 @@ def _check_config(path: Path) -> None:
                 " config.yaml."
             )
         raise ValueError(f"{name} is a folder. Give a YAML file.")
+    # FILE.py or FILE.py:FUNCTION.
     file, is_code, function = name.partition(".py")
     if is_code and function[:1] in ("", ":"):
         reference = f"{file}.py{function or ':FUNCTION'}"
@@ -106,14 +114,16 @@ def _check_config(path: Path) -> None:
         )
     if path.exists():
         return
+    # 2. A misspelt name of a file.
     if path.suffix in (".yaml", ".yml"):
-        files = [str(each) for suffix in ("*.yaml", "*.yml") for each in path.parent.glob(suffix)]
-        match = close_match(name, files)
+        files = [*path.parent.glob("*.yaml"), *path.parent.glob("*.yml")]
+        match = close_match(name, map(str, files))
         if match is not None:
             raise ValueError(f"There is no file {name}. Did you mean {match}?")
         return  # reading it raises the error
     if path.with_suffix(".yaml").exists():
         raise ValueError(f"{name} is not a file. Did you mean {path.with_suffix('.yaml')}?")
+    # 3. The name of an environment, such as CartPole-v1 or mpe2.simple_spread_v3.
     if re.search(r"-v\d+$", name):
         raise ValueError(f"{name} is not a file. To train on an environment, write --env {name}.")
     if re.fullmatch(r"\w+(\.\w+)+", name) and path.suffix not in (".json", ".toml", ".txt"):
@@ -151,10 +161,8 @@ def resume(args: argparse.Namespace) -> int:
 def _overrides(args: argparse.Namespace) -> list[str]:
     """Return the overrides, with `--seed` and `--generations` appended."""
     options = {"seed": args.seed, "schedule.generations": getattr(args, "generations", None)}
-    return [
-        *args.overrides,
-        *(f"{key}={value}" for key, value in options.items() if value is not None),
-    ]
+    given = [f"{key}={value}" for key, value in options.items() if value is not None]
+    return [*args.overrides, *given]
 
 
 def _environment_config(
@@ -163,6 +171,7 @@ def _environment_config(
     """Return the packaged configuration for an environment."""
     from evogrpo.training.configuration.reading import load_config, override, parse_config
 
+    # 1. An environment of one agent: settings of its preset, or those of all environments.
     if key == "env":
         from evogrpo.training.configuration.environment_tasks import (
             named_wrapper,
@@ -174,8 +183,12 @@ def _environment_config(
             named_wrapper(wrapper)
         values = packaged_values(name, with_preset=args.preset)
         schedule = override({}, overrides).get("schedule")
-        values = without_packaged_limits(values, schedule if isinstance(schedule, Mapping) else {})
+        # A wrong value of `schedule` is refused by `parse_config`.
+        if not isinstance(schedule, Mapping):
+            schedule = {}
+        values = without_packaged_limits(values, schedule)
         return parse_config(override(values, overrides))
+    # 2. An environment of several agents.
     if args.preset:
         raise ValueError("--preset is not available with --parallel-env. Remove it.")
     with as_file(files("evogrpo.training.configuration") / f"{key}.yaml") as path:

@@ -115,7 +115,8 @@ class AgileRLMethods:
         settings = agent.members.settings
         arguments: dict[str, Any] = {"index": agent.index, "hp_config": agent.hp_config}
         arguments |= agent.hyperparameters.to_json()
-        arguments |= {field.name: getattr(settings, field.name) for field in fields(settings)}
+        for field in fields(settings):
+            arguments[field.name] = getattr(settings, field.name)
         arguments |= agent.members.arguments()
         if input_args_only:
             return arguments

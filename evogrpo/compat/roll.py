@@ -131,6 +131,7 @@ def from_roll(source: Mapping[str, Any] | str | Path) -> Imported:
     Source: ROLL, `RLVRConfig`, `reward_postprocess`, `compute_advantage` and
     `ActorWorker.loss_func`.
     """
+    # 1. Read the keys, and the samples of a learning step.
     roll = _read(_load(source))
     prompts = roll["rollout_batch_size"]
     group_size = roll["num_return_sequences_in_group"]
@@ -142,10 +143,14 @@ def from_roll(source: Mapping[str, Any] | str | Path) -> Imported:
             "ROLL keys rollout_batch_size and num_return_sequences_in_group must be given together,"
             f" got {prompts} and {group_size}"
         )
+    # 2. Translate the keys that depend on each other; keys with a target in `KEYS` follow.
     beta, kl = _kl(roll)
+    loss_type = "grpo"
+    if roll["importance_sampling"] == "seq":
+        loss_type = "gspo"
     objective = {
         "advantage_eps": 1e-6,
-        "loss_type": "gspo" if roll["importance_sampling"] == "seq" else "grpo",
+        "loss_type": loss_type,
         "reward_clip": roll["reward_clip"] or None,  # 0 = no bound
         **_advantage(roll),
         **kl,
@@ -153,6 +158,7 @@ def from_roll(source: Mapping[str, Any] | str | Path) -> Imported:
     if roll["dual_clip_loss"]:
         # ROLL bounds the loss of negative advantages at this multiple, which has no key.
         objective["dual_clip"] = 1 + 2 * roll["pg_clip"]
+    # 3. Thresholds count with their switch only.
     thresholds = ("difficulty_low_threshold", "difficulty_high_threshold")
     if roll["difficulty_mask"]:
         objective["min_group_reward"] = roll["difficulty_low_threshold"]
@@ -200,13 +206,15 @@ def _read(values: Mapping[str, Any]) -> Translation:
         if isinstance(role_values, Mapping):
             section_values = role_values.get(name)
             for key in role_values.keys() - {name}:
-                given[f"{role}.{key}"] = ignored[f"{role}.{key}"] = _INFRASTRUCTURE
+                given[f"{role}.{key}"] = _INFRASTRUCTURE
+                ignored[f"{role}.{key}"] = _INFRASTRUCTURE
         for path, mapping in ((role, role_values), (section, section_values)):
             if mapping is not None and not isinstance(mapping, Mapping):
                 refused.append(f"ROLL key {path} must be a mapping, got {shown(mapping)}")
         if section_values and isinstance(section_values, Mapping):
             given |= {f"{section}.{key}": value for key, value in section_values.items()}
-        else:  # do not use the defaults of a missing section
+        else:
+            # Do not use the defaults of a missing section.
             table = {key: entry for key, entry in table.items() if not key.startswith(section)}
     # 2. Resolve references such as ${name}. Keys that exist only for them are ignored; unknown keys
     #    are refused.
@@ -223,13 +231,19 @@ def _read(values: Mapping[str, Any]) -> Translation:
 
 def _kl(roll: Translation) -> tuple[float, dict[str, Any]]:
     """Return the weight of the KL, which is in the loss or in rewards, and its switches."""
-    in_loss = roll["kl_loss_coef"] if roll["use_kl_loss"] else 0.0
-    in_reward = roll["init_kl_coef"] if roll["add_token_level_kl"] else 0.0
+    # 1. Read the two coefficients, of which one may be above 0.
+    in_loss = 0.0
+    in_reward = 0.0
+    if roll["use_kl_loss"]:
+        in_loss = roll["kl_loss_coef"]
+    if roll["add_token_level_kl"]:
+        in_reward = roll["init_kl_coef"]
     if in_loss and in_reward:
         roll.refused.append(
             "ROLL keys use_kl_loss and add_token_level_kl exclude each other: beta weighs one KL"
             " term"
         )
+    # 2. Name the given keys that have no effect.
     if not in_loss:
         roll.ignore("used with use_kl_loss only", "kl_loss_coef")
     if roll["target_kl"] is None:
@@ -238,6 +252,7 @@ def _kl(roll: Translation) -> tuple[float, dict[str, Any]]:
         names = ("init_kl_coef", "kl_penalty", "target_kl", "kl_horizon")
         roll.ignore("used with add_token_level_kl only", *names)
         return in_loss, {}
+    # 3. Return the switches of a KL in rewards.
     switches = {"kl_placement": "reward", "kl_estimator": KLS[roll["kl_penalty"]]}
     if roll["target_kl"] is not None:
         switches["kl_target"] = roll["target_kl"]

@@ -122,7 +122,9 @@ class Translation:
         self.given = {name: value for name, value in self.given.items() if value not in left_out}
         # 2. Parse given values. A refused one keeps its default, so that the rest can be checked.
         for name, key in self.keys.items():
-            self.values[name] = None if key.default is None else key.parse(name, key.default)
+            self.values[name] = None
+            if key.default is not None:
+                self.values[name] = key.parse(name, key.default)
             if name in self.given:
                 try:
                     self.values[name] = key.parse(f"{self.kind} {name}", self.given[name])
@@ -139,8 +141,10 @@ class Translation:
     def ignore(self, reason: str, *names: str) -> None:
         """List given settings in `ignored`, unless they have their default."""
         for name in names:
-            is_default = name in self.keys and self.given.get(name) == self.keys[name].default
-            if name in self.given and not is_default:
+            if name not in self.given:
+                continue
+            key = self.keys.get(name)
+            if key is None or self.given[name] != key.default:
                 self.ignored[name] = reason
 
     def check(self, unsupported: Unsupported, ignored: Mapping[str, str]) -> None:
@@ -186,14 +190,13 @@ class Translation:
         for section, values in arguments.items():
             given = {name: value for name, value in values.items() if value is not None}
             arguments[section] = given
-        # 2. Build all records before an error is raised, which then lists every problem.
-        #    Each hyperparameter is a record of its own.
+        # 2. Build all records before an error is raised, which then lists every problem. Each
+        #    hyperparameter is a record of its own.
         settings = arguments["settings"]
-        sampling = {
-            each.name: settings.pop(each.name)
-            for each in fields(SamplingOptions)
-            if each.name in settings
-        }
+        sampling = {}
+        for each in fields(SamplingOptions):
+            if each.name in settings:
+                sampling[each.name] = settings.pop(each.name)
         hyperparameters = arguments["hyperparameters"]
         records: list[tuple[Callable[..., Any], Mapping[str, Any]]] = [
             (Objective, arguments["objective"]),
@@ -208,6 +211,7 @@ class Translation:
                 built.append(record(**values))
             except ValueError as error:
                 problems.append(str(error))
+        # 3. Raise one error for all problems, or put the records together.
         if len(problems) > 1:
             listed = "\n- ".join(problems)
             raise ValueError(f"{len(problems)} settings cannot be translated:\n- {listed}")
@@ -228,8 +232,9 @@ class Translation:
 
 def number(what: str, value: Any) -> float:
     """Return a finite number; text is parsed, because YAML 1.1 reads 1e-6 as text."""
-    with suppress(ValueError):
-        value = float(value) if isinstance(value, str) else value
+    if isinstance(value, str):
+        with suppress(ValueError):  # refused below
+            value = float(value)
     return finite_number(what, value)
 
 
@@ -241,7 +246,9 @@ def count(what: str, value: Any) -> int:
 def top_k(what: str, value: Any) -> int:
     """Return a number of tokens; -1 is 0, which means all."""
     tokens = whole_number(what, value)
-    return 0 if tokens == -1 else tokens
+    if tokens == -1:
+        return 0
+    return tokens
 
 
 def one_of(*choices: Any) -> Parse:

@@ -185,6 +185,7 @@ def from_trl(source: object) -> Imported:
     # 1. Read the fields.
     given = _given_fields(source)
     trl = Translation("TRL field", given, FIELDS)
+    # `Translation` leaves out None, which means "no limit" for these fields.
     unlimited = [name for name in UNLIMITED if given.get(name, 0) in (None, "None")]
     for name in unlimited:
         is_used = trl["use_vllm"] and trl["vllm_importance_sampling_cap"] is None
@@ -239,14 +240,19 @@ def _given_fields(source: object) -> dict[str, Any]:
 
 def _objective(trl: Translation) -> dict[str, Any]:
     """Return the switches of loss, advantages and reference."""
+    # 1. Switches that follow from one field each.
     loss_type = trl["loss_type"]
     objective = {
         "advantage_eps": 1e-4,
         "advantage": SCALES[trl["scale_rewards"]],
         "kl_bias_correction": trl["use_bias_correction_kl"] and trl["beta"] != 0,
-        # TRL's entropy bonus is a mean over tokens for every loss type.
-        "entropy_reduction": "mean" if trl["entropy_coef"] else "loss",
+        "entropy_reduction": "loss",
     }
+    if trl["entropy_coef"]:
+        # TRL's entropy bonus is a mean over tokens for every loss type.
+        objective["entropy_reduction"] = "mean"
+    # 2. The loss type. Ratios of whole sequences make TRL's losses those that GSPO or LUSPO have
+    #    here.
     if trl["importance_sampling_level"] == "sequence":
         if loss_type not in SEQUENCE_LOSSES:
             known = ", ".join(SEQUENCE_LOSSES)
@@ -258,6 +264,7 @@ def _objective(trl: Translation) -> dict[str, Any]:
     elif loss_type == "luspo":
         trl.refuse("loss_type", "'luspo' needs importance_sampling_level 'sequence'")
     objective["loss_type"] = loss_type
+    # 3. Fields that count only with another one.
     if trl["multi_objective_aggregation"] == "normalize_then_sum":
         objective["advantage"] = "gdpo"
         reason = "multi_objective_aggregation 'normalize_then_sum' has its own scale"
@@ -291,7 +298,10 @@ def _importance(trl: Translation) -> dict[str, Any]:
                 f"compares with the whole distribution, got {name} {trl[name]}: set it to False, or"
                 f" leave out {name}",
             )
-    largest = trl[bound] if trl[cap] is None else trl[cap]
+    # Both fields bound the weights; the cap takes precedence.
+    largest = trl[bound]
+    if trl[cap] is not None:
+        largest = trl[cap]
     return {"importance_correction": trl[mode], "importance_cap": largest}
 
 
@@ -322,7 +332,9 @@ def _clip_high(trl: Translation) -> float | None:
 
     TRL caps the ratio at epsilon_high, by default epsilon. Here the cap is 1 + clip_high.
     """
-    cap: float = trl["epsilon"] if trl["epsilon_high"] is None else trl["epsilon_high"]
+    cap: float = trl["epsilon"]
+    if trl["epsilon_high"] is not None:
+        cap = trl["epsilon_high"]
     if cap > 1:
         return cap - 1
     trl.refuse("epsilon_high", f"must be above 1 with loss_type 'cispo', got {cap}: try 5.0")
@@ -357,7 +369,9 @@ def _schedule(trl: Translation) -> dict[str, Any]:
         trl.ignore(f"lr_scheduler_type {kind!r} has no arguments", "lr_scheduler_kwargs")
         return {"warmup_steps": warmup}
     if kind not in SCHEDULES or not total:
-        reason = "needs max_steps" if kind in SCHEDULES else "is not supported"
+        reason = "is not supported"
+        if kind in SCHEDULES:
+            reason = "needs max_steps"
         trl.ignored["lr_scheduler_type"] = (
             f"{kind!r} {reason}: set schedule and total_steps of the optimizer"
         )

@@ -56,6 +56,7 @@ def make_console(stream: TextIO | None = None, *, all_ranks: bool = False) -> Co
 
     Only rank 0 prints, unless `all_ranks` is True.
     """
+    # Terminals that cannot move the cursor name themselves "dumb".
     stream = stream or sys.stdout
     terminal = stream.isatty() and os.environ.get("TERM") != "dumb"
     width: int | None = LOG_WIDTH
@@ -84,7 +85,10 @@ def console_for(progress: bool | None) -> Console | None:
     # A program without a console has no stdout; of several ranks, one shows progress.
     if progress is False or sys.stdout is None or not processes().is_rank_zero:
         return None
-    width = None if "JUPYTER_COLUMNS" in os.environ else NOTEBOOK_WIDTH
+    width: int | None = NOTEBOOK_WIDTH
+    if "JUPYTER_COLUMNS" in os.environ:
+        # Rich reads it.
+        width = None
     notebook = VisibleConsole(width=width)
     if notebook.is_jupyter:
         return notebook
@@ -115,7 +119,9 @@ def command(*words: str | Path) -> str:
 
 def show_command(console: Console, name: str, line: str) -> None:
     """Print a command and its purpose."""
-    console.print(Text.assemble((f"{name:<14} ", "dim"), (printable(line), "cyan")), soft_wrap=True)
+    # Without line breaks of its own, so that the command can be copied.
+    text = Text.assemble((f"{name:<14} ", "dim"), (printable(line), "cyan"))
+    console.print(text, soft_wrap=True)
 
 
 def print_rows(console: Console, rows: Mapping[str, str]) -> None:
@@ -124,8 +130,8 @@ def print_rows(console: Console, rows: Mapping[str, str]) -> None:
     if not console.is_terminal:
         width = max([18, *map(len, rows)])
         for name, value in rows.items():
-            head = f"{name:<{width}} "
-            console.print(Text.assemble((head, "dim"), printable(value)), soft_wrap=True)
+            line = Text.assemble((f"{name:<{width}} ", "dim"), printable(value))
+            console.print(line, soft_wrap=True)
         return
     table = Table.grid(padding=(0, 1, 0, 0))
     table.add_column(style="dim", no_wrap=True, min_width=18)
@@ -183,10 +189,12 @@ class _ErrorIgnoringStream:
                 self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:
+        """Discard all further output, and warn if stdout was lost."""
         self.failure = str(getattr(error, "strerror", None) or error)
         # At exit Python flushes its buffer, which would fail again.
         with suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+        # Warn, on stderr, if this is stdout: the original one, or one that has replaced it.
         if self._stream is sys.__stdout__ or getattr(sys.stdout, "failure", None):
             print_warning(f"Output stopped, because it cannot be written: {self.failure}")
 
@@ -194,12 +202,16 @@ class _ErrorIgnoringStream:
 @contextmanager
 def ignore_output_errors() -> Iterator[None]:
     """Ignore errors of writing to stdout and stderr, such as a closed pipe or a full disk."""
-    before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = (stream and _ErrorIgnoringStream(stream) for stream in before)
+    stdout = sys.stdout
+    stderr = sys.stderr
+    # Programs without a console have None.
+    sys.stdout = stdout and _ErrorIgnoringStream(stdout)
+    sys.stderr = stderr and _ErrorIgnoringStream(stderr)
     try:
         yield
     finally:
-        sys.stdout, sys.stderr = before
+        sys.stdout = stdout
+        sys.stderr = stderr
 
 
 @contextmanager

@@ -79,22 +79,23 @@ def work_rows(config: Config, env: GroupEnvironment, unit: str) -> dict[str, str
     """
     schedule = config.schedule
     members = config.population.size
-    # 1. Samples, and how they are divided into groups.
+    # 1. Describe samples, and how they are divided into groups.
     each = schedule.samples_per_step
     samples = f"{each} {unit} per member and learning step, {members * each} in all"
     resamples = config.agent.objective.dynamic_sampling
     if resamples:
-        times = "once" if resamples == 1 else f"up to {resamples} times"
+        times = f"up to {resamples} times"
+        if resamples == 1:
+            times = "once"
         samples += f". Groups with equal rewards are resampled {times}"
-    groups = [
-        f"{pluralize(each // size, 'group')} of {size}"
-        for size in possible_values(config, "group_size")
-    ]
-    # 2. Learning steps and evaluations.
+    sizes = possible_values(config, "group_size")
+    groups = [f"{pluralize(each // size, 'group')} of {size}" for size in sizes]
+    # 2. Describe learning steps and evaluations.
     steps = "until a limit of the schedule is reached"
     if schedule.generations is not None:
         evaluated = evaluation_samples(config, env, schedule.generations)
-        least = most = ""
+        least = ""
+        most = ""
         # Members that stay get the learning steps of those that are stopped.
         if isinstance(config.strategy, SuccessiveHalving):
             least = "at least "
@@ -134,7 +135,8 @@ def possible_values(config: Config, name: str) -> list[int]:
     space = config.search_space.for_samples_per_step(config.schedule.samples_per_step)
     values = {int(getattr(config.hyperparameters, name))}
     if name in space:
-        values.update(int(value) for value in space[name].numbers or space[name].bounds)
+        parameter = space[name]
+        values.update(map(int, parameter.numbers or parameter.bounds))
     return sorted(values)
 
 
@@ -147,8 +149,10 @@ def processes_per_device(device: str) -> int:
     Args:
         device: Device of this process, such as "cpu" or "cuda:1".
     """
-    location = (socket.gethostname(), "cuda:0" if device == "cuda" else device)
-    return max(Counter(processes().all_gather(location)).values())
+    if device == "cuda":
+        device = "cuda:0"
+    locations = processes().all_gather((socket.gethostname(), device))
+    return max(Counter(locations).values())
 
 
 def available_memory(device: str) -> str:
@@ -164,7 +168,8 @@ def check_memory(need: MemoryNeed) -> None:
     available, _ = device_memory(need.device)
     if available is None or need.total <= available:
         return
-    each = fewer = ""
+    each = ""
+    fewer = ""
     if need.processes > 1:
         each = f" ({need.processes} processes, each with its own base and members)"
         fewer = "start fewer processes, "
@@ -213,8 +218,11 @@ def time_rows(task: "Task", trainer: "Trainer") -> dict[str, str]:
     Raises:
         ValueError: If a reward function fails.
     """
+    # 1. The smallest number of samples that is whole groups for every member.
     whole = trainer.run_state.samples_per_step
-    one_group = math.lcm(*(agent.hyperparameters.group_size for agent in trainer.population.agents))
+    sizes = [agent.hyperparameters.group_size for agent in trainer.population.agents]
+    one_group = math.lcm(*sizes)
+    # 2. Measure. A timer abandons it if even one group takes too long.
     stop = Stop()
     timer = threading.Timer(MAX_SECONDS, stop.request, ["measured for long enough"])
     timer.daemon = True
@@ -223,21 +231,23 @@ def time_rows(task: "Task", trainer: "Trainer") -> dict[str, str]:
     try:
         with single_threaded(enabled=task.one_thread):
             step = _timed_step(task, trainer, one_group, stop)
+            # Larger batches are faster per sample, so this is an upper estimate.
             expected = (step.sampling + step.learning) * whole / one_group
             if whole > one_group and expected <= WHOLE_STEP_SECONDS:
                 step = _timed_step(task, trainer, whole, stop)
     except Interrupted:
+        # The time of one group is enough for an estimate.
         if step is None:
-            return {
-                "time": (
-                    f"more than {duration_text(MAX_SECONDS)} per learning step:"
-                    f" {pluralize(one_group, 'sample')} of each member took longer"
-                )
-            }
+            time_text = (
+                f"more than {duration_text(MAX_SECONDS)} per learning step:"
+                f" {pluralize(one_group, 'sample')} of each member took longer"
+            )
+            return {"time": time_text}
     except RewardError as error:
-        raise ValueError(
-            f"{error}{user_line(error.__cause__) if error.__cause__ else ''}"
-        ) from error
+        line = ""
+        if error.__cause__ is not None:
+            line = user_line(error.__cause__)
+        raise ValueError(f"{error}{line}") from error
     finally:
         timer.cancel()
     return _time_rows(task, trainer, step)
@@ -285,8 +295,10 @@ def _time_rows(task: "Task", trainer: "Trainer", step: TimedStep) -> dict[str, s
         text += f"; {low} to {high} in all, evaluations included"
     if schedule.max_seconds is not None:
         text += f"; the run ends after {duration_text(schedule.max_seconds)}"
-    # 2. The measured step.
-    part = "" if step.samples == whole else f" of {whole}"
+    # 2. Describe the measured step.
+    part = ""
+    if step.samples != whole:
+        part = f" of {whole}"
     measured = (
         f"one learning step of {pluralize(len(trainer.population), 'member')} with"
         f" {pluralize(step.samples, 'sample')}{part} each, of length {step.length:.0f} on average:"

@@ -77,7 +77,7 @@ class HyperparameterSchedule:
         Raises:
             ValueError: If it is neither, no member has been evaluated, or a value is invalid.
         """
-        # 1. A schedule file.
+        # 1. Read a schedule file.
         path = expand_user(source, "source")
         if not path.is_dir():
             stored = read_yaml_file(path)
@@ -89,7 +89,7 @@ class HyperparameterSchedule:
             # Raises an error for values of YAML that JSON does not have, such as dates.
             dump_json(stored, what=str(path))
             return validate(cls, stored, str(path), extra="forbid")
-        # 2. A run directory: the schedule of its best member.
+        # 2. Of a run directory, read the schedule of its best member.
         summary = read_summary(path)
         schedule = best_schedule(summary)
         member = schedule.member
@@ -99,21 +99,25 @@ class HyperparameterSchedule:
                 f"The network of member #{member.index} changed ({'; '.join(schedule.networks)}). A"
                 " schedule contains hyperparameters only, so a replay keeps the first network."
             )
-        # 3. The configuration of the run, and facts about it.
+        # 3. Read the configuration of the run, and facts about it. A run that was started in Python
+        #    has no configuration.
+        values = None
         config = path / CONFIG_FILE
         if config.is_file():
             values = read_yaml_file(config)
-        else:
-            values = None
         tokens = summary.facts.get("micro_batch_tokens")  # the default depends on the device
         if values is not None and tokens is not None:
             values["agent"] = {**(values.get("agent") or {}), "micro_batch_tokens": tokens}
-        names = ("run_id", "version", "task", "model", "seed")
-        facts = {name: summary.facts[name] for name in names if summary.facts.get(name) is not None}
+        facts = {}
+        for name in ("run_id", "version", "task", "model", "seed"):
+            if summary.facts.get(name) is not None:
+                facts[name] = summary.facts[name]
         facts |= {"member": member.index, "generation": member.generation}
+        if fitness is not None:
+            facts |= fitness.to_json()
         return cls(
             stages=schedule.stages,
-            origin=facts if fitness is None else facts | fitness.to_json(),
+            origin=facts,
             configuration=values and _without_location(values),
         )
 
@@ -158,15 +162,15 @@ class HyperparameterSchedule:
                 "The run of this schedule was started in Python, so its task is unknown. Pass"
                 " population and env to evogrpo.replay."
             )
-        # 1. Choose the search space.
+        # 1. Choose the search space. Values that start outside their range cannot be in it.
         values = _without_location(self.configuration)
         first = self.stages[0].hyperparameters
         space = build(HyperparameterConfig, values.get("search_space") or {}, "search_space")
-        # Hyperparameters that start outside their range cannot be in the search space.
-        start = {name: first.get(name) for name in space}
-        evolving = {
-            n: p for n, p in space.items() if start[n] is None or p.closest(start[n]) == start[n]
-        }
+        evolving = {}
+        for name, parameter in space.items():
+            value = first.get(name)
+            if value is None or parameter.closest(value) == value:
+                evolving[name] = parameter
         # 2. Replace the settings that evolve a population by those of one agent.
         values |= {
             "hyperparameters": first.to_json(),
@@ -234,7 +238,9 @@ def replay(
             **schedule.limits,
         )
     # 3. Train an agent of the stored configuration.
-    folder = None if run_dir is None else expand_user(run_dir, "run_dir")
+    folder = None
+    if run_dir is not None:
+        folder = expand_user(run_dir, "run_dir")
     config = schedule.config(overrides)
     task, trainer = start(config, folder, skip_memory_check=skip_memory_check)
     return Run(trainer, console_for(progress), one_thread=task.one_thread)

@@ -187,17 +187,18 @@ class RunState:
 
     def reached_limit(self, schedule: Schedule) -> str | None:
         """Return the limit of a schedule that was reached, as text; None if none was."""
-        # Before the first step, the baseline may reach the target fitness.
-        baseline = self.baseline if self.step == 0 else None
-        if self.best is None:
-            fitness = baseline
-        else:
-            fitness = self.best.fitness
+        fitness = None
+        if self.best is not None:
+            fitness = self.best.fitness.mean
+        elif self.step == 0 and self.baseline is not None:
+            # Before the first step, the baseline may reach the target fitness.
+            fitness = self.baseline.mean
         return schedule.reached_limit(
             **self.spent(evaluations=schedule.count_evaluations),
             generation=self.generation,
+            # A limit that has ended the run early, because nothing more fitted, counts as reached.
             seconds=max(self.seconds, self.out_of_time),
-            fitness=None if fitness is None else fitness.mean,
+            fitness=fitness,
         )
 
     def start_generation(self) -> None:
@@ -226,12 +227,11 @@ class RunState:
             timesteps: Tokens sampled, by slot.
             earned: By slot, the rewards to add to `rollouts`, by position of the start.
         """
-        # 1. Rewards. They have the number of this step, so they come before the counters.
+        # 1. Add rewards. They have the number of this step, so they come before the counters.
         for slot, groups in earned.items():
-            self.rollouts[slot] += [
-                (self.step, position, score) for position, score in groups.items()
-            ]
-        # 2. Counters of the run and of each slot.
+            for position, score in groups.items():
+                self.rollouts[slot].append((self.step, position, score))
+        # 2. Count for the run and for each slot.
         total = max(1, sum(tokens.values()))
         self.step += 1
         self.step_in_generation += 1
@@ -243,7 +243,7 @@ class RunState:
             self.slot_tokens[slot] += amount
             self.member_tokens[slot] += amount
             self.member_seconds[slot] += seconds * amount / total
-        # 3. Metrics, as sums and counts; a value of None does not count.
+        # 3. Add metrics, as sums and counts; a value of None does not count.
         for slot, values in metrics.items():
             sums = self.metrics[slot]
             for name, value in values.items():
@@ -262,15 +262,14 @@ class RunState:
         """
         for counted_steps in (math.ceil(self.step_in_generation / 2), self.step_in_generation):
             since = self.step - counted_steps
-            counted = {
-                (step, position): score
-                for step, position, score in self.rollouts[slot]
-                if step >= since
-            }
-            if len(counted) > 1:
-                # Keys are the same for all members.
-                keys = [step * MAX_SAMPLES + position for step, position in counted]
-                return Fitness.from_scores(list(counted.values()), keys=keys)
+            scores = {}
+            for step, position, score in self.rollouts[slot]:
+                if step >= since:
+                    # One number for each step and position, the same for all members, so that they
+                    # can be compared question by question.
+                    scores[step * MAX_SAMPLES + position] = score
+            if len(scores) > 1:
+                return Fitness.from_scores(list(scores.values()), keys=list(scores))
         return None
 
     def tensors(self) -> dict[str, Tensor]:
@@ -291,9 +290,10 @@ class RunState:
             ValueError: If the state does not fit them.
         """
         if self.best is not None:
-            current = members.state(0)
             state = {part: tensors[f"best: {part}"] for part in members.state_keys}
-            members.load_state(0, state)  # raises ValueError if it does not fit
+            # Loading it into a member raises ValueError if it does not fit.
+            current = members.state(0)
+            members.load_state(0, state)
             members.load_state(0, current)
             self.best = replace(self.best, state=state)
 
@@ -390,40 +390,34 @@ class Limits:
 
     def step_fits(self) -> bool:
         """Return True if another learning step of this generation fits into the limits."""
+        # 1. The generation is complete.
+        run = self._run
         state = self._run_state
         if state.step_in_generation >= state.steps_per_generation:
             return False
+        # 2. A limit on steps, tokens or seconds ends a generation early, but not before all healthy
+        #    members have enough training rewards to be evaluated.
         if state.step_in_generation:
-            # Continue past the limits until all healthy members have enough training rewards to be
-            # evaluated.
-            healthy = [agent.slot for agent in self._run.population.healthy]
-            if not self._run.fitness.uses_validation and not all(
-                map(state.training_fitness, healthy)
-            ):
-                return True
+            if not run.fitness.uses_validation:
+                slots = [agent.slot for agent in run.population.healthy]
+                if not all(state.training_fitness(slot) for slot in slots):
+                    return True
             spent = state.spent(evaluations=self._schedule.count_evaluations)
-            if (
-                self._schedule.reached_budget(**spent, seconds=state.seconds)
-                or self._limit_of_next_step()
-            ):
+            reached = self._schedule.reached_budget(**spent, seconds=state.seconds)
+            if reached or self._limit_of_next_step():
                 return False
-        # Leave time for this step, the evaluation and the test. The test evaluates the best member
-        # and the base, at the cost per answer of the evaluation or, without validation, at most at
-        # the cost per sample of a learning step.
-        clock = self._run.clock
-        run = self._run
+        # 3. Leave time for this step, the evaluation and the test. The test evaluates the best
+        #    member and the base, at the cost per answer of the evaluation or, without validation,
+        #    at most at the cost per sample of a learning step.
+        clock = run.clock
         tested = 2 * self._schedule.questions("test", run.env)
         members = len(run.population)
         if run.fitness.uses_validation:
             answered = members * self._schedule.questions("validation", run.env)
             test = state.longest_evaluation * tested / answered
         else:
-            test = (
-                state.longest_step
-                * tested
-                * run.fitness.answers
-                / (members * state.samples_per_step)
-            )
+            samples = members * state.samples_per_step
+            test = state.longest_step * tested * run.fitness.answers / samples
         if clock.left() >= state.longest_step + state.longest_evaluation + test:
             return True
         clock.expire()
@@ -470,16 +464,20 @@ class Limits:
         Assumes that the next step costs as much as the last one. Only used with
         `count_evaluations`: otherwise a run ends with the learning step that reaches its limit.
         """
+        # 1. Nothing to estimate from, or no further step.
         state = self._run_state
         schedule = self._schedule
         fitness = self._run.fitness
         healthy = len(self._run.population.healthy)
         if not (schedule.count_evaluations and state.latest_timesteps and healthy):
             return None
+        # 2. Cost of an evaluation: an answer costs as much as a sample of the latest step, of which
+        #    each member had `samples_per_step`.
         evaluation = 0.0
         if fitness.uses_validation:
             answers = schedule.questions("validation", self._run.env) * fitness.answers
             evaluation = answers * state.latest_timesteps / state.samples_per_step
+        # 3. Compare both limits with what is spent and what is to come.
         spent = state.spent(evaluations=True)
         steps = {"timesteps": state.latest_timesteps, "tokens": state.latest_tokens}
         for name, limit in (("timesteps", schedule.max_timesteps), ("tokens", schedule.max_tokens)):

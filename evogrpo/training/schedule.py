@@ -114,7 +114,9 @@ class Schedule:
         limit = self.test_questions
         if split == "validation":
             limit = self.validation_questions
-        return size if limit is None else min(limit, size)
+        if limit is None:
+            return size
+        return min(limit, size)
 
     def reached_limit(
         self, *, generation: int, timesteps: int, tokens: int, seconds: float, fitness: float | None
@@ -141,7 +143,9 @@ class Schedule:
         for name, value in spent.items():
             limit = getattr(self, name)
             if limit is not None and value >= limit:
-                shown = f"{limit:g}" if name == "max_seconds" else f"{limit:,}"
+                shown = f"{limit:,}"
+                if name == "max_seconds":
+                    shown = f"{limit:g}"
                 return f"{name} {shown} reached"
         return None
 
@@ -160,7 +164,9 @@ class Schedule:
         for split, questions in held_out.items():
             size = env.size(split)
             if questions != 0 and size < 2:
-                alternative = ", or set test_questions=0" if split == "test" else ""
+                alternative = ""
+                if split == "test":
+                    alternative = ", or set test_questions=0"
                 raise ValueError(
                     f"the {split} split must hold at least 2 questions (or reset seeds), got"
                     f" {size}. Increase {split}_size{alternative}."
@@ -183,6 +189,7 @@ class Schedule:
             ValueError: If a group size that a member has or can evolve to does not divide
                 samples_per_step.
         """
+        # 1. Group sizes that members have now.
         samples = self.samples_per_step
         members = [agent for agent in population.agents if not agent.retired]
         for agent in members:
@@ -190,6 +197,7 @@ class Schedule:
                 agent.hyperparameters.group_size, samples, owner=f"member {agent.index}"
             )
         sizes = [agent.hyperparameters.group_size for agent in members]
+        # 2. The smallest one that they may evolve to. It gives the largest number of groups.
         parameter = population.space.for_samples_per_step(samples).get("group_size")
         if parameter is not None:
             sizes.append(int(parameter.bounds[0]))
@@ -208,6 +216,7 @@ def warn_without_effect(
     """
     from evogrpo.config.objective import without_effect
 
+    # 1. Evolution.
     space = population.space
     agents = population.agents
     settings = population.members.settings
@@ -217,8 +226,9 @@ def warn_without_effect(
             architectures = population.members.evolves
             _warn_unused_evolution(strategy, space, architectures=architectures)
         _warn_first_guess(strategy, agents[0].hyperparameters, space, step_based=step_based)
+    # 2. The objective, which an algorithm of the user may not use.
     if "objective" in population.algorithm.unused_options:
-        return  # an algorithm of the user may not use the objective
+        return
     found = without_effect(
         settings.objective,
         [agent.hyperparameters for agent in agents],
@@ -239,12 +249,14 @@ def _warn_unused_evolution(
     """
     from evogrpo.evolution import strategies as built_in
 
+    # 1. Strategies that only compare members with each other.
     select = (
         *(built_in.Tournament, built_in.Narrowing, built_in.TruncationPBT),
         *(built_in.SelectionOnly, built_in.MutationOnly, built_in.RandomSearch),
     )
     if type(strategy) not in select:
         return
+    # 2. Name what is set for them.
     unused = []
     if space:
         unused.append(f"the search space ({', '.join(space)})")
@@ -266,7 +278,9 @@ def _warn_first_guess(
     from evogrpo.config.agent import NETWORK_DEFAULTS
     from evogrpo.evolution.strategies import Replay
 
-    default = NETWORK_DEFAULTS["lr"] if step_based else Hyperparameters().lr
+    default = Hyperparameters().lr
+    if step_based:
+        default = NETWORK_DEFAULTS["lr"]
     # The first guess of a replay is the calibrated rate of another run.
     if isinstance(strategy, Replay) or "lr" in space or first.lr == default:
         return

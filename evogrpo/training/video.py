@@ -36,14 +36,12 @@ _REMEDY = (
 @contextmanager
 def headless() -> Iterator[None]:
     """Set the variables with which SDL and MuJoCo render without a display, if there is none."""
-    has_no_display = (
-        sys.platform == "linux" and not {"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys()
-    )
-    variables = {
-        name: value
-        for name, value in _HEADLESS_VARIABLES.items()
-        if has_no_display and name not in os.environ
-    }
+    variables = {}
+    displays = {"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys()
+    if sys.platform == "linux" and not displays:
+        # The user's own values stay.
+        unset = _HEADLESS_VARIABLES.keys() - os.environ.keys()
+        variables = {name: _HEADLESS_VARIABLES[name] for name in unset}
     os.environ.update(variables)
     try:
         yield
@@ -68,6 +66,7 @@ def _rendering_errors(name: str) -> Iterator[None]:
     except Exception as error:
         text = f"{class_name(error)}: {one_line(error)}"
         remedy = _REMEDY
+        # The constructor of the environment has no such argument.
         if isinstance(error, TypeError) and "render_mode" in text:
             remedy = (
                 "accept the argument render_mode, and return an image from render() if it is"
@@ -128,8 +127,7 @@ def make_rendered_env(
                 what = type(image).__name__
             raise ValueError(
                 f"{name} cannot be recorded: render() must return a uint8 array [height, width, 3]"
-                " with "
-                f'render_mode="{RENDER_MODE}", got {what}.'
+                f' with render_mode="{RENDER_MODE}", got {what}.'
             )
     except BaseException:
         with suppress(Exception):  # an environment that cannot be rendered may also fail to close
@@ -138,9 +136,8 @@ def make_rendered_env(
     return rendered_env
 
 
-_MAX_EPISODE_STEPS = (
-    5_000  # RecordVideo keeps all frames of an episode in memory, about 0.7 MB each
-)
+_MAX_EPISODE_STEPS = 5_000
+"""Maximum steps of a recorded episode: RecordVideo keeps all frames in memory, of about 0.7 MB."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,8 +207,10 @@ def record_video(
     path = Path(path)
     if path.suffix != ".mp4":
         raise ValueError(f"path must end in .mp4, got {shown(str(path))}.")
-    several = [path.with_name(f"{path.stem}-{number}.mp4") for number in range(len(seeds))]
-    targets = several if len(seeds) > 1 else [path]
+    targets = [path]
+    if len(seeds) > 1:
+        names = [f"{path.stem}-{number}.mp4" for number in range(len(seeds))]
+        targets = [path.with_name(name) for name in names]
     for target in targets:
         _refuse_existing(target)
     require("Writing videos", "moviepy")
@@ -222,12 +221,13 @@ def record_video(
             "Writing videos needs ffmpeg, which was not found. Install it (apt-get install ffmpeg),"
             " or set IMAGEIO_FFMPEG_EXE to its path."
         ) from error
-    # 2. Make the environment, and record every episode.
+    # 2. Make the environment. Several agents need one that their policies can act in.
     if isinstance(agent, MultiAgentGRPO) and not isinstance(env, PettingZooGroups):
         env = PettingZooGroups(env, env_kwargs=env_kwargs)  # type: ignore[arg-type]  # what cannot be one is refused
     if isinstance(env, PettingZooGroups):
         agent.members.check(env)
     rendered_env = make_rendered_env(env, env_kwargs or {}, max_episode_steps, seeds[0])
+    # 3. Record every episode with a copy of the agent.
     with closing(rendered_env):
         if not isinstance(env, PettingZooGroups):
             check_spaces(agent, rendered_env)
@@ -287,6 +287,7 @@ def _play(
     agent: GRPO, recorder: "RecordVideo[Any, Any]", seed: int, deterministic: bool
 ) -> dict[str, Any]:
     """Play one episode to its end."""
+    # 1. Play.
     observation, info = recorder.reset(seed=seed)
     total = 0.0
     length = 0
@@ -297,17 +298,17 @@ def _play(
             raise ValueError(
                 f"An episode did not end within {_MAX_EPISODE_STEPS} steps. Set max_episode_steps."
             )
-        action, _ = agent.predict(
-            observation, deterministic=deterministic, action_masks=mask_of(recorder, info)
-        )
+        masks = mask_of(recorder, info)
+        action, _ = agent.predict(observation, deterministic=deterministic, action_masks=masks)
         observation, reward, terminated, truncated, info = recorder.step(action)
-        total = total + float(reward)
-        length = length + 1
+        total += float(reward)
+        length += 1
         done = bool(terminated or truncated)
         for name, reward_of_agent in info.get(AGENT_REWARDS, {}).items():
             returns[name] = returns.get(name, 0.0) + reward_of_agent
-    # Set before the recorder writes the video. Declared as an int, but used as a float.
-    recorder.frames_per_sec = lossless_fps(recorder.frames_per_sec, len(recorder.recorded_frames))  # type: ignore[assignment]
+    # 2. Set the frame rate, before the recorder writes the video.
+    fps = lossless_fps(recorder.frames_per_sec, len(recorder.recorded_frames))
+    recorder.frames_per_sec = fps  # type: ignore[assignment]  # declared as an int, used as a float
     return {
         "seed": seed,
         "episode_return": total,
@@ -323,6 +324,7 @@ def lossless_fps(fps: float, frames: int) -> float:
     It writes int(fps * total duration) frames, so the last one is lost if the total is rounded
     down.
     """
+    # The total is a sum of rounded durations of frames, added up here as moviepy does.
     while int(sum([1.0 / fps] * frames) * fps) < frames:
         fps = math.nextafter(fps, math.inf)
     return fps

@@ -65,18 +65,18 @@ class RowHyperparameters:
         """
         # 1. Fill a table `[names, slots]`. `beta` is a view of its row, so the KL factors change
         #    the table.
-        names = [
-            field.name for field in fields(cls) if field.name not in ("loss_types", "advantages")
-        ]
+        by_type = ("loss_types", "advantages")
+        names = [field.name for field in fields(cls) if field.name not in by_type]
         values = torch.zeros(len(names), len(kl_factors), dtype=torch.float64)
         for slot, learner in learners.items():
-            values[:, slot] = torch.tensor(
-                [learner.hyperparameters.number(name) for name in names], dtype=values.dtype
-            )
+            own = [learner.hyperparameters.number(name) for name in names]
+            values[:, slot] = torch.tensor(own, dtype=values.dtype)
+        # The factor of a member without KL may have any value.
         beta = values[names.index("beta")]
         beta *= torch.where(beta > 0, kl_factors, 1.0)
         # 2. Look up the column of each row's member: `[names, n, 1]`.
-        columns = values.float().to(member_ids.device).index_select(1, member_ids)[:, :, None]
+        table = values.float().to(member_ids.device)
+        columns = table.index_select(1, member_ids)[:, :, None]
 
         # 3. Mark the rows of each loss type and advantage type.
         def masks(types: Mapping[int, str]) -> dict[str, Tensor]:
@@ -86,10 +86,12 @@ class RowHyperparameters:
                 found[name] = torch.isin(member_ids, torch.tensor(slots, device=member_ids.device))
             return found
 
+        loss_types = {slot: objective.loss_type for slot, objective in objectives.items()}
+        advantages = {slot: objective.advantage for slot, objective in objectives.items()}
         return cls(
             **dict(zip(names, columns, strict=True)),
-            loss_types=masks({slot: objective.loss_type for slot, objective in objectives.items()}),
-            advantages=masks({slot: objective.advantage for slot, objective in objectives.items()}),
+            loss_types=masks(loss_types),
+            advantages=masks(advantages),
         )
 
 
@@ -142,7 +144,7 @@ class ActionLosses:
         clip_low = select_rows(self.per_row.clip_low, rows)
         clip_high = select_rows(self.per_row.clip_high, rows)
 
-        # 1. Policy loss, each row by its loss type.
+        # 1. Compute the policy loss, each row by its loss type.
         def typed_loss(name: str, part: Part) -> Tensor:
             objective = self.objectives[name]
             return policy_loss(
@@ -161,17 +163,17 @@ class ActionLosses:
             )
 
         losses = torch.where(in_policy_loss, self.by_loss_type(rows, typed_loss), 0.0)
-        # 2. Importance correction for samplers whose log-probabilities differ from the trainer's.
+        # 2. Correct for samplers whose log-probabilities differ from the trainer's. The KL below
+        #    gets no importance weight.
         if shared.importance_correction is not None and batch.sampler_log_probs is not None:
             sampler = select_rows(batch.sampler_log_probs, rows)
             losses = losses * importance_weights(
                 shared.importance_correction, old, sampler, mask, shared.importance_cap
             )
-        # 3. KL to the reference.
+        # 3. Add the KL to the reference.
         if self.kl_in_loss:
-            losses = losses + select_rows(self.per_row.beta, rows) * self._kl(
-                rows, log_probs, old, divergences
-            )
+            beta = select_rows(self.per_row.beta, rows)
+            losses = losses + beta * self._kl(rows, log_probs, old, divergences)
         return losses
 
     def _kl(
@@ -183,6 +185,7 @@ class ActionLosses:
         """
         shared = self.objective
         mask = select_rows(self.training_rows.samples.action_mask, rows)
+        # 1. Take the exact divergences, or estimate them from the sampled actions.
         kl = divergences
         if kl is None:
             if shared.reference == "old":
@@ -190,15 +193,18 @@ class ActionLosses:
             else:
                 reference = select_rows(self.training_rows.reference, rows)
             kl = kl_estimate(shared.kl_estimator, log_probs, reference)
+        # 2. Correct them for the difference between the old policy and the current one.
         if shared.kl_bias_correction:
-            raw_kl = kl
-            kl = self.by_loss_type(
-                rows,
-                lambda name, part: bias_corrected_kl(
-                    raw_kl[part], name, log_probs[part], old[part], mask[part]
-                ),
-            )
-        return torch.where(mask & (select_rows(self.per_row.beta, rows) > 0), kl, 0.0)
+            estimates = kl
+
+            def corrected(name: str, part: Part) -> Tensor:
+                return bias_corrected_kl(
+                    estimates[part], name, log_probs[part], old[part], mask[part]
+                )
+
+            kl = self.by_loss_type(rows, corrected)
+        weighted = select_rows(self.per_row.beta, rows) > 0
+        return torch.where(mask & weighted, kl, 0.0)
 
     @torch.no_grad()
     def measure(self, rows: Tensor, update: Update) -> Tensor:
@@ -208,6 +214,7 @@ class ActionLosses:
             rows: `[k]` row indices.
             update: Log-probabilities, entropies and divergences of these rows in an optimizer step.
         """
+        # 1. Select the values of these rows.
         log_probs = update.log_probs
         old = select_rows(self.training_rows.old, rows)
         sums = torch.zeros(
@@ -220,20 +227,23 @@ class ActionLosses:
         clip_low = select_rows(self.per_row.clip_low, rows)
         clip_high = select_rows(self.per_row.clip_high, rows)
 
+        # 2. Find the clipped actions, each row by its loss type.
         def clipped(name: str, part: Part) -> Tensor:
+            both = clipped_actions(
+                name,
+                log_probs[part],
+                old[part],
+                advantages[part],
+                mask[part],
+                clip_low=clip_low[part],
+                clip_high=clip_high[part],
+                cispo_clip_low=self.objectives[name].cispo_clip_low,
+            )
             # Both masks in one tensor `[k, t, 2]`, as `by_loss_type` joins along the rows.
-            arguments = (name, log_probs[part], old[part], advantages[part], mask[part])
-            floor = self.objectives[name].cispo_clip_low
-            return torch.stack(
-                clipped_actions(
-                    *arguments,
-                    clip_low=clip_low[part],
-                    clip_high=clip_high[part],
-                    cispo_clip_low=floor,
-                )
-            ).movedim(0, 2)
+            return torch.stack(both, 2)
 
         low, high = self.by_loss_type(rows, clipped).unbind(2)
+        # 3. Sum over the actions, in float64, as the sums of all optimizer steps are added up.
         measured = {"entropy": update.entropies, "low": low, "high": high, "actions": mask}
         if self.kl_in_loss:
             measured["kl"] = self._kl(rows, log_probs, old, update.divergences)
@@ -245,8 +255,14 @@ class ActionLosses:
         """Return values `[k, ...]` of rows, computed for the rows of each loss type."""
         if len(self.objectives) == 1:
             return compute(next(iter(self.objectives)), slice(None))
-        parts = {name: flag[rows].nonzero()[:, 0] for name, flag in self.per_row.loss_types.items()}
+        parts = []
+        values = []
+        for name, flag in self.per_row.loss_types.items():
+            part = flag[rows].nonzero()[:, 0]
+            parts.append(part)
+            if len(part):
+                values.append(compute(name, part))
         # The argsort of a permutation is its inverse: it restores the order of `rows` from that of
         # the parts.
-        values = torch.cat([compute(name, part) for name, part in parts.items() if len(part)])
-        return values.index_select(0, torch.cat(list(parts.values())).argsort())
+        order = torch.cat(parts).argsort()
+        return torch.cat(values).index_select(0, order)

@@ -21,36 +21,38 @@ def sample_metrics(batch: Batch) -> dict[str, float]:
 
     Samples that are masked out of the loss count with their full length.
     """
-    # 1. Rewards; NaN = no reward applies.
+    # 1. Measure rewards; NaN = no reward applies.
     rewards = batch.rewards
     applies = ~batch.rewards.isnan()
     group, count = consecutive_ids(batch.group_ids)
     statistics = group_statistics(rewards, applies, group, count)
-    spread = statistics.std[statistics.amount > 1]
+    without_signal = zero_variance_groups(rewards, group, count)
     result = {
         "reward": float(rewards[applies].double().mean()),  # NaN without rewards
-        "reward_std": float(spread.mean()) if len(spread) else 0.0,
-        "frac_reward_zero_std": float(zero_variance_groups(rewards, group, count).double().mean()),
+        "reward_std": 0.0,
+        "frac_reward_zero_std": float(without_signal.double().mean()),
     }
+    # A single reward has no spread.
+    spread = statistics.std[statistics.amount > 1]
+    if len(spread):
+        result["reward_std"] = float(spread.mean())
     if batch.reward_components is not None:
-        for name, column in zip(
-            batch.component_names, batch.reward_components.unbind(1), strict=True
-        ):
+        columns = batch.reward_components.unbind(1)
+        for name, column in zip(batch.component_names, columns, strict=True):
             values = column[~column.isnan()].double()
             result[f"rewards/{name}/mean"] = float(values.mean())
-            result[f"rewards/{name}/std"] = float(values.std()) if len(values) > 1 else math.nan
-    # 2. Lengths.
-    mask = batch.action_mask
-    lengths = torch.where(mask.any(1), mask.sum(1), batch.chosen.sum(1)).double()
-    result |= {
-        f"completions/{name}_length": value for name, value in _min_mean_max(lengths).items()
-    }
+            result[f"rewards/{name}/std"] = math.nan
+            if len(values) > 1:
+                result[f"rewards/{name}/std"] = float(values.std())
+    # 2. Measure lengths. A sample that is masked out of the loss has no action in the mask.
+    counted = batch.action_mask.sum(1)
+    lengths = torch.where(counted > 0, counted, batch.chosen.sum(1)).double()
+    for name, value in _min_mean_max(lengths).items():
+        result[f"completions/{name}_length"] = value
     if batch.truncated is not None:
         result["completions/clipped_ratio"] = float(batch.truncated.double().mean())
-        terminated = _min_mean_max(lengths[~batch.truncated])
-        result |= {
-            f"completions/{name}_terminated_length": value for name, value in terminated.items()
-        }
+        for name, value in _min_mean_max(lengths[~batch.truncated]).items():
+            result[f"completions/{name}_terminated_length"] = value
     return result
 
 
@@ -68,10 +70,14 @@ def update_metrics(
     # actions, as those without a forward pass have advantage 0 and are not clipped.
     computed = sums["actions"] or math.nan
     counted = max(counted, 1.0)
+    number_of_steps = len(steps) or math.nan
+    learning_rate = math.nan
+    if steps:
+        learning_rate = steps[-1].lr
     return {
-        "loss": sum(step.loss for step in steps) / (len(steps) or math.nan),
-        "learning_rate": steps[-1].lr if steps else math.nan,
-        "grad_norm": sum(step.grad_norm for step in steps) / (len(steps) or math.nan),
+        "loss": sum(step.loss for step in steps) / number_of_steps,
+        "learning_rate": learning_rate,
+        "grad_norm": sum(step.grad_norm for step in steps) / number_of_steps,
         "entropy": sums["entropy"] / computed,
         "clip_ratio/low_mean": sums["low"] / counted,
         "clip_ratio/high_mean": sums["high"] / counted,
@@ -113,22 +119,27 @@ def merge_reports(reports: Mapping[str, LearnReport], *, several: bool) -> Learn
     """
     if not several and reports:
         return next(iter(reports.values()))
+    # 1. Collect the values of each metric, those of single policies, advantages and failures.
+    values: dict[str, list[float]] = {}
+    of_policies = {}
+    advantages: list[float] = []
+    failures = []
+    for policy, report in reports.items():
+        for name, value in report.metrics.items():
+            values.setdefault(name, []).append(value)
+        for name in PER_POLICY:
+            if name in report.metrics:
+                of_policies[f"{policy}/{name}"] = report.metrics[name]
+        advantages += report.advantages
+        if report.failed:
+            failures.append(f"policy {policy}: {report.failed}")
+    # 2. Average each metric over the policies that have it.
     metrics = {}
-    for name in dict.fromkeys(name for report in reports.values() for name in report.metrics):
-        values = [report.metrics[name] for report in reports.values() if name in report.metrics]
-        metrics[name] = sum(values) / len(values)
-    metrics |= {
-        f"{policy}/{name}": report.metrics[name]
-        for policy, report in reports.items()
-        for name in PER_POLICY
-        if name in report.metrics
-    }
-    failures = [
-        f"policy {policy}: {report.failed}" for policy, report in reports.items() if report.failed
-    ]
+    for name, own in values.items():
+        metrics[name] = sum(own) / len(own)
     return LearnReport(
-        metrics=metrics,
-        advantages=tuple(value for report in reports.values() for value in report.advantages),
+        metrics=metrics | of_policies,
+        advantages=tuple(advantages),
         optimizer_steps=sum(report.optimizer_steps for report in reports.values()),
         tokens=sum(report.tokens for report in reports.values()),
         failed="; ".join(failures) or None,

@@ -74,19 +74,20 @@ class TrainingRows:
         """
         rows = rows[~self.known[rows]]
         if len(rows):
-            self.old[rows] = self._bank.log_probs(self.select_for_pass(rows))
-            self.known[rows] = self.from_trainer[rows] = True
+            self.store_old(rows, self._bank.log_probs(self.select_for_pass(rows)))
 
     def store_old(self, rows: Tensor, current: Tensor) -> None:
         """Store the log-probabilities `[k, t]` of rows under the policies that sampled."""
         self.old[rows] = current.detach().to(self.old.dtype)
-        self.known[rows] = self.from_trainer[rows] = True
+        self.known[rows] = True
+        self.from_trainer[rows] = True
 
     def split_into_actions(self) -> None:
         """Replace each training row by one row per action that counts in the loss, in order."""
         indices, row = self.samples.counted_actions()
         self.batch = self.batch.flatten_actions()
         self.samples = replace(self.batch, inputs=None)
+        # An episode `[1, t]` becomes rows `[t', 1]`, one for each of its t' counted actions.
         self.old = self.old.flatten()[indices][:, None]
         self.reference = self.reference.flatten()[indices][:, None]
         if self.distributions is not None:
