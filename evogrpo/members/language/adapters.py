@@ -119,7 +119,8 @@ class LoraAdapters:
         for name, target in self.targets.items():
             a, b = self.leaves[name][slot]
             if buffer is None:
-                a.grad = b.grad = None
+                a.grad = None
+                b.grad = None
             else:
                 a.grad, b.grad = target.matrices(buffer)
 
@@ -196,14 +197,19 @@ class LoraHook:
             return []
         rank = every_a[0].shape[1]
         # One A for all modules, `[s, modules * r, in]`.
-        a = (every_a[0] if len(every_a) == 1 else torch.cat(every_a, 1)).to(dtype)
+        a = every_a[0]
+        if len(every_a) > 1:
+            a = torch.cat(every_a, 1)
+        a = a.to(dtype)
         if transposed:
             a = a.mT.contiguous().mT
             every_b = [b.mT.contiguous().mT for b in every_b]
         # 3. One product for each run of segments with equally many tokens. The segments are the
         #    slots' tokens. Rows of `by_token` are tokens, which may be followed by more padding
         #    tokens than there are rows.
-        per_row = 1 if self._later else tokens // self._all_rows
+        per_row = tokens // self._all_rows
+        if self._later:
+            per_row = 1
         first = [per_row * count for count in self._rows]
         later = [per_row * count for count in self._later]
         stacked = list[StackedAdapters]()
@@ -239,7 +245,8 @@ class LoraHook:
         equal = len(sizes) == members > 1 and len(set(sizes)) == 1
         if equal and not torch.is_grad_enabled():
             a, b = target.matrices(self.adapters.weights)  # [p, r, in], [p, out, r]
-            low = torch.bmm(x.unflatten(0, (members, -1)), a.to(dtype).mT)
+            segments = x.unflatten(0, (members, -1))
+            low = torch.bmm(segments, a.to(dtype).mT)
             wide = out.unflatten(0, (members, -1))
             return torch.baddbmm(wide, low, b.to(dtype).mT, alpha=scale).view(output.shape)
         # 3. Otherwise, one product per slot.
@@ -311,7 +318,9 @@ class AdapterStates:
         #    gradient, and the start.
         device = next(model.parameters()).device
         rows = size * (3 + own_reference) + 2
-        remedy = "or train adapters" if lora_config is None else "or a lower r"
+        remedy = "or a lower r"
+        if lora_config is None:
+            remedy = "or train adapters"
         what = f"the weights of {size} members. Use fewer members, {remedy}."
         check_allocation(4 * trained.size * rows, device, what)
         # 3. State of a new member. A scalar fills a whole row.
@@ -324,7 +333,9 @@ class AdapterStates:
         initial = initial.to(device)
         zero = initial.new_zeros(())
         stats = torch.tensor(INITIAL_RUNNING_STATS, dtype=torch.float64)
-        self.weights_key = "weights" if lora_config is None else "adapter"
+        self.weights_key = "adapter"
+        if lora_config is None:
+            self.weights_key = "weights"
         self._initial_state = {
             self.weights_key: initial,
             "exp_avg": zero,

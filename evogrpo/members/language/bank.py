@@ -149,7 +149,9 @@ class AdapterBank(AdapterSampler):
             self._own_passes[version] = [self.base.with_model(each) for each in models]
         self.end_ids = torch.tensor(sorted(set(eos_token_ids)), device=self.base.device)
         self.micro_batch_tokens = micro_batch_tokens
-        self.logits_rows = REDUCED_LOGITS_ROWS if reduce_memory_peak else NO_LIMIT
+        self.logits_rows = NO_LIMIT
+        if reduce_memory_peak:
+            self.logits_rows = REDUCED_LOGITS_ROWS
         self.processes = Processes()
 
     # ---- scoring and learning
@@ -350,7 +352,7 @@ class AdapterBank(AdapterSampler):
         # 1. Plan the micro-batches. One that this rank only repeats gets the factor 0.
         parts = self._plan(batch, self.micro_batch_tokens, "weights", slots)
         own_parts = self._own_parts(len(parts))
-        factors = [(parts[number], 1.0 if is_mine else 0.0) for number, is_mine in own_parts]
+        factors = [(parts[number], float(is_mine)) for number, is_mine in own_parts]
         own_gradients = self._own_gradients(
             batch, slots, factors, loss_fn, scores, entropy_gradient=entropy_gradient
         )
@@ -398,9 +400,11 @@ class AdapterBank(AdapterSampler):
         """Yield the gradients of this rank's micro-batches, with their factors; see `gradients`."""
         # 1. Note the members of each micro-batch, and the last micro-batch of each member.
         member_ids = batch.member_ids
-        members = [sorted(set(member_ids[part.run].tolist())) for part, _ in parts]
+        members = []
         last: dict[int, int] = {}
-        for number, present in enumerate(members):
+        for number, (part, _) in enumerate(parts):
+            present = member_ids[part.run].unique().tolist()
+            members.append(present)
             last |= dict.fromkeys(present, number)
         losses = dict.fromkeys(slots, 0.0)
         gradients = dict[int, Tensor]()
@@ -593,7 +597,8 @@ class AdapterBank(AdapterSampler):
         """
 
         def read(passed: _Pass, part: MicroBatch) -> Tensor:
-            earlier = before[part.run][:, : passed.mask.shape[1]][passed.mask]
+            used = passed.mask.shape[1]
+            earlier = before[part.run, :used][passed.mask]
             found = []
             for start in range(0, len(earlier), self.logits_rows):
                 rows = slice(start, start + self.logits_rows)
@@ -601,6 +606,7 @@ class AdapterBank(AdapterSampler):
                 if passed.model is self.base:
                     first = self._log_softmax(passed, first, rows)
                 second = self._log_softmax(passed, passed.hidden[rows], rows)
+                # KL(p || q) = sum over the vocabulary of p (log p - log q).
                 found.append((first.exp() * (first - second)).sum(1))
             return torch.cat(found)
 
@@ -635,6 +641,7 @@ class AdapterBank(AdapterSampler):
             assert found is not None
             return found
 
+        # After running out of memory, smaller parts repeat all rows.
         while True:
             try:
                 with self.base.working(), self.processes.section():

@@ -143,7 +143,9 @@ class CausalModel:
             other.head = find_head(model, other.decoder)
         if self._usable_fast_llama is not None:
             layout = find_weight_layout(model, other.decoder)
-            other._usable_fast_llama = None if layout is None else FastLlama(layout)
+            other._usable_fast_llama = None
+            if layout is not None:
+                other._usable_fast_llama = FastLlama(layout)
         return other
 
     def with_settings_of(self, base: "CausalModel") -> "CausalModel":

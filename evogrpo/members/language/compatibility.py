@@ -257,7 +257,9 @@ def find_head(model: PreTrainedModel, decoder: nn.Module) -> Head:
 
     def enlarge(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         (hidden,) = args
-        sizes = module.forward(hidden).float().abs().amax(-1, keepdim=True).clamp(min=1e-2)
+        # Enlarge the logits of each token to the size that is probed.
+        logits = module.forward(hidden).float()
+        sizes = logits.abs().amax(-1, keepdim=True).clamp(min=1e-2)
         factors = torch.tensor(PROBED, device=sizes.device)[:, None] / sizes
         enlarged = hidden * factors.to(hidden.dtype)
         inputs.extend((hidden, enlarged))
@@ -275,6 +277,7 @@ def find_head(model: PreTrainedModel, decoder: nn.Module) -> Head:
         natural = inputs[0].float()
         enlarged = inputs[1].float()
         # Some models scale hidden states instead of logits, with the same effect.
+        # The ratio is the least-squares fit of hidden = ratio * natural.
         ratio = (hidden.float() * natural).sum() / natural.square().sum().clamp(min=1e-30)
         if close((ratio * natural).to(dtype), hidden):
             probe = (ratio * enlarged).to(hidden.dtype)[0]
@@ -308,7 +311,10 @@ def _heads(bare: Head, config: Any) -> Iterator[Head]:
             for scale in scales:
                 yield _head(bare, scale, float(cap))
     for scale in scales:
-        yield bare if scale == 1.0 else _head(bare, scale, None)
+        if scale == 1.0:
+            yield bare
+        else:
+            yield _head(bare, scale, None)
 
 
 def _head(bare: Head, scale: float, cap: float | None) -> Head:

@@ -46,24 +46,26 @@ def rewarded_batch(
     device = rollout.actions.device
     components = dict(scores.components)
     weights = scores.weights
+    present = rollout.present
     rewards = torch.from_numpy(scores.rewards).to(device)
     steps = None
     if scores.step_rewards is not None:
         steps = torch.from_numpy(scores.step_rewards).to(device)
-        steps = pad(steps, (0, rollout.present.shape[1] - steps.shape[1]), value=torch.nan)
+        missing = present.shape[1] - steps.shape[1]
+        steps = pad(steps, (0, missing), value=torch.nan)
     # 2. Add the overlong penalty. Rows without a reward stay NaN.
-    if settings.objective.overlong_buffer is not None:
+    buffer = settings.objective.overlong_buffer
+    if buffer is not None:
         sampled = rollout.action_mask
-        lengths = 1 + positions_in_turn(rollout.action_mask)
+        lengths = 1 + positions_in_turn(sampled)
         # Last tokens of turns: a reply has at least one token.
         ends = sampled & ~pad(sampled, (0, 1))[:, 1:]
-        by_turn = overlong_penalty(
-            lengths, settings.max_output_tokens, settings.objective.overlong_buffer
-        ).double()
+        by_turn = overlong_penalty(lengths, settings.max_output_tokens, buffer).double()
         by_turn = torch.where(ends, by_turn, 0.0)
         penalty = torch.where(rewards.isnan(), torch.nan, by_turn.sum(1))
         rewards = rewards + penalty
-        components = {**components, PENALTY: penalty.cpu().numpy()}
+        # The penalty is one more component, with weight 1.
+        components[PENALTY] = penalty.cpu().numpy()
         weights = np.column_stack([weights, np.ones(len(weights))])
         if steps is not None:
             penalised = ends & ~rewards.isnan()[:, None]
@@ -73,6 +75,9 @@ def rewarded_batch(
     if settings.objective.mask_truncated:
         mask = mask & ~rollout.truncated[:, None]
     # 4. Build the batch on the device of the rollout.
+    if steps is not None:
+        steps = steps.float()
+    columns = torch.from_numpy(np.stack(list(components.values()), axis=1))
     return Batch(
         inputs=TokenInputs(
             prompts=rows.prompts,
@@ -81,7 +86,7 @@ def rewarded_batch(
             min_new_tokens=rows.min_new_tokens,
         ),
         actions=rollout.actions,
-        present=rollout.present,
+        present=present,
         action_mask=mask,
         chosen=rollout.action_mask,
         rewards=rewards.float(),
@@ -89,10 +94,8 @@ def rewarded_batch(
         member_ids=rows.member_ids.to(device),
         sampler_log_probs=rollout.log_probs,
         exact=rollout.exact,
-        step_rewards=None if steps is None else steps.float(),
-        reward_components=torch.from_numpy(np.stack(list(components.values()), axis=1))
-        .float()
-        .to(device),
+        step_rewards=steps,
+        reward_components=columns.float().to(device),
         component_weights=torch.from_numpy(weights).float().to(device),
         component_names=tuple(components),
         truncated=rollout.truncated,
@@ -162,23 +165,25 @@ def sample_conversations(
         return _sample_single_turns(sampler, batch, rows, device=device, base=base)
     starts = rows.prompt_ids.tolist()
     members = rows.member_ids.tolist()
-    # 1. First turn of all conversations; KV caches are kept for the next one.
+    # 1. Sample the first turn of all conversations; KV caches are kept for the next one.
     states = [_State() for _ in starts]
     sampled = sampler.sample(replace(rows, keep=True), base=base).to(device)
     active = list(range(len(rows)))
     exact = sampled.exact
     _append(states, active, sampled)
 
-    # 2. Tokens after the prompt that each row may have before its next turn. The limit of a row
-    #    depends on its own prompt only.
+    # 2. Compute the tokens after the prompt that each row may have before its next turn. The limit
+    #    of a row depends on its own prompt only.
     room = []
     for start in starts:
-        limits = [math.inf if max_tokens is None else max_tokens]
+        limits = [math.inf]
+        if max_tokens is not None:
+            limits.append(max_tokens)
         if context is not None:
             limits.append(context - len(rows.prompts[start]))
         room.append(min(limits) - rows.max_new_tokens)
 
-    # 3. Further turns of the conversations that got a reply and have room.
+    # 3. Sample further turns of the conversations that get a reply and have room.
     for turn in range(1, batch.max_turns):
         waiting = [
             states[row].conversation(row, starts[row], members[row])
@@ -208,7 +213,7 @@ def sample_conversations(
         exact = exact and sampled.exact
         _append(states, active, sampled)
 
-    # 4. One row per conversation, its turns and replies next to each other.
+    # 4. Return one row per conversation, its turns and replies next to each other.
     conversations = tuple(
         state.conversation(row, starts[row], members[row]) for row, state in enumerate(states)
     )
@@ -267,9 +272,8 @@ def _stream_groups(batch: SingleTurnBatch, rows: SamplingBatch) -> FinishedCallb
 def _append(states: Sequence[_State], active: Sequence[int], sampled: Rollout) -> None:
     """Append one turn to the active conversations."""
     truncated = sampled.truncated.tolist()
-    for number, (row, tokens) in enumerate(
-        zip(active, unpadded(sampled.actions, sampled.present), strict=True)
-    ):
+    completions = unpadded(sampled.actions, sampled.present)
+    for number, (row, tokens) in enumerate(zip(active, completions, strict=True)):
         states[row].completions.append(tokens)
         states[row].log_probs.append(sampled.log_probs[number, : len(tokens)])
         states[row].truncated = truncated[number]
@@ -287,12 +291,16 @@ def _reply(
 
     A row continues if these tokens are at most its `room`.
     """
-    replies = batch.respond(waiting) if waiting else []
+    # 1. Ask the environment.
+    replies: Sequence[Sequence[int] | None] = []
+    if waiting:
+        replies = batch.respond(waiting)
     if len(replies) != len(waiting):
         raise ValueError(
             f"respond must return one entry per conversation, got {len(replies)} for"
             f" {len(waiting)}."
         )
+    # 2. Append each reply. The conversation goes on if another full turn fits behind it.
     histories = {}
     for conversation, reply in zip(waiting, replies, strict=True):
         if reply is None:
@@ -314,14 +322,17 @@ def _stack(states: Sequence[_State], device: torch.device, exact: bool) -> Rollo
 
     A reply after the last completion is left out.
     """
-    # Each completion with the reply before it; the first one has none.
-    turns = [
-        list(zip(state.completions, [[], *state.replies], state.log_probs, strict=False))
-        for state in states
-    ]
+    # 1. Pair each completion with the reply before it; the first one has none. `zip` ends with the
+    #    last completion.
+    turns = []
     width = 0
-    for row_turns in turns:
-        width = max(width, sum(len(reply) + len(tokens) for tokens, reply, _ in row_turns))
+    for state in states:
+        replies = [[], *state.replies]
+        row_turns = list(zip(state.completions, replies, state.log_probs, strict=False))
+        turns.append(row_turns)
+        tokens_of_row = sum(len(reply) + len(tokens) for tokens, reply, _ in row_turns)
+        width = max(width, tokens_of_row)
+    # 2. Write them into padded tensors. Only completions are actions.
     shape = (len(states), width)
     actions = torch.zeros(shape, dtype=torch.long)
     log_probs = torch.zeros(shape, device=device)

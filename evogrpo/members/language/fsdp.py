@@ -116,7 +116,10 @@ class ShardedLayers:
                 self._prefetched = None
         if layer is not self._whole:
             self.reshard()
-        ranks.wait(layer.unshard if handle is None else handle.wait)
+        if handle is None:
+            ranks.wait(layer.unshard)
+        else:
+            ranks.wait(handle.wait)
         self._whole = layer
         # 2. Prefetch the layer that followed the last two last time. The pair tells forward from
         #    backward passes.
@@ -173,7 +176,9 @@ def unsharded_class(module: nn.Module) -> type:
 def sharded_over(model: PreTrainedModel) -> int:
     """Return the number of shards of a model; 1 = not sharded."""
     layers = sharded_layers(model)
-    return 1 if layers is None else layers.size
+    if layers is None:
+        return 1
+    return layers.size
 
 
 def run_on_all_ranks(model: PreTrainedModel, work: Callable[[], T]) -> T:
@@ -245,7 +250,10 @@ def shard(model: PreTrainedModel, parts: int, device: str) -> None:
     check_sharding(model, parts, device)
     kind = torch.device(device).type
     if kind == "cuda":
-        torch.cuda.set_device(device if ":" in device else f"{device}:0")
+        # The mesh uses the current device.
+        if ":" not in device:
+            device = f"{device}:0"
+        torch.cuda.set_device(device)
     copies = processes().size // parts
     grid = init_device_mesh(
         kind,
@@ -260,9 +268,9 @@ def shard(model: PreTrainedModel, parts: int, device: str) -> None:
     for layer in layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
     _SHARDED[model] = ShardedLayers(layers, parts)
-    # 3. Move everything outside the layers to the device, and all buffers.
-    # FSDP has moved the shards of the layers already.
-    in_layers = {parameter for layer in layers for parameter in layer.parameters()}
+    # 3. Move everything outside the layers to the device, and all buffers. FSDP has already moved
+    #    the shards of the layers.
+    in_layers = set(layers.parameters())
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             if parameter not in in_layers:

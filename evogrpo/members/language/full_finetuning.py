@@ -135,6 +135,7 @@ def transformers_files(model: PreTrainedModel, end_ids: Sequence[int]) -> dict[s
         model: The model.
         end_ids: Tokens that ended completions in training, for its generation config.
     """
+    # 1. Copy what is saved: weights on the CPU, and settings with the end tokens of training.
     tensors = {name: values.detach().cpu() for name, values in model.state_dict().items()}
     # `save_pretrained` raises for generation settings that `from_pretrained` accepts, such as a
     # temperature without do_sample. Write them to their file without that check.
@@ -143,6 +144,7 @@ def transformers_files(model: PreTrainedModel, end_ids: Sequence[int]) -> dict[s
     saved.generation_config = GenerationConfig()
     if settings is not None and end_ids_of(model) != set(end_ids):
         settings.eos_token_id = list(end_ids)
+    # 2. Write a folder, and read its files.
     with TemporaryDirectory() as name:
         folder = Path(name)
         with quietly():
@@ -195,6 +197,7 @@ def check_member(folder: Path, outline: PreTrainedModel) -> str:
     """
     if not (folder / "model.safetensors").is_file():
         return f"PEFT loads all {check_export(folder, outline)} tensors"
+    # The folder's own configuration could name code or other shapes.
     with quietly():
         result: Any = AutoModelForCausalLM.from_pretrained(
             folder, config=outline.config, output_loading_info=True, trust_remote_code=False

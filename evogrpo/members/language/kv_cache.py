@@ -57,9 +57,11 @@ class PrefixLayer(DynamicLayer):
         """Return the keys (0) or values (1) of the prefix, then of the new tokens."""
         if self.prefix is not None:
             past = self.prefix[kind]
+            # Each row gets a copy of its prompt's states.
             if self.rows is not None:
                 past = past[self.rows]
             states = torch.cat([past, states], dim=-2)
+        # Move padding to the left of the past; see `CausalModel._prepare`.
         if self.order is not None:
             order = self.order[:, None, :, None]
             states = states.gather(2, order.expand(states.shape))
@@ -88,7 +90,8 @@ class KVCache:
         """Return a copy with masked positions on the left, without columns masked in all rows."""
         width = int(self.mask.sum(1).max())
         # A stable sort of booleans moves False to the left and keeps the order of real tokens.
-        order = self.mask.int().argsort(dim=1, stable=True)[:, self.mask.shape[1] - width :]
+        sorted_columns = self.mask.int().argsort(dim=1, stable=True)
+        order = sorted_columns[:, -width:]
         places = order[:, None, :, None]  # [m, 1, width, 1]
         layers = []
         for keys, values in self.layers:
@@ -184,7 +187,8 @@ class CachedDecoding:
     def advance(self, tokens: Tensor) -> Tensor:
         """Feed one token per row."""
         self._mask = pad(self._mask, (0, 1), value=True)
-        return self._run(tokens[:, None], self._mask, self._cache, self._adapter_hook)[:, 0]
+        hidden = self._run(tokens[:, None], self._mask, self._cache, self._adapter_hook)
+        return hidden[:, 0]
 
     def keep(self, rows: Tensor) -> None:
         """Keep these rows only."""
@@ -197,7 +201,8 @@ class CachedDecoding:
     def copy_cache(self, rows: Tensor, real: Tensor) -> KVCache:
         """Return the KV cache of `rows`: their prompts, then their own tokens."""
         # In the mask, fed padding counts as real; `real` says what is.
-        mask = torch.cat([self._mask[rows, : self._prompt_width], real], dim=1)
+        prompt_mask = self._mask[rows, : self._prompt_width]
+        mask = torch.cat([prompt_mask, real], dim=1)
         layers = tuple((layer.keys[rows], layer.values[rows]) for layer in self._layers)  # type: ignore[index]
         return KVCache(layers=layers, mask=mask).left_padded()
 

@@ -55,7 +55,7 @@ def convert_gguf(path: Path) -> Path:
     Raises:
         ValueError: If the `gguf` package is missing or the file cannot be read.
     """
-    # 1. Look for an earlier conversion.
+    # 1. Look for an earlier conversion. The hash distinguishes files of the same name.
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     folder = cache_folder() / "models" / f"{path.stem}-{digest[:16]}"
@@ -153,15 +153,16 @@ def choose_precision(
     if wanted != "auto":
         return wanted
     # "auto": bfloat16 where it is faster. On a CPU, that takes instructions and fast_llama.
+    faster = True
     if device.startswith("cuda"):
         faster = torch.cuda.is_bf16_supported()
     elif device.startswith("cpu"):
         large = sum(weights.numel() for weights in model.parameters()) >= MIN_PARAMETERS
         faster = large and not fast_paths_disabled() and has_bfloat16_products()
         faster = faster and find_weight_layout(model, find_decoder(model)) is not None
-    else:
-        faster = True
-    return "bfloat16" if faster else "float32"
+    if faster:
+        return "bfloat16"
+    return "float32"
 
 
 def has_bfloat16_products() -> bool:
@@ -295,7 +296,9 @@ def load_base(
     check_quantised(kind, device, parts)
     place = locate_base(source)
     name = str(source)
-    options = {} if kind is None else quantised_options(kind, compute, device)
+    options = {}
+    if kind is not None:
+        options = quantised_options(kind, compute, device)
     # 2. Load the model and its tokenizer.
     with _loading(name):
         plain_fingerprint = None
@@ -316,10 +319,8 @@ def load_base(
         tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
     _add_end_tokens(model, tokenizer)
     if name == DEMO_MODEL:
-        model.name_or_path = (
-            # The cache folder would not be found on other machines.
-            name
-        )
+        # The cache folder would not be found on other machines.
+        model.name_or_path = name
     # 3. Quantised and sharded bases are fingerprinted by their plain weights.
     if plain_fingerprint is not None:
         _FINGERPRINTS[model] = plain_fingerprint
@@ -339,8 +340,8 @@ def _checked_dtype(
     if dtype is None:
         return None, default_dtype(device)
     quantised: tuple[Quantisation, ...] = get_args(Quantisation)
-    # `issubclass` of the type: an object that claims to be a string is not one.
     known = [*LOADABLE_DTYPES, *quantised]
+    # `issubclass` of the type: an object that claims to be a string is not one.
     if not issubclass(type(dtype), torch.dtype | str):
         raise unknown_name_error("dtype", dtype, known)
     for kind in quantised:
@@ -412,7 +413,7 @@ def locate_base(source: str | Path) -> str:
         ValueError: If the source has another type or is empty, or if a file, a folder or the wheel
             of the demo model is missing.
     """
-    # 1. The demo model, GGUF files and folders.
+    # 1. Look for files: the wheel of the demo model, a GGUF file or a folder.
     name = text_of(source)
     if not isinstance(source, str | Path) or not name.strip():
         raise ValueError(
@@ -428,7 +429,7 @@ def locate_base(source: str | Path) -> str:
         return str(convert_gguf(path))
     if path.is_dir():
         return str(path)
-    # A hub id is "name" or "owner/name".
+    # 2. All other names are hub ids, which are "name" or "owner/name".
     is_path = isinstance(source, Path) or path.is_absolute() or path.is_file()
     if is_path or name.startswith((".", "~")) or not _HUB_ID.fullmatch(name):
         raise ValueError(
@@ -524,7 +525,9 @@ def fingerprint(model: PreTrainedModel) -> str:
             values = values.dequantize()
         # About 64 weights, evenly spaced.
         flat = values.reshape(-1)
-        sample = flat[:: max(1, flat.numel() // 64)][:64].to(torch.bfloat16).float().cpu()
+        distance = max(1, flat.numel() // 64)
+        sample = flat[::distance][:64].to(torch.bfloat16)
         digest.update(f"{name}{tuple(weights.shape)}".encode())
-        digest.update(sample.numpy().tobytes())
+        # numpy has no bfloat16.
+        digest.update(sample.float().cpu().numpy().tobytes())
     return digest.hexdigest()[:32]

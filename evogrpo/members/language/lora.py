@@ -75,8 +75,10 @@ class Target:
     def matrices(self, flat: Tensor) -> tuple[Tensor, Tensor]:
         """Return A `[..., r, in]` and B `[..., out, r]` as views of flat vectors `[..., k]`."""
         middle = self.start + self.rank * self.width_in
-        a = flat[..., self.start : middle].unflatten(-1, (self.rank, self.width_in))
-        b = flat[..., middle : self.end].unflatten(-1, (self.width_out, self.rank))
+        flat_a = flat[..., self.start : middle]
+        flat_b = flat[..., middle : self.end]
+        a = flat_a.unflatten(-1, (self.rank, self.width_in))
+        b = flat_b.unflatten(-1, (self.width_out, self.rank))
         return a, b
 
 
@@ -89,9 +91,11 @@ def lora_to_json(config: LoraConfig | None) -> dict[str, Any] | None:
 
 def _without_sets(values: Mapping[str, Any]) -> dict[str, Any]:
     """Replace sets by sorted lists, as JSON has no sets."""
-    return {
-        name: sorted(value) if isinstance(value, set) else value for name, value in values.items()
-    }
+    plain = dict(values)
+    for name, value in plain.items():
+        if isinstance(value, set):
+            plain[name] = sorted(value)
+    return plain
 
 
 def lora_from_json(values: Mapping[str, Any] | None) -> LoraConfig | None:
@@ -104,7 +108,7 @@ def lora_from_json(values: Mapping[str, Any] | None) -> LoraConfig | None:
 
 def check_supported(config: LoraConfig) -> None:
     """Raise ValueError if an unsupported field is set, or a supported one has an invalid value."""
-    # 1. Fields that members do not support.
+    # 1. Refuse fields that members do not support.
     plain = LoraConfig()
     refused = []
     for field in dataclasses.fields(config):
@@ -116,7 +120,7 @@ def check_supported(config: LoraConfig) -> None:
             f"lora_config supports {', '.join(sorted(SUPPORTED))}; got {', '.join(refused)}. Leave"
             " these at their defaults."
         )
-    # 2. Numbers.
+    # 2. Check the numbers. Not `isinstance`, as True is an int.
     if type(config.r) is not int or config.r < 1:
         raise ValueError(
             f"lora_config.r must be a whole number of at least 1, got {shown(config.r)}."
@@ -127,7 +131,7 @@ def check_supported(config: LoraConfig) -> None:
             f" {shown(config.lora_alpha)}."
         )
     flag("lora_config.use_rslora", config.use_rslora)
-    # 3. Names of modules.
+    # 3. Check the names of modules.
     for name in ("target_modules", "exclude_modules"):
         value = getattr(config, name)
         if value is None and name == "exclude_modules":
@@ -139,7 +143,9 @@ def check_supported(config: LoraConfig) -> None:
                 raise ValueError(
                     f"lora_config.{name}={value!r} is not a regular expression: {error}."
                 ) from None
-        elif not isinstance(value, list | tuple | set) or {*map(type, value)} - {str}:
+        elif not isinstance(value, list | tuple | set) or any(
+            type(each) is not str for each in value
+        ):
             raise ValueError(
                 f"lora_config.{name} must be a list of module names or a regular expression, got"
                 f" {shown(value)}."
@@ -244,7 +250,9 @@ def choose_targets(
     """
     # 1. Find modules that cannot be adapted.
     targets = find_targets(model, config)
-    unfit = {} if outline else _not_linear(model, targets)
+    unfit: dict[str, str] = {}
+    if not outline:
+        unfit = _not_linear(model, targets)
     # A stored adapter may name layers for images, which text does not call.
     if not adapts_all(config):
         unfit = {name: reason for name, reason in unfit.items() if reason != UNUSED}
@@ -298,7 +306,9 @@ def find_targets(model: nn.Module, config: LoraConfig) -> tuple[Target, ...]:
         if module is head or not isinstance(module, (nn.Linear, Conv1D)):
             if adapts_all(config):
                 continue
-            what = "the vocabulary head" if module is head else class_name(module)
+            what = class_name(module)
+            if module is head:
+                what = "the vocabulary head"
             raise ValueError(
                 f"lora_config.target_modules matches {name!r}, {what}. Target linear layers inside"
                 " the model, or use target_modules='all-linear'."
@@ -328,11 +338,14 @@ def _not_linear(model: PreTrainedModel, targets: Sequence[Target]) -> dict[str, 
     These are routers that return tuples, block-diagonal layers, experts that see some tokens, image
     encoders, and layers whose weights the model reads without a call. The model runs once.
     """
+    # 1. Two different sizes, so that rows and tokens are not mistaken for each other. Every layer
+    #    counts as unused until it is called.
     rows = 2
     tokens = 5
-    # Every layer counts as unused until it is called.
     reasons = {target.name: UNUSED for target in targets}
 
+    # 2. Observe inputs and outputs of all layers in one forward pass. A layer may be called several
+    #    times; one unexpected call is enough.
     def observer(target: Target) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
         def observe(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
             """Forward hook: remove the layer's reason if its input and output are as expected."""
@@ -399,19 +412,18 @@ def _in_words(reasons: Mapping[str, str]) -> str:
 
 def _peft_record(targets: Sequence[Target], config: LoraConfig) -> dict[str, Any]:
     """Return the values of adapter_config.json."""
-    return _without_sets(
-        config.to_dict()
-        | {
-            "peft_type": "LORA",
-            "task_type": "CAUSAL_LM",
-            "inference_mode": True,
-            "lora_dropout": 0.0,
-            "bias": "none",
-            # Full names, as "all-linear" may mean other modules in later versions of PEFT.
-            "target_modules": sorted(target.name for target in targets),
-            "exclude_modules": None,
-        }
-    )
+    record = config.to_dict()
+    record |= {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "inference_mode": True,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        # Full names, as "all-linear" may mean other modules in later versions of PEFT.
+        "target_modules": sorted(target.name for target in targets),
+        "exclude_modules": None,
+    }
+    return _without_sets(record)
 
 
 # Results of `_loadable_by_peft`, by model structure and configuration.
@@ -454,6 +466,7 @@ def _loadable_by_peft(
         # A single refused module makes PEFT raise, so that all are lost. Find it by one target of
         # each kind of layer.
         if len(lost) == len(fitting):
+            # The kind of a layer is the last part of its name, such as "q_proj".
             example_of = {target.name.rpartition(".")[2]: target for target in fitting}
             refused = {kind for kind, example in example_of.items() if not_loaded([example])}
             if refused:
@@ -606,8 +619,8 @@ class StoredAdapter:
         Raises:
             ValueError: If modules or shapes differ, or values are not finite.
         """
+        # 1. Compare the names and shapes of the file with views of the flat vector.
         flat = torch.zeros(targets[-1].end)
-        # 1. Views of the flat vector by name in the file.
         matrices: dict[str, Tensor] = {}
         for target in targets:
             matrices |= zip(target.peft_names, target.matrices(flat), strict=True)

@@ -53,7 +53,8 @@ def repetitions(batch: Batch, members: Tensor) -> list[list[int]]:
     groups: list[list[int]] = []
     for number, row in enumerate(matrix):
         group = found.setdefault(row.tobytes(), [])
-        groups.append([] if group else group)
+        is_first = not group
+        groups.append(group if is_first else [])
         group.append(number)
     return groups
 

@@ -68,7 +68,11 @@ def prompt_rows(
             raise ValueError(f"Prompt {number} has no tokens. Leave it out.")
     # 2. Draw the random numbers. Greedy rows ignore theirs, but the width is the maximum length of
     #    a completion.
-    size = learner.hyperparameters.group_size if training else 1
+    size = 1
+    temperature = 0.0
+    if training:
+        size = learner.hyperparameters.group_size
+        temperature = learner.hyperparameters.temperature
     shape = (len(prompts) * size, settings.max_output_tokens)
     uniforms = np.zeros(shape, dtype=np.float32)
     if training:
@@ -78,9 +82,7 @@ def prompt_rows(
         prompts=tuple(prompts),
         prompt_ids=torch.arange(len(prompts)).repeat_interleave(size),
         member_ids=torch.full((shape[0],), learner.slot),
-        temperature=torch.full(
-            (shape[0],), learner.hyperparameters.temperature if training else 0.0
-        ),
+        temperature=torch.full((shape[0],), temperature),
         uniforms=torch.from_numpy(uniforms),
         min_new_tokens=settings.min_output_tokens,
         options=settings.sampling_options,
@@ -108,11 +110,13 @@ def as_completions(
         group = slice(number * group_size, (number + 1) * group_size)
         present = rollout.present[group]
         width = int(present.sum(1).max())
+        present = present[:, :width]
         head = torch.tensor(prompt, device=present.device).expand(group_size, -1)
-        tail = torch.where(present, rollout.actions[group], pad_id)[:, :width]
+        tail = torch.where(present, rollout.actions[group, :width], pad_id)
         ids.append(torch.cat([head, tail], dim=1))
-        before = torch.zeros((group_size, len(prompt) - 1), dtype=torch.bool, device=present.device)
-        masks.append(torch.cat([before, present[:, :width]], dim=1))
+        # Mask j belongs to token j + 1, so a prompt of P tokens takes P - 1 columns.
+        before = present.new_zeros((group_size, len(prompt) - 1))
+        masks.append(torch.cat([before, present], dim=1))
     return ids, masks
 
 
@@ -162,14 +166,23 @@ def as_batch(
             raise ValueError(
                 f"All rows of completion_ids[{number}] must begin with the same prompt."
             )
-        rows.extend(zip(ids[:, start:], mask[:, start - 1 :], strict=True))
+        completions = ids[:, start:]
+        rows.extend(zip(completions, mask[:, start - 1 :], strict=True))
     # 3. Pad all rows to the longest.
     width = max(len(ids) for ids, _ in rows)
     device = torch.device(device)
-    actions = torch.stack([pad(ids, (0, width - len(ids))) for ids, _ in rows]).to(device)
-    mask = torch.stack([pad(counted, (0, width - len(counted))) for _, counted in rows]).to(device)
+    padded_ids = []
+    padded_masks = []
+    for ids, counted in rows:
+        missing = width - len(ids)
+        padded_ids.append(pad(ids, (0, missing)))
+        padded_masks.append(pad(counted, (0, missing)))
+    actions = torch.stack(padded_ids).to(device)
+    mask = torch.stack(padded_masks).to(device)
     # 4. Build the batch.
+    # All tokens up to the last counted one are present.
     columns = torch.arange(1, width + 1, device=device)
+    last = (mask * columns).amax(1, keepdim=True)
     group_ids = torch.arange(len(prompts), device=device).repeat_interleave(rewards.shape[1])
     return Batch(
         inputs=TokenInputs(
@@ -179,7 +192,7 @@ def as_batch(
             min_new_tokens=min_new_tokens,
         ),
         actions=actions,
-        present=columns <= (mask * columns).amax(1, keepdim=True),  # up to the last counted token
+        present=columns <= last,
         action_mask=mask,
         chosen=mask,
         rewards=rewards.reshape(-1).to(device),

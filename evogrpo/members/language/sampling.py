@@ -132,11 +132,16 @@ class AdapterSampler(AdapterStates):
         # 2. Find rows that continue from a saved cache.
         slots = rows.member_ids.tolist()
         prompt_ids = rows.prompt_ids.tolist()
-        versions: list[WeightsVersion] = [
-            None if base else (slot, self.changes[slot]) for slot in slots
-        ]
-        kept = rows.kept if isinstance(rows.kept, CachedRows) else None
-        saved = range(len(rows)) if rows.kept_rows is None else rows.kept_rows.tolist()
+        versions: list[WeightsVersion] = [None] * len(rows)
+        if not base:
+            versions = [(slot, self.changes[slot]) for slot in slots]
+        kept = None
+        # Other samplers keep caches of other classes.
+        if isinstance(rows.kept, CachedRows):
+            kept = rows.kept
+        saved: Sequence[int] = range(len(rows))
+        if rows.kept_rows is not None:
+            saved = rows.kept_rows.tolist()
         resumed = []
         started = []
         for row in lexsort(rows.prompt_ids, rows.member_ids).tolist():
@@ -152,7 +157,8 @@ class AdapterSampler(AdapterStates):
             if not pending:
                 continue
             for group in self.split_passes(policy, pending, slots):
-                count = math.ceil(len(group) / rows_at_once(width, self.base.device.type))
+                size = rows_at_once(width, self.base.device.type)
+                count = math.ceil(len(group) / size)
                 batches += [(batch, caches) for batch in torch.tensor(group).chunk(count)]
         # 4. Sample them, and save caches as long as they fit into memory.
         with torch.no_grad(), self.base.working(), self.base.autocast():
@@ -249,7 +255,8 @@ class _Sampler:
             keep: Save the caches of the prompt and all tokens but the last.
         """
         saved = len(self._caches)
-        self._model = self._bank.model_of(self._policy, int(self._rows.member_ids[batch[0]]))
+        slot = int(self._rows.member_ids[batch[0]])
+        self._model = self._bank.model_of(self._policy, slot)
         try:
             if kept is None:
                 decoding = self._prefill(batch)
@@ -267,30 +274,31 @@ class _Sampler:
         self._actions[rest] = self._model.pad_id
         self._present[rest] = False
         self._log_probs[rest] = 0.0
-        for half in rest.chunk(2) if len(rest) else ():
-            self.sample(half, kept, keep=keep)
+        if len(rest):
+            for half in rest.chunk(2):
+                self.sample(half, kept, keep=keep)
 
     def rollout(self, versions: Sequence[WeightsVersion]) -> Rollout:
         """Return the completions of all rows, and their saved caches."""
         exact = self._model.exact and self._rows.options == UNTRUNCATED
-        ended = (self._present & torch.isin(self._actions, self._bank.end_ids)).any(1)
+        is_end = torch.isin(self._actions, self._bank.end_ids) & self._present
         rollout = Rollout(
             actions=self._actions,
             present=self._present,
             log_probs=self._log_probs,
-            truncated=~ended,
+            truncated=~is_end.any(1),
             exact=exact,
         )
         if not self._caches:
             return rollout
-        # 1. Place of each row: its part, and the row within that part.
+        # 1. Find the place of each row: its part, and the row within that part.
         rows = self._rows
         part_of = torch.full((len(rows),), -1)
         row_of = torch.zeros(len(rows), dtype=torch.long)
         for part, (numbers, _) in enumerate(self._caches):
             part_of[numbers.cpu()] = part
             row_of[numbers.cpu()] = torch.arange(len(numbers))
-        # 2. Cached tokens: prompt and completion, but the last token, which was not fed.
+        # 2. List the cached tokens: prompt and completion, but the last token, which was not fed.
         completions = self._tokens(slice(None))
         tokens = []
         for prompt, completion in zip(rows.prompt_ids.tolist(), completions, strict=True):
@@ -367,7 +375,9 @@ class _Sampler:
         model = self._model
         width = self._rows.max_new_tokens
         on_cpu = model.device.type == "cpu"
-        check_every = CHECK_EVERY_ON_CPU if on_cpu else CHECK_EVERY
+        check_every = CHECK_EVERY
+        if on_cpu:
+            check_every = CHECK_EVERY_ON_CPU
 
         def save(local: Tensor, fed: int) -> None:
             """Save the caches of some rows of `numbers`, which have been fed this many tokens."""
@@ -441,7 +451,8 @@ class _Sampler:
             prompts = self._prompts[numbers]
             completions = self._actions[numbers]
             past = torch.arange(completions.shape[1], device=hidden.device) < step
-            context = torch.cat([prompts, torch.where(past, completions, prompts[:, :1])], dim=1)
+            past_tokens = torch.where(past, completions, prompts[:, :1])
+            context = torch.cat([prompts, past_tokens], dim=1)
         for start in range(0, len(hidden), ROWS_OF_LOGITS):
             all_logits = self._model.logits(hidden[start : start + ROWS_OF_LOGITS])
             # Tiles fit into the CPU cache.
@@ -479,7 +490,8 @@ class _Sampler:
                 drawn = sample_inverse_cdf(weights, uniforms[rows])
                 # A row of NaN points past the end.
                 drawn = drawn.clamp(max=weights.shape[1] - 1)
-                probability = weights.gather(1, drawn[:, None])[:, 0] / weights.sum(1)
+                weight = weights.gather(1, drawn[:, None])[:, 0]
+                probability = weight / weights.sum(1)
                 if self._any_greedy:
                     drawn = torch.where(greedy, best, drawn)
                 tokens[rows] = drawn
@@ -493,5 +505,8 @@ def _padded_prompts(rows: SamplingBatch) -> Tensor:
     A repeated token does not change the repetition penalty.
     """
     width = max(map(len, rows.prompts))
-    padded = [(*prompt, *prompt[:1] * (width - len(prompt))) for prompt in rows.prompts]
+    padded = []
+    for prompt in rows.prompts:
+        padding = prompt[:1] * (width - len(prompt))
+        padded.append((*prompt, *padding))
     return torch.tensor(padded)[rows.prompt_ids.cpu()]

@@ -93,7 +93,8 @@ def widths_of(model: PreTrainedModel) -> Widths:
     def width(name: str, default: int) -> int:
         try:
             value = getattr(text, name, None)
-        except RuntimeError:  # transformers has no single value where layers differ
+        # Where layers differ, transformers has no single value: use the largest.
+        except RuntimeError:
             value = [getattr(layer, name, None) or 0 for layer in text.per_layer_config]
         if isinstance(value, list | tuple):
             value = max(value, default=0)
@@ -102,7 +103,9 @@ def widths_of(model: PreTrainedModel) -> Widths:
     # Configs leave out what has a usual value.
     hidden = width("hidden_size", 0)
     heads = width("num_attention_heads", 0)
-    head = width("head_dim", hidden // heads) if heads else 0
+    head = 0
+    if heads:
+        head = width("head_dim", hidden // heads)
     return Widths(
         layers=width("num_hidden_layers", 1),
         hidden=hidden,
@@ -156,6 +159,7 @@ def quantised_bytes(outline: PreTrainedModel, kind: str, compute: int) -> int:
         kind: "int8" or "nf4".
         compute: Bytes per number in the compute dtype.
     """
+    # Only linear layers are quantised, and the head stays in the compute dtype.
     head = outline.get_output_embeddings()
     quantised = 0
     for module in outline.modules():

@@ -286,7 +286,8 @@ class VLLMSampler:
         )
         # All ranks score the tokens that rank 0 gets.
         request = (server, None, list(range(PROBE_ROWS)))
-        rollout, *_ = bank.processes.run_section(lambda: self._sample(rows, [request], None))
+        rollouts = bank.processes.run_section(lambda: self._sample(rows, [request], None))
+        rollout = rollouts[0]
         # 2. Score the same tokens.
         device = bank.base.device
         present = rollout.present.to(device)
@@ -308,10 +309,12 @@ class VLLMSampler:
         scored = bank.log_probs(batch, base=True).cpu()
         # 3. Compare.
         difference = float((rollout.log_probs - scored)[rollout.present].abs().mean())
-        exact = bank.base.exact and not is_quantised(bank.base.model)
-        largest = EXACT_DIFFERENCE if exact else HALF_PRECISION_DIFFERENCE
+        largest = HALF_PRECISION_DIFFERENCE
+        precision = ""
+        if bank.base.exact and not is_quantised(bank.base.model):
+            largest = EXACT_DIFFERENCE
+            precision = " in float32"
         if difference > largest:
-            precision = " in float32" if exact else ""
             raise self._refused(
                 server,
                 f"serves {printable(shorten(server.base, 200))} with log-probabilities that differ"
@@ -322,9 +325,11 @@ class VLLMSampler:
     def _refused(self, server: Server, problem: str) -> VLLMError:
         """Return an error with the command that starts the server as this population needs it."""
         bank = self._connected()
-        # Quantised bases compute in bfloat16, and vLLM serves the plain model.
         model = bank.base.model
-        dtype = torch.bfloat16 if is_quantised(model) else next(model.parameters()).dtype
+        dtype = next(model.parameters()).dtype
+        if is_quantised(model):
+            # It computes in bfloat16, and vLLM serves the plain model.
+            dtype = torch.bfloat16
         members = sum(self._server_of(slot) is server for slot in range(bank.size))
         command = vllm_command(
             loadable_name(model) or "MODEL",
@@ -371,9 +376,10 @@ class VLLMSampler:
         _run([partial(self._complete, rows, *request) for request in requests], rows.stop, collect)
         # 3. Rows that ended with an end token.
         present = torch.arange(width) < lengths[:, None]
-        ended = (torch.isin(actions, bank.end_ids.cpu()) & present).any(1)
+        is_end = torch.isin(actions, bank.end_ids.cpu()) & present
+        truncated = ~is_end.any(1)
         return Rollout(
-            actions=actions, present=present, log_probs=log_probs, truncated=~ended, exact=False
+            actions=actions, present=present, log_probs=log_probs, truncated=truncated, exact=False
         )
 
     def _complete(
@@ -389,13 +395,22 @@ class VLLMSampler:
         bank = self._connected()
         prompts = []
         for row in numbers:
-            history = () if rows.history is None else rows.history[row]
-            prompts.append([*rows.prompts[rows.prompt_ids[row]], *history])
+            prompt = rows.prompts[rows.prompt_ids[row]]
+            history: Sequence[int] = ()
+            if rows.history is not None:
+                history = rows.history[row]
+            prompts.append([*prompt, *history])
         ends = bank.end_ids.tolist()
         longest = rows.max_new_tokens
         shortest = min(rows.min_new_tokens, longest)
         # 2. Send the request; load the adapter again if the server was restarted.
-        name = server.base if slot is None else self._name(slot, self._versions[slot])
+        name = server.base
+        # A prefix cached with old weights is never used. vLLM refuses salts with a slash, as names
+        # of bases have.
+        salt = self._id
+        if slot is not None:
+            name = self._name(slot, self._versions[slot])
+            salt = name
         options = rows.options
         body: dict[str, Any] = {
             "model": name,
@@ -413,9 +428,7 @@ class VLLMSampler:
             "stop_token_ids": ends,
             "logprobs": 0,  # of the sampled tokens only
             "return_token_ids": True,
-            # A prefix cached with old weights is never used. vLLM refuses salts with a slash, as
-            # names of bases have.
-            "cache_salt": self._id if slot is None else name,
+            "cache_salt": salt,
         }
         limit = MAX_ANSWER + sum(map(len, prompts)) * BYTES_PER_PROMPT_TOKEN
         limit += len(numbers) * longest * BYTES_PER_TOKEN

@@ -127,12 +127,14 @@ class Server:
             VLLMError: If there is no whole answer in time, it is too large, or the server redirects
                 to another address.
         """
-        # A single attempt takes at most half of the time, so that there is a second one.
-        sent = None if body is None else json.dumps(body).encode()
+        sent = None
+        if body is not None:
+            sent = json.dumps(body).encode()
         deadline = time.monotonic() + self._timeout
         pause = 0.05
         # Send the request until there is an answer, with longer and longer pauses.
         while True:
+            # A single attempt takes at most half of the time, so that there is a second one.
             seconds = max(0.1, min(deadline - time.monotonic(), self._timeout / 2))
             try:
                 status, content = self._exchange(path, sent, seconds, limit)
@@ -175,7 +177,9 @@ class Server:
         # 1. Connect. The timeout of a socket limits each packet only, so a timer ends it.
         deadline = time.monotonic() + seconds
         is_https = self._place.scheme == "https"
-        connect = http.client.HTTPSConnection if is_https else http.client.HTTPConnection
+        connect = http.client.HTTPConnection
+        if is_https:
+            connect = http.client.HTTPSConnection
         connection = connect(self._place.hostname or "", self._place.port, timeout=seconds)
         with closing(connection):
             connection.connect()
@@ -187,7 +191,9 @@ class Server:
                 headers = {"Content-Type": "application/json", "Connection": "close"}
                 if self._key:
                     headers["Authorization"] = f"Bearer {self._key}"
-                method = "GET" if body is None else "POST"
+                method = "POST"
+                if body is None:
+                    method = "GET"
                 connection.request(method, self._place.path + path, body, headers)
                 # 3. Read the answer piece by piece: its length in the header may be wrong.
                 with closing(connection.getresponse()) as response:
