@@ -173,7 +173,7 @@ def check_folder(folder: Path) -> None:
     """Raise ValueError if a folder does not exist, with the folder of the most similar name."""
     if folder.is_dir():
         return
-    folders = {}
+    folders: dict[str, Path] = {}
     for parent in (folder.parent, Path("runs")):
         if parent.is_dir():
             folders |= {path.name: path for path in parent.iterdir() if path.is_dir()}

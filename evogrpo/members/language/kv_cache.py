@@ -90,8 +90,8 @@ class KVCache:
         """Return a copy with masked positions on the left, without columns masked in all rows."""
         width = int(self.mask.sum(1).max())
         # A stable sort of booleans moves False to the left and keeps the order of real tokens.
-        sorted_columns = self.mask.int().argsort(dim=1, stable=True)
-        order = sorted_columns[:, -width:]
+        order = self.mask.int().argsort(dim=1, stable=True)
+        order = order[:, self.mask.shape[1] - width :]
         places = order[:, None, :, None]  # [m, 1, width, 1]
         layers = []
         for keys, values in self.layers:

@@ -143,9 +143,7 @@ def check_supported(config: LoraConfig) -> None:
                 raise ValueError(
                     f"lora_config.{name}={value!r} is not a regular expression: {error}."
                 ) from None
-        elif not isinstance(value, list | tuple | set) or any(
-            type(each) is not str for each in value
-        ):
+        elif not isinstance(value, list | tuple | set) or {*map(type, value)} - {str}:
             raise ValueError(
                 f"lora_config.{name} must be a list of module names or a regular expression, got"
                 f" {shown(value)}."

@@ -53,8 +53,8 @@ def repetitions(batch: Batch, members: Tensor) -> list[list[int]]:
     groups: list[list[int]] = []
     for number, row in enumerate(matrix):
         group = found.setdefault(row.tobytes(), [])
-        is_first = not group
-        groups.append(group if is_first else [])
+        # Only the first row of a group gets its list.
+        groups.append([] if group else group)
         group.append(number)
     return groups
 

@@ -135,7 +135,7 @@ class AdapterSampler(AdapterStates):
         versions: list[WeightsVersion] = [None] * len(rows)
         if not base:
             versions = [(slot, self.changes[slot]) for slot in slots]
-        kept = None
+        kept: CachedRows | None = None
         # Other samplers keep caches of other classes.
         if isinstance(rows.kept, CachedRows):
             kept = rows.kept

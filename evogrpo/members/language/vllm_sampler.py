@@ -395,11 +395,10 @@ class VLLMSampler:
         bank = self._connected()
         prompts = []
         for row in numbers:
-            prompt = rows.prompts[rows.prompt_ids[row]]
-            history: Sequence[int] = ()
+            tokens = list(rows.prompts[rows.prompt_ids[row]])
             if rows.history is not None:
-                history = rows.history[row]
-            prompts.append([*prompt, *history])
+                tokens += rows.history[row]
+            prompts.append(tokens)
         ends = bank.end_ids.tolist()
         longest = rows.max_new_tokens
         shortest = min(rows.min_new_tokens, longest)

@@ -177,7 +177,7 @@ class Server:
         # 1. Connect. The timeout of a socket limits each packet only, so a timer ends it.
         deadline = time.monotonic() + seconds
         is_https = self._place.scheme == "https"
-        connect = http.client.HTTPConnection
+        connect: type[http.client.HTTPConnection] = http.client.HTTPConnection
         if is_https:
             connect = http.client.HTTPSConnection
         connection = connect(self._place.hostname or "", self._place.port, timeout=seconds)

@@ -411,7 +411,7 @@ class DefaultNetwork:
         lead = flatten(self.encoder.space, observations)[0].shape[:2]
         rows = map_tensors(observations, lambda leaf: leaf.flatten(0, 1))
         vector, images = self.encoder(rows, parameters["output.bias"].device)
-        parts = []
+        parts: list[Tensor] = []
         if vector is not None:
             parts.append(vector.unflatten(0, lead))
         # 2. Convolutions, member by member: with 8 members and 32 images of 84 x 84 x 4 each,
