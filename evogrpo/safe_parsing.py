@@ -60,7 +60,7 @@ class _Loader(yaml.SafeLoader):
             self._count(node)
         elif id(node) not in self._sizes:
             # An alias inside its own anchor, which has no size yet.
-            raise _refused("the alias refers to a value that contains it", mark)
+            raise _refused("the alias refers to a value that contains it. Remove the alias.", mark)
         too_many = ""
         if self._lengths[id(node)] > MAX_CHARACTERS:
             too_many = f"{MAX_CHARACTERS:,} characters"

@@ -186,8 +186,10 @@ def report(args: argparse.Namespace) -> int:
     console = make_console()
     with spinner(console, "drawing"):
         page = run_report(args.run_dir).write()
-    for line in (install_hint("report.png", "matplotlib") or page.with_name("report.png"), page):
-        console.print(str(line), soft_wrap=True, markup=False)
+    # Without matplotlib there is no figure: print how to install it instead.
+    figure = install_hint("report.png", "matplotlib") or str(page.with_name("report.png"))
+    for line in (figure, str(page)):
+        console.print(line, soft_wrap=True, markup=False)
     return OK
 
 

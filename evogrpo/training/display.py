@@ -328,7 +328,8 @@ class RunDisplay(Callback):
             count = schedule.questions("test", trainer.env)
             return Text(f"testing on {count} {self.terms.questions}")
         validating = state.step_in_generation >= state.steps_per_generation
-        # `generation` counts evaluated ones. After its evaluation, one waits for its plan.
+        # `generation` counts evaluated generations. The last of them is current until its plan has
+        # been applied.
         number = f"{state.generation + 1}"
         if validating and state.unplanned:
             number = f"{state.generation}"

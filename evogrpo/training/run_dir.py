@@ -626,7 +626,10 @@ def _load(
         members = len(record.population.members)
         kind = record.population.shared["kind"]
         if record.run_state.members != members:
-            raise ValueError(f"it must hold {record.run_state.members} members, got {members}.")
+            raise ValueError(
+                f"the run has {record.run_state.members} members, but {members} are stored. Use"
+                " another checkpoint."
+            )
         # A user's own algorithm has its own kinds of members, which `restore` checks.
         if record.algorithm is None and kind not in AGENT_CLASSES:
             raise unknown_name_error("kind of members", kind, AGENT_CLASSES)

@@ -1,6 +1,5 @@
 """Compatibility checks of causal language models: causality, head, padding, context, caches."""
 
-import copy
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,7 +9,7 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch.nn.functional import pad
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from evogrpo.distributed import ProcessError
 from evogrpo.text import class_name, one_line
@@ -498,13 +497,3 @@ def prefix_cache_works(
 def is_quantised(model: PreTrainedModel) -> bool:
     """Return True if a model is quantised."""
     return getattr(model, "hf_quantizer", None) is not None
-
-
-def plain_outline(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the unquantised architecture of a model, on the meta device."""
-    config = copy.deepcopy(model.config)
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    with torch.device("meta"):
-        outline: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    return outline

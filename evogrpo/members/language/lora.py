@@ -20,14 +20,13 @@ from peft.utils.save_and_load import set_peft_model_state_dict
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from evogrpo.members.language.compatibility import (
     frozen_model,
     is_quantised,
     logits_of,
-    plain_outline,
 )
 from evogrpo.members.language.fsdp import sharded_over
 from evogrpo.randomness import generator
@@ -525,7 +524,11 @@ def _outline(model: nn.Module) -> nn.Module:
     """Copy a model without weights: each is one zero, expanded to the shape."""
     # A sharded or quantised model cannot be copied; exports are for the plain one.
     if isinstance(model, PreTrainedModel) and (sharded_over(model) > 1 or is_quantised(model)):
-        model = plain_outline(model)
+        config = copy.deepcopy(model.config)
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     # `deepcopy` takes the copy of an object from its memo, by the object's id. With a stand-in for
     # every tensor there, it copies the modules around them and no weights.
     memo: dict[int, Any] = {}

@@ -139,11 +139,9 @@ class LanguageMembers(BankMembers):
                 f" Load it with load_base(..., device={str(device)!r})."
             )
         # 2. Choose the tokens that end a completion.
-        ends = (
-            end_ids
-            or settings.eos_token_ids
-            or end_ids_of(model) | self._end_ids_in(action_space, model)
-        )
+        ends: Collection[int] = end_ids or settings.eos_token_ids or ()
+        if not ends:
+            ends = end_ids_of(model) | self._end_ids_in(action_space, model)
         if not ends:
             raise ValueError(
                 "eos_token_ids must be given: neither the model's configuration nor the action"
