@@ -282,8 +282,11 @@ def _returns(step_rewards: Tensor, mask: Tensor, gamma: float | Tensor) -> Tenso
         # `totals[:, t]` sums the columns t to t + span - 1, and `decays[:, t]` is the product of
         # their discounts. Each pass doubles the span.
         ahead = slice(span, None)
-        totals[:, :-span] = totals[:, :-span] + decays[:, :-span] * totals[:, ahead]
-        decays[:, :-span] = decays[:, :-span] * decays[:, ahead]
+        later_rewards = decays[:, :-span] * totals[:, ahead]
+        totals[:, :-span] += later_rewards
+        # Not in place: both sides overlap.
+        longer = decays[:, :-span] * decays[:, ahead]
+        decays[:, :-span] = longer
         span *= 2
     return totals
 

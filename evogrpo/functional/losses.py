@@ -320,7 +320,8 @@ def adaptive_kl(value: Tensor, kl: Tensor, target: float, horizon: int, n: int) 
 
     Source: Ziegler et al. (arXiv:1909.08593), section 2.2.
     """
-    return value * (1.0 + (kl / target - 1.0).clamp(-0.2, 0.2) * n / horizon)
+    error = (kl / target - 1.0).clamp(-0.2, 0.2)
+    return value * (1.0 + error * n / horizon)
 
 
 # ---- importance weights, and masks by entropy

@@ -125,7 +125,8 @@ class GroupEnvironmentTestCase(ABC):
             first = self.identities(env.open(split, starts))
             assert self.identities(env.open(split, starts)) == first
             assert self.identities(fresh.open(split, starts)) == first
-            assert self.identities(env.open(split, [1, 0, 1])) == [first[1], first[0], first[1]]
+            repeated = self.identities(env.open(split, [1, 0, 1]))
+            assert repeated == [first[1], first[0], first[1]]
 
     def test_splits_share_no_start(self, env: Any) -> None:
         everything: list[Hashable] = []
@@ -480,16 +481,19 @@ class PlayedEnvironmentTestCase(GroupEnvironmentTestCase):
 
     def test_episodes_do_not_depend_on_other_members(self, env: Any) -> None:
         together = self.groups(env, (0, 3, 5))
+        # 3 groups of 4 rows for each member.
         for number, member in enumerate((0, 3, 5)):
-            assert self.groups(env, (member,)) == together[12 * number : 12 * number + 12]
+            first = 12 * number
+            assert self.groups(env, (member,)) == together[first : first + 12]
 
     def test_episodes_do_not_depend_on_later_rows_of_the_member(self, env: Any) -> None:
         assert self.groups(env, (2,), starts=2) == self.groups(env, (2,))[:8]
 
     def test_episodes_do_not_depend_on_the_position_of_their_start(self, env: Any) -> None:
         rows = [0, 0, 1, 1]
+        moved = [2, 2, 0, 0]  # starts 4 and 6 in the second batch
         one = self.play(env, [4, 6], rows, [1] * 4, greedy=False)
-        other = self.play(env, [6, 5, 4], [2 - 2 * row for row in rows], [1] * 4, greedy=False)
+        other = self.play(env, [6, 5, 4], moved, [1] * 4, greedy=False)
         assert one == other
 
     def test_play_is_reproducible(self, env: Any) -> None:

@@ -379,7 +379,8 @@ class SamplerTestCase(ABC):
         one = sampler.sample(rows)
         assert torch.equal(one.actions, sampler.sample(rows).actions)
         alone = sampler.sample(rows.select(torch.tensor([4])))
-        assert torch.equal(alone.actions[0][alone.present[0]], one.actions[4][one.present[4]])
+        completion = alone.actions[0][alone.present[0]]
+        assert torch.equal(completion, one.actions[4][one.present[4]])
         assert not torch.equal(one.actions, sampler.sample(self.rows(seed=1)).actions)
 
     # ---- weights that change

@@ -75,7 +75,9 @@ def attention(
         `[n * t, kv * rep * d]`.
     """
     kv, n, wide, d = q.shape
-    past = 0 if shared is None else shared.keys.shape[2]
+    past = 0
+    if shared is not None:
+        past = shared.keys.shape[2]
     # Few keys: keep the attention weights for the backward pass instead of computing them twice.
     keep = past + k.shape[2] <= MAX_KEPT_KEYS * d
     on_cpu = q.device.type == "cpu"
@@ -99,7 +101,8 @@ def attention(
         else:
             out = _by_torch(q, k, v, t, bias)
     # [kv, n, rep * t, d] -> [n * t, kv * rep * d]
-    return out.view(kv, n, wide // t, t, d).permute(1, 3, 0, 2, 4).reshape(n * t, -1)
+    by_head = out.view(kv, n, wide // t, t, d)
+    return by_head.permute(1, 3, 0, 2, 4).reshape(n * t, -1)
 
 
 def _joined_biases(
@@ -116,8 +119,10 @@ def _joined_biases(
     if shared is None and own is None:
         return None
     zero = like.new_zeros(1, 1, 1)
-    shared = zero if shared is None else shared
-    own = zero if own is None else own
+    if shared is None:
+        shared = zero
+    if own is None:
+        own = zero
     rows = max(len(shared), len(own))
     t, past, s = sizes
     return torch.cat([shared.expand(rows, t, past), own.expand(rows, t, s)], 2)
@@ -152,7 +157,8 @@ def _by_torch(q: Tensor, k: Tensor, v: Tensor, t: int, bias: Tensor | None) -> T
     kv, n, wide, d = q.shape
     rep = wide // t
     # 1. torch's layout: [kv, n, rep * t, d] -> [n, kv * rep, t, d].
-    heads = q.view(kv, n, rep, t, d).permute(1, 0, 2, 3, 4).reshape(n, kv * rep, t, d)
+    by_head = q.view(kv, n, rep, t, d)
+    heads = by_head.permute(1, 0, 2, 3, 4).reshape(n, kv * rep, t, d)
     keys = k.transpose(0, 1).repeat_interleave(rep, dim=1)
     values = v.transpose(0, 1).repeat_interleave(rep, dim=1)
     # 2. Zeros instead of no mask, as torch may choose another kernel without one.
@@ -161,7 +167,8 @@ def _by_torch(q: Tensor, k: Tensor, v: Tensor, t: int, bias: Tensor | None) -> T
     mask = bias.expand(n, t, k.shape[2])[:, None]
     # 3. Queries are scaled already, so the scale is 1.
     out = scaled_dot_product_attention(heads, keys, values, attn_mask=mask, scale=1.0)
-    return out.view(n, kv, rep, t, d).permute(1, 0, 2, 3, 4).reshape(q.shape)
+    by_head = out.view(n, kv, rep, t, d)
+    return by_head.permute(1, 0, 2, 3, 4).reshape(q.shape)
 
 
 def _by_prompt(x: Tensor, runs: tuple[int, ...]) -> list[tuple[slice, slice, Tensor]]:
@@ -282,18 +289,25 @@ def _products(
 ) -> Tensor:
     """Return products `[kv, n, w, P + s]` of `[kv, n, w, d]` with vectors of prompts and rows."""
     kv, n, wide, _ = q.shape
-    past = 0 if runs is None else shared[0].shape[2]
+    past = 0
+    if runs is not None:
+        past = shared[0].shape[2]
     out = q.new_empty((kv, n, wide, past + k.shape[2]))
-    torch.bmm(q.flatten(0, 1), k.flatten(0, 1).mT, out=out.flatten(0, 1)[..., past:])
+    # 1. Products with the rows' own vectors. Views of `out` are written in place.
+    own = out.flatten(0, 1)[..., past:]
+    torch.bmm(q.flatten(0, 1), k.flatten(0, 1).mT, out=own)
     if runs is None:
         return out
+    # 2. Products with the vectors of the prompts, one for each group of prompts.
     for rows, prompts, part in _by_prompt(q, runs):
         keys = shared[0][:, prompts].reshape(len(part), past, -1)
         # If one group holds all rows, its products are a view of `out`.
         if rows == slice(0, n):
-            torch.bmm(part, keys.mT, out=out.view(len(part), -1, out.shape[-1])[..., :past])
+            of_prompts = out.view(len(part), -1, out.shape[-1])[..., :past]
+            torch.bmm(part, keys.mT, out=of_prompts)
         else:
-            out[:, rows, :, :past] = torch.bmm(part, keys.mT).view(kv, -1, wide, past)
+            products = torch.bmm(part, keys.mT)
+            out[:, rows, :, :past] = products.view(kv, -1, wide, past)
     return out
 
 
@@ -305,7 +319,8 @@ def _add_weighted(out: Tensor, weights: Tensor, values: Tensor, runs: tuple[int,
     for rows, prompts, part in _by_prompt(weights, runs):
         # One product for each prompt of the group and key-value head.
         vectors = values[:, prompts].reshape(len(part), values.shape[2], -1)
-        out[:, rows] += torch.bmm(part, vectors).view(len(out), -1, *out.shape[2:])
+        sums = torch.bmm(part, vectors)
+        out[:, rows] += sums.view(len(out), -1, *out.shape[2:])
 
 
 def _gathered(weights: Tensor, vectors: Tensor, runs: tuple[int, ...]) -> Tensor:

@@ -57,7 +57,8 @@ def decode_attention(
     parts = []
     for run in shared:
         queries = q[:, run.rows].reshape(len(run.keys), -1, d)
-        parts.append(torch.bmm(queries, run.keys).view(kv, -1, rep, past))
+        products = torch.bmm(queries, run.keys)
+        parts.append(products.view(kv, -1, rep, past))
     shared_scores = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
     own_scores = torch.bmm(q.flatten(0, 1), own.keys).view(kv, n, rep, -1)
     scores = torch.cat([shared_scores, own_scores], 3)
@@ -73,7 +74,8 @@ def decode_attention(
         if len(shared) == 1:
             out.view(len(part), -1, d).baddbmm_(part, run.values)
         else:
-            out[:, run.rows] += torch.bmm(part, run.values).view(kv, -1, rep, d)
+            sums = torch.bmm(part, run.values)
+            out[:, run.rows] += sums.view(kv, -1, rep, d)
     return out.transpose(0, 1).reshape(n, -1)
 
 
@@ -96,7 +98,8 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def _by_segment(x: Tensor, part: StackedAdapters) -> Tensor:
     """View columns `[c, n]` of equally long segments as `[segments, c, rows of each]`."""
-    return x[:, part.tokens].view(len(x), len(part.a), -1).transpose(0, 1)
+    columns = x[:, part.tokens]
+    return columns.view(len(x), len(part.a), -1).transpose(0, 1)
 
 
 MIN_GROWTH = 16
@@ -258,7 +261,8 @@ class FastDecoding:
             heads = torch.cat([_normed(q, q_norm), _normed(k, k_norm)])
         cos, sin = rotation
         heads = _rotated(heads, cos, sin)
-        q = heads[: kv * rep].view(kv, rep, width, -1).permute(0, 3, 1, 2).contiguous()
+        q = heads[: kv * rep].view(kv, rep, width, -1)
+        q = q.permute(0, 3, 1, 2).contiguous()  # [kv, n, rep, d]
         # 2. Store keys and values; attend to the prompt and to the row's own tokens.
         keys, values = stored
         number = self._length - 1

@@ -111,7 +111,8 @@ gated_unit = _GatedUnit.apply
 
 def _by_head(x: Tensor, shape: torch.Size, heads: tuple[int, int]) -> Tensor:
     """View `[n * t, kv * rep * d]` as `[kv, n, rep, t, d]`."""
-    return x.view(*shape[:2], *heads, 2 * shape[2]).permute(2, 0, 3, 1, 4)
+    n, t, half = shape
+    return x.view(n, t, *heads, 2 * half).permute(2, 0, 3, 1, 4)
 
 
 def _rotate_into(x: Tensor, cos: Tensor, sin: Tensor, sign: float, out: Tensor) -> None:
@@ -203,7 +204,8 @@ def _add_adapters(
         slots = len(part.a)
         # x A^T of all modules in one product.
         segments = x[tokens].view(slots, -1, x.shape[1])
-        torch.bmm(segments, part.a.mT, out=low[tokens].view(slots, -1, low.shape[1]))
+        low_segments = low[tokens].view(slots, -1, low.shape[1])
+        torch.bmm(segments, part.a.mT, out=low_segments)
         # B of each module.
         for module, columns, b in part.b:
             out = outputs[module][tokens]

@@ -176,9 +176,9 @@ def initial_weights(targets: tuple[Target, ...], seed: int) -> Tensor:
     for target in targets:
         # The range of torch's kaiming_uniform_ with a = sqrt(5).
         bound = 1.0 / math.sqrt(target.width_in)
-        values = rng.uniform(-bound, bound, (target.rank, target.width_in)).astype(np.float32)
+        values = rng.uniform(-bound, bound, (target.rank, target.width_in))
         a, _ = target.matrices(flat)
-        a.copy_(torch.from_numpy(values))
+        a.copy_(torch.from_numpy(values.astype(np.float32)))
     return flat
 
 

@@ -462,8 +462,11 @@ def _take(values: Tensor, *, places: Tensor | None, shape: tuple[int, ...] | Non
     flat = values.flatten(0, 1)
     if places is not None:
         places = places.to(flat.device)
-        return flat.index_select(0, places.flatten()).view(*places.shape, *flat.shape[1:])
-    return flat if shape is None else flat.unflatten(0, shape)
+        taken = flat.index_select(0, places.flatten())
+        return taken.view(*places.shape, *flat.shape[1:])
+    if shape is None:
+        return flat
+    return flat.unflatten(0, shape)
 
 
 def to_tensors(tree: Any) -> Any:

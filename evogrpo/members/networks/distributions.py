@@ -310,7 +310,8 @@ class DiagonalGaussian(Distribution):
         else:
             # Map [0, 1] to [2^-25, 1 - 2^-25]: at 0 and 1 the inverse of the normal distribution is
             # infinite.
-            inside = torch.from_numpy(uniforms.astype(np.float64)).mul_(1 - 2.0**-24).add_(2.0**-25)
+            inside = torch.from_numpy(uniforms.astype(np.float64))
+            inside.mul_(1 - 2.0**-24).add_(2.0**-25)
             noise = torch.special.ndtri(inside).numpy().astype(np.float32)
             greedy, divisor = _greedy_and_divisor(temperature)
             if divisor is not None:

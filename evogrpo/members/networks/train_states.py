@@ -117,7 +117,8 @@ def lay_out(rows: IntArray) -> list[Layout]:
         width = int(counts[group].max())
         place = np.arange(width)
         is_real = place < counts[group][:, None]  # [q, w]
-        index = order[starts[group][:, None] + np.where(is_real, place, 0)]
+        first = starts[group][:, None]
+        index = order[first + np.where(is_real, place, 0)]
         real = None
         if not is_real.all():
             real = np.flatnonzero(is_real)
@@ -243,7 +244,8 @@ class Stack:
         """Append free parameters, from rows `[q, k]`, to the outputs of every observation."""
         if not self._has_free:
             return outputs
-        free = flat[:, None, self._free].expand(*outputs.shape[:2], -1)
+        q, w, _ = outputs.shape
+        free = flat[:, None, self._free].expand(q, w, -1)
         return torch.cat([outputs, free], dim=2)
 
     @cached_property
