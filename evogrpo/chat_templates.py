@@ -35,6 +35,7 @@ def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options
     Raises:
         RenderError: If a limit is exceeded.
     """
+    # 1. A trace function can interrupt a loop in any thread, without another process.
     deadline: float | None = None
 
     def on_line(frame: FrameType, event: str, value: Any) -> Any:
@@ -60,7 +61,7 @@ def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options
             return on_line(frame, event, value)
         return None
 
-    # A trace function can interrupt a loop in any thread, without another process.
+    # 2. Render under the trace function, and restore that of a debugger.
     before = sys.gettrace()
     sys.settrace(on_call)
     try:

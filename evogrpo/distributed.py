@@ -109,7 +109,8 @@ class Processes:
         outer = self.in_section
         failure = None
         try:
-            self.interruptible = self.in_section = True
+            self.interruptible = True
+            self.in_section = True
             yield
         except (Interrupted, Exception) as error:  # raised again below
             if self.raised_on_all_ranks(error) or error is self.lockstep_error:

@@ -187,6 +187,8 @@ def stopping_on_signals(
     interrupting = threading.Event()
     over = threading.Event()
 
+    # 1. Count signals, and request a stop at the first one. Python calls this function in the main
+    #    thread, between two instructions.
     def handle(number: int, _: FrameType | None) -> None:
         """Request a stop at the first signal; raise KeyboardInterrupt at a second Ctrl-C."""
         if interrupting.is_set():  # this signal comes from `_interrupt_user_code`
@@ -208,6 +210,8 @@ def stopping_on_signals(
             target=_interrupt_user_code, args=(stop, number, interrupting, over), daemon=True
         ).start()
 
+    # 2. Handle the signals that the program itself neither handles nor ignores. Only the main thread
+    #    may set handlers.
     before = {}
     if threading.current_thread() is threading.main_thread():
         for number in SIGNALS:
@@ -216,6 +220,7 @@ def stopping_on_signals(
     try:
         yield received
     finally:
+        # 3. End the thread that interrupts user code, and restore the handlers.
         over.set()
         for number, handler in before.items():
             signal.signal(number, handler)

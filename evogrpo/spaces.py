@@ -197,6 +197,7 @@ def preprocess_observation(
         ValueError: If the space is None or of another kind, or the observation does not fit it.
     """
     match space:
+        # Parts, each converted on its own.
         case spaces.Dict():
             if not isinstance(observation, Mapping) or set(observation) != set(space.spaces):
                 raise keys_error(space, observation)
@@ -212,14 +213,15 @@ def preprocess_observation(
                 )
             parts = zip(observation, space.spaces, strict=True)
             return tuple(preprocess_observation(value, part, device) for value, part in parts)
+        # Numbers stay as they are.
         case spaces.Box():
             return _batched(observation, space.shape, device).to(torch.float32)
         case spaces.MultiBinary():
             return _batched(observation, space.shape, device).to(torch.float32).flatten(1)
+        # Categories are one-hot encoded, from the first value of the space on.
         case spaces.Discrete():
-            return _one_hot(
-                _batched(observation, (), device)[:, None], [int(space.n)], [int(space.start)]
-            )
+            values = _batched(observation, (), device)[:, None]
+            return _one_hot(values, [int(space.n)], [int(space.start)])
         case spaces.MultiDiscrete():
             values = _batched(observation, space.shape, device).flatten(1)
             return _one_hot(values, space.nvec.ravel().tolist(), space.start.ravel().tolist())

@@ -282,14 +282,16 @@ def _advantage(roll: Translation) -> dict[str, Any]:
     if estimator == "grpo":
         reason = "adv_estimator 'grpo' uses the group's mean and deviation"
         roll.ignore(reason, "reward_norm", "norm_mean_type", "norm_std_type")
-        mean = std = "group"
+        mean = "group"
+        std = "group"
     elif norm is not None:
         if mean is not None or std is not None:
             roll.refuse(
                 "reward_norm",
                 "excludes norm_mean_type and norm_std_type: remove it, or both",
             )
-        mean = std = norm
+        mean = norm
+        std = norm
     # 2. Leave out one of them: ROLL shifts in every case, but scales with running statistics only.
     if roll["reward_shift"]:
         std = None

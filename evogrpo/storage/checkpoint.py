@@ -332,13 +332,14 @@ def _check_overwrite(folder: Path, *, kind: Kind, replace: bool, written: Set[st
     # A damaged checkpoint may be replaced if all of its files are known by name.
     with suppress(CheckpointError):
         own |= read_manifest(folder).files.keys()
-    if found & own and not replace:
+    holds_checkpoint = bool(found & own)
+    if holds_checkpoint and not replace:
         raise CheckpointError(
             f"{folder} already holds a checkpoint. Pass replace=True, or choose another folder."
         )
     # 2. Other names are foreign, and never removed. The system may have added hidden files to a
     #    checkpoint, such as .DS_Store, which are replaced as well.
-    if found & own:
+    if holds_checkpoint:
         own |= {name for name in found if name.startswith(".") and (folder / name).is_file()}
     if replace:
         own |= written

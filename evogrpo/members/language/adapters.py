@@ -355,7 +355,8 @@ class AdapterStates:
         }
         self.reference = None
         if own_reference:
-            self.reference = self._matrices["reference"] = self.weights.clone()
+            self.reference = self.weights.clone()
+            self._matrices["reference"] = self.reference
         self.state_keys = (*self._matrices, "step")
         self._steps = [0] * size
         self.changes = [0] * size

@@ -216,9 +216,11 @@ class _Sampler:
         self._policy = policy
         self._rows = rows
         self.on_finished = on_finished
-        self._model = model = bank.base
+        model = bank.base
+        self._model = model
         self._make_hook = bank.hook_factory(policy)
         self._counter = rows.stop.progress("writing", len(rows), "completions")
+        # Inputs: random numbers, temperatures and, for the repetition penalty, prompts.
         device = model.device
         shape = (len(rows), rows.max_new_tokens)
         if rows.uniforms is None:

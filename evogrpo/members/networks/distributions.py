@@ -219,7 +219,8 @@ class Bernoulli(Distribution):
     def __init__(self, shape: tuple[int, ...], dtype: Any) -> None:
         self.shape = shape
         self.dtype = dtype
-        self.outputs = self.uniforms_per_action = math.prod(shape)
+        self.outputs = math.prod(shape)
+        self.uniforms_per_action = self.outputs
 
     def sample(
         self,

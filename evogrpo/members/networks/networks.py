@@ -163,7 +163,8 @@ class Workspace:
         storage = self._storage.get(name)
         count = math.prod(shape)
         if storage is None or storage.numel() < count:
-            storage = self._storage[name] = like.new_empty(count)
+            storage = like.new_empty(count)
+            self._storage[name] = storage
             self._views.clear()
         elif len(self._views) > 256:  # shapes vary with the number of rows
             self._views.clear()
