@@ -210,8 +210,8 @@ def stopping_on_signals(
             target=_interrupt_user_code, args=(stop, number, interrupting, over), daemon=True
         ).start()
 
-    # 2. Handle the signals that the program itself neither handles nor ignores. Only the main thread
-    #    may set handlers.
+    # 2. Handle the signals that the program itself neither handles nor ignores. Python allows this
+    #    in the main thread only.
     before = {}
     if threading.current_thread() is threading.main_thread():
         for number in SIGNALS:
