@@ -464,9 +464,9 @@ def _take(values: Tensor, *, places: Tensor | None, shape: tuple[int, ...] | Non
         places = places.to(flat.device)
         taken = flat.index_select(0, places.flatten())
         return taken.view(*places.shape, *flat.shape[1:])
-    if shape is None:
-        return flat
-    return flat.unflatten(0, shape)
+    if shape is not None:
+        flat = flat.unflatten(0, shape)
+    return flat
 
 
 def to_tensors(tree: Any) -> Any:
