@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from evogrpo import replay, train
-from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES, Hyperparameters
+from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES
 from evogrpo.evolution import ScheduleStage, Tournament
 from evogrpo.reporting.lineage import best_schedule
 from evogrpo.reporting.summary import summarise
@@ -106,32 +106,9 @@ def test_the_file_is_plain_yaml_and_round_trips(found, tmp_path):
     assert [each["generations"] for each in values["stages"]] == [
         list(each.generations) for each in schedule.stages
     ]
-    names = {*HYPERPARAMETER_NAMES, "task_settings"}
-    assert set(values["stages"][0]["hyperparameters"]) == names
+    assert set(values["stages"][0]["hyperparameters"]) == set(HYPERPARAMETER_NAMES)
     with pytest.raises(ValueError, match="already exists"):
         schedule.write(tmp_path / "new" / "schedule.yaml")
-
-
-def test_a_replay_keeps_task_settings_that_evolved(tmp_path):
-    (tmp_path / "sums.jsonl").write_text('{"question": "1 + 1", "answer": "2"}\n')
-    (tmp_path / "rewards.py").write_text(
-        "def right(completion, answer, question):\n    return 1.0\n\n\n"
-        "def short(completion, answer, question):\n    return 0.0\n"
-    )
-    values = {
-        "model": "smollm2-135m",
-        "task": {
-            "dataset": {"train": str(tmp_path / "sums.jsonl")},
-            "reward": [f"{tmp_path}/rewards.py:right", f"{tmp_path}/rewards.py:short"],
-        },
-        "search_space": {"reward_weights": {"short": {"min": -1.0, "max": 1.0}}},
-        "schedule": {"generations": 1},
-    }
-    hyperparameters = Hyperparameters(task_settings={"reward_weights.short": 0.5})
-    stage = ScheduleStage(hyperparameters=hyperparameters, generations=(1,), samples_per_step=64)
-    config = HyperparameterSchedule(stages=(stage,), origin={}, configuration=values).config()
-    assert list(config.search_space) == ["reward_weights.short"]
-    assert config.hyperparameters.task_settings == {"reward_weights.short": 0.5}
 
 
 SECTIONS = {
