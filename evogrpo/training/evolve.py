@@ -263,9 +263,9 @@ def evolve(
         env: Environment they act in.
         strategy: Rule of selection and mutation: a strategy, its class, or the name of a built-in
             one such as "tournament". None = `SuccessiveHalving()` for several members that are
-            small networks or have evolving task settings, unless architectures evolve; otherwise
-            `Tournament()`. With a `run_dir`, a custom class must be defined in an importable module
-            other than the program itself, so that the run can be resumed.
+            small networks or have evolving task settings, unless architectures or proposed texts
+            evolve; otherwise `Tournament()`. With a `run_dir`, a custom class must be defined in an
+            importable module other than the program itself, so that the run can be resumed.
         fitness: Measure of fitness: "validation" or "rollouts", or a mapping of the settings of
             `evogrpo.evolution.FitnessConfig`. None = "validation".
         run_dir: Directory for journal, checkpoints, the best member and TensorBoard logs; None =

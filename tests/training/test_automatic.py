@@ -7,8 +7,15 @@ import pytest
 from evogrpo import GRPO, GymnasiumGroups, Objective, evolve
 from evogrpo.config.hyperparameters import DEFAULT_TARGET_KL, HYPERPARAMETER_NAMES
 from evogrpo.config.network import ArchitectureLimits
-from evogrpo.config.search_space import DEFAULT_SEARCHED, LANGUAGE_RANGES, NETWORK_RANGES
+from evogrpo.config.search_space import (
+    DEFAULT_SEARCHED,
+    LANGUAGE_RANGES,
+    NETWORK_RANGES,
+    HyperparameterConfig,
+    RLParameter,
+)
 from evogrpo.evolution import RandomSearch, SuccessiveHalving, Tournament, spread_founders
+from evogrpo.evolution.strategies import default_strategy
 from evogrpo.training.configuration.reading import parse_config
 from tests.tiny_models import tiny_model
 
@@ -90,6 +97,11 @@ class TestDefaultStrategy:
     def test_task_settings_of_language_models_are_halved(self):
         weights = {"search_space": {"reward_weights": {"f": {"choices": [0, 1]}}}}
         assert strategy_of(QUESTIONS, **weights) == SuccessiveHalving()
+
+    def test_new_texts_need_a_strategy_that_mutates(self):
+        space = HyperparameterConfig(task={"style": RLParameter(choices=["a"], proposed=True)})
+        strategy = default_strategy(4, space, networks=False, evolve_network=False)
+        assert strategy == Tournament()
 
     @pytest.mark.parametrize(
         ("changes", "expected"),

@@ -79,10 +79,13 @@ def default_strategy(
         members: Number of members.
         space: Search space. If task settings evolve, `SuccessiveHalving` trains each founder's
             settings long enough to see what they teach; a mutation would change them halfway.
+            Settings for which texts are proposed need a strategy that mutates.
         networks: The members are small networks, for which `SuccessiveHalving` scores highest in
             the study of docs/results.md.
         evolve_network: Architectures evolve, which needs a strategy that mutates.
     """
-    if members > 1 and (networks or space.task_settings) and not evolve_network:
+    settings = space.task_settings
+    must_mutate = evolve_network or any(setting.proposed for setting in settings.values())
+    if members > 1 and (networks or settings) and not must_mutate:
         return SuccessiveHalving()
     return Tournament()

@@ -197,7 +197,8 @@ class Config:
         strategy: Rule of selection and mutation, with its settings: a name in
             `evogrpo.evolution.strategies`, or a class as "path.py:Class" or "module:Class", or a
             plugin. Default: "successive_halving" for several members that are small networks or
-            have evolving task settings, unless architectures evolve; otherwise "tournament".
+            have evolving task settings, unless architectures or proposed texts evolve; otherwise
+            "tournament".
         sampler: Another engine that samples completions, with its settings.
             `{vllm: URL, adapters_dir: FOLDER}` uses vLLM servers (see `evogrpo.VLLMSampler`).
             Others are a function as "path.py:function" or "module:function", or a plugin, called as
