@@ -79,6 +79,8 @@ class Update:
     divergences: Tensor | None = None
 
 
+RepeatStep = Callable[[Hyperparameters], UpdateReport]
+"""Function that repeats an optimizer step with another learning rate."""
 PolicyVersion = Literal["weights", "reference", "base"]
 """The members' current weights, the reference policy of the KL term, or the untrained base policy.
 """
@@ -197,6 +199,7 @@ class PolicyBank(Protocol):
         hyperparameters: Mapping[int, Hyperparameters],
         *,
         entropy_gradient: bool = False,
+        repeats: "dict[int, RepeatStep] | None" = None,
     ) -> Update:
         """Take one optimizer step for every slot in `hyperparameters`, even for slots without rows.
 
@@ -207,6 +210,8 @@ class PolicyBank(Protocol):
             loss_fn: Weighted losses of rows; their sum is minimised.
             hyperparameters: Hyperparameters by slot.
             entropy_gradient: Make the entropies that `loss_fn` gets differentiable.
+            repeats: Filled by banks that keep gradients: for each slot, a function that takes the
+                same step from the same train state with other hyperparameters.
         """
 
     def cost(self, batch: Batch) -> dict[int, int]:

@@ -383,3 +383,21 @@ class TestLearningRates:
         population = Own.population(2, *SPACES, hp_config="auto", samples_per_step=16)
         assert "lr" in population.space
         assert "target_kl" not in population.space
+
+
+def test_the_search_of_a_language_model_computes_its_first_gradient_once(monkeypatch):
+    population = tiny_population(2, target_kl=0.01, lr=1e-4, batch_size=32, group_size=4)
+    bank = population.members.bank
+    counts = []
+    gradients = bank.gradients
+
+    def counted(batch, *arguments, **options):
+        counts.append(len(batch))
+        return gradients(batch, *arguments, **options)
+
+    monkeypatch.setattr(bank, "gradients", counted)
+    env = tiny_env(data_batch_size=8)
+    sampled = population.collect(env, step=0, samples_per_step=32, block=8)
+    reports = population.learn(sampled.experience, step=0)
+    assert min(report.metrics["step_passes"] for report in reports.values()) > 1
+    assert len(counts) == 1

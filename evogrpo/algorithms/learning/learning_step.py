@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -35,7 +35,7 @@ from evogrpo.functional.rewards import (
     update_running_statistics,
     zero_variance_groups,
 )
-from evogrpo.members.bank import PolicyBank
+from evogrpo.members.bank import PolicyBank, RepeatStep
 from evogrpo.members.members import Members
 from evogrpo.members.requests import Learner
 from evogrpo.randomness import generator
@@ -149,7 +149,9 @@ def learn_policy(
         for number, rows_by_slot in enumerate(remaining):
             if rows_by_slot:
                 hyperparameters = {slot: step_sizes.hyperparameters[slot] for slot in rows_by_slot}
-                _update(step, totals, rows_by_slot, hyperparameters, first=number == 0)
+                first = number == 0
+                keep = first and step_sizes.searching
+                _update(step, totals, rows_by_slot, hyperparameters, first=first, keep=keep)
                 counter.add(sum(map(len, rows_by_slot.values())))
         taken = {slot: totals.updates[slot] for slot in slots if totals.updates[slot]}
         slots = step_sizes.repeat(taken)
@@ -216,6 +218,8 @@ class _Step:
         has_gradient: `[n]` True for training rows that can have a gradient. All others need no
             forward pass.
         sums_in_rewards: `[p, len(ACTION_SUMS)]` sums known before any update: KL in rewards.
+        repeats: Functions by slot that repeat a member's first optimizer step. Its gradient does
+            not depend on the learning rate, so that a search needs no further passes for it.
     """
 
     bank: PolicyBank
@@ -229,6 +233,7 @@ class _Step:
     losses: ActionLosses
     has_gradient: Tensor
     sums_in_rewards: Tensor
+    repeats: dict[int, RepeatStep] = field(default_factory=dict)
 
     @property
     def rows(self) -> Batch:
@@ -243,14 +248,17 @@ class _Totals:
     Attributes:
         updates: Reports of the optimizer steps.
         sums: `[p, len(ACTION_SUMS)]` sums over the actions that had a forward pass.
-        first_sums: The sums before the first step.
+        first_sums: The sums to begin a repeated pass with: those before the first step, or after
+            it if that is repeated without passes.
         action_counts: `[p]` actions in these steps, including those without a forward pass.
+        first_counts: The counts to begin a repeated pass with.
     """
 
     updates: dict[int, list[UpdateReport]]
     sums: Tensor
     first_sums: Tensor
     action_counts: Tensor
+    first_counts: Tensor
 
     @classmethod
     def of(cls, step: _Step) -> "_Totals":
@@ -258,16 +266,23 @@ class _Totals:
         return cls(
             updates={slot: [] for slot in step.learners},
             sums=step.sums_in_rewards.clone(),
-            first_sums=step.sums_in_rewards,
+            first_sums=step.sums_in_rewards.clone(),
             action_counts=torch.zeros(step.bank.size, dtype=torch.float64),
+            first_counts=torch.zeros(step.bank.size, dtype=torch.float64),
         )
+
+    def keep_first(self, slots: Collection[int]) -> None:
+        """Keep the sums after the first optimizer step of members that repeat it without passes."""
+        for slot in slots:
+            self.first_sums[slot] = self.sums[slot]
+            self.first_counts[slot] = self.action_counts[slot]
 
     def clear(self, slots: Collection[int]) -> None:
         """Forget the optimizer steps of members that were undone."""
         for slot in slots:
             self.updates[slot] = []
             self.sums[slot] = self.first_sums[slot]
-            self.action_counts[slot] = 0.0
+            self.action_counts[slot] = self.first_counts[slot]
 
 
 def _prepare(
@@ -389,6 +404,7 @@ def _update(
     hyperparameters: Mapping[int, Hyperparameters],
     *,
     first: bool,
+    keep: bool,
 ) -> None:
     """Take one optimizer step of several members.
 
@@ -398,15 +414,25 @@ def _update(
         rows_by_slot: Row indices, by slot.
         hyperparameters: Hyperparameters by slot, with the learning rate to use.
         first: True for the first optimizer step of these members.
+        keep: Keep what repeats this step without passes, if the bank can.
     """
-    # 1. Compute the weights of all actions. Rows without gradient count too: skipping them must not
+    # 1. Repeat first steps whose gradient is known.
+    if first:
+        known = [slot for slot in rows_by_slot if slot in step.repeats]
+        for slot in known:
+            _record_step(step, totals, slot, step.repeats[slot](hyperparameters[slot]))
+        rows_by_slot = {slot: rows for slot, rows in rows_by_slot.items() if slot not in known}
+        hyperparameters = {slot: hyperparameters[slot] for slot in rows_by_slot}
+        if not rows_by_slot:
+            return
+    # 2. Compute the weights of all actions. Rows without gradient count too: skipping them must not
     #    change a denominator.
     rows = torch.cat(list(rows_by_slot.values()))
     mask = select_rows(step.rows.action_mask, rows)
     member_ids = select_rows(step.rows.member_ids, rows)
     weights, in_policy_loss, entropy_weights = _action_weights(step, rows, mask, member_ids)
 
-    # 2. Run only the rows that can have a gradient.
+    # 3. Run only the rows that can have a gradient.
     computed_rows = rows
     needed = select_rows(step.has_gradient, rows)
     if not bool(needed.all()):
@@ -434,7 +460,7 @@ def _update(
         entropy_part = select_rows(entropy_weights, chosen) * entropies
         return (policy_part - entropy_part).sum(1)
 
-    # 3. Forward, backward and AdamW in the bank.
+    # 4. Forward, backward and AdamW in the bank.
     part = step.training_rows.select_for_pass(computed_rows)
     # Only the bank of small networks takes these arguments.
     exact_kl: dict[str, Any] = {}
@@ -446,16 +472,11 @@ def _update(
         loss_fn,
         hyperparameters,
         entropy_gradient=any(each.entropy_coef > 0 for each in hyperparameters.values()),
+        repeats=step.repeats if keep else None,
         **exact_kl,
     )
-
-    # 4. Move own references towards the policy every `reference_sync_steps` optimizer steps.
-    interval = step.objective.reference_sync_steps
     for slot, report in update.reports.items():
-        totals.updates[slot].append(report)
-        taken = math.isfinite(report.grad_norm)
-        if interval is not None and taken and report.step % interval == 0:
-            step.bank.mix_reference(slot, step.objective.reference_mixing)
+        _record_step(step, totals, slot, report)
 
     # 5. Store old log-probabilities for later steps, and add up what the report needs.
     if first:
@@ -463,6 +484,20 @@ def _update(
     sums = step.losses.measure(computed_rows, update)
     totals.sums.index_add_(0, part.member_ids.cpu(), sums.cpu())
     totals.action_counts.index_add_(0, member_ids.cpu(), mask.sum(1).double().cpu())
+    if first:
+        totals.keep_first(step.repeats.keys() & rows_by_slot.keys())
+
+
+def _record_step(step: _Step, totals: _Totals, slot: int, report: UpdateReport) -> None:
+    """Add the report of an optimizer step.
+
+    Move an own reference towards the policy every `reference_sync_steps` optimizer steps.
+    """
+    totals.updates[slot].append(report)
+    interval = step.objective.reference_sync_steps
+    taken = math.isfinite(report.grad_norm)
+    if interval is not None and taken and report.step % interval == 0:
+        step.bank.mix_reference(slot, step.objective.reference_mixing)
 
 
 def _action_weights(

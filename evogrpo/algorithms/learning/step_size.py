@@ -213,6 +213,7 @@ class StepSizes:
         undone: Slots of members whose learning step was left out, with their train states restored.
         hyperparameters: Hyperparameters by slot, with the learning rate that the next pass uses.
         metrics: Metrics of the members that were measured, by slot.
+        searching: True if the learning rate of a member is searched, which repeats its steps.
     """
 
     def __init__(
@@ -269,6 +270,7 @@ class StepSizes:
             chosen = torch.linspace(0, len(rows) - 1, min(count, len(rows))).long()
             self._rows[slot] = rows[chosen.to(rows.device)]
         # 4. Remember train states and action distributions before the step.
+        self.searching = any(not each.calibrated for each in self._controls.values())
         self._states = {slot: bank.state(slot) for slot in self._controls}
         self._before = dict[int, Tensor]()
         if self._controls:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from peft import LoraConfig
@@ -15,7 +16,7 @@ from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.optimizer import Optimizer
 from evogrpo.distributed import Processes
 from evogrpo.functional.log_probs import chunked_log_probs, scale_logits
-from evogrpo.members.bank import LossFunction, PolicyVersion, Update
+from evogrpo.members.bank import LossFunction, PolicyVersion, RepeatStep, Update
 from evogrpo.members.devices import DEFAULT_MICRO_BATCH_TOKENS
 from evogrpo.members.fast_llama.weight_layout import fast_paths_disabled
 from evogrpo.members.language.causal_model import CausalModel
@@ -191,6 +192,7 @@ class AdapterBank(AdapterSampler):
         hyperparameters: Mapping[int, Hyperparameters],
         *,
         entropy_gradient: bool = False,
+        repeats: dict[int, RepeatStep] | None = None,
     ) -> Update:
         """Take one AdamW step for every slot in `hyperparameters`.
 
@@ -205,6 +207,8 @@ class AdapterBank(AdapterSampler):
             hyperparameters: Hyperparameters by slot; `lr` and `max_grad_norm` are used.
             entropy_gradient: Make entropies differentiable; costs a second product with the
                 vocabulary.
+            repeats: Filled with functions that repeat the step of a slot, with the gradient that
+                this step has.
         """
         reports: dict[int, UpdateReport] = {}
         log_probs = torch.zeros(batch.actions.shape, device=batch.actions.device)
@@ -220,10 +224,21 @@ class AdapterBank(AdapterSampler):
                 )
                 try:
                     for slot, gradient, loss in steps:
+                        # A kept gradient of all weights would be as large as the model.
+                        if repeats is not None and self.lora_config is not None:
+                            # The step overwrites its gradient.
+                            repeats[slot] = partial(self._repeat, slot, gradient.clone(), loss)
                         reports[slot] = self.step(slot, gradient, hyperparameters[slot], loss)
                 except torch.OutOfMemoryError as error:
                     self._halve(error)
         return Update(reports=reports, log_probs=log_probs, entropies=entropies)
+
+    def _repeat(
+        self, slot: int, gradient: Tensor, loss: float, hyperparameters: Hyperparameters
+    ) -> UpdateReport:
+        """Take the AdamW step of a slot with a gradient that was kept."""
+        with self.base.working():
+            return self.step(slot, gradient.clone(), hyperparameters, loss)
 
     def cost(self, batch: Batch) -> dict[int, int]:
         """Return the tokens of one pass over the batch, by slot; shared prompts count once."""

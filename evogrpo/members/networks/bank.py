@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from evogrpo.config.hyperparameters import Hyperparameters
-from evogrpo.members.bank import LossFunction, PolicyVersion, Update
+from evogrpo.members.bank import LossFunction, PolicyVersion, RepeatStep, Update
 from evogrpo.members.networks.distributions import MASKED_LOGIT
 from evogrpo.members.networks.networks import ModuleNetwork
 from evogrpo.members.networks.train_states import (
@@ -277,12 +277,13 @@ class StackedBank(StackedTrainStates):
         hyperparameters: Mapping[int, Hyperparameters],
         *,
         entropy_gradient: bool = False,
+        repeats: dict[int, RepeatStep] | None = None,
         reference_distributions: Tensor | None = None,
         reverse_kl: bool = False,
     ) -> Update:
         """Take one AdamW step for every member named in `hyperparameters`.
 
-        See `evogrpo.members.bank`.
+        See `evogrpo.members.bank`. No gradients are kept: passes of small networks are cheap.
 
         With `reference_distributions` `[n, t, o]`, as `distributions` returns them, `loss_fn` also
         gets the divergences KL(policy || reference), or KL(reference || policy) with `reverse_kl`.
