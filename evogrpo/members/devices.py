@@ -104,6 +104,19 @@ def autocast_context(
 
 
 @contextmanager
+def memory_errors() -> Iterator[None]:
+    """Raise torch.OutOfMemoryError also where cuBLAS cannot allocate its workspace."""
+    import torch
+
+    try:
+        yield
+    except RuntimeError as error:
+        if "CUBLAS_STATUS_ALLOC_FAILED" not in str(error):
+            raise
+        raise torch.OutOfMemoryError(str(error)) from error
+
+
+@contextmanager
 def single_threaded(*, enabled: bool) -> Iterator[None]:
     """Run torch on one thread inside the block, unless OMP_NUM_THREADS is set.
 

@@ -1,10 +1,12 @@
 """Out of memory: micro-batches are halved; a completion that never fits fails its member."""
 
+import weakref
+
 import pytest
 import torch
 
 from evogrpo.config.hyperparameters import Hyperparameters
-from evogrpo.testing.samplers import PROMPTS
+from evogrpo.testing.samplers import PROMPTS, make_rows
 from tests.policy_banks import assert_gradients_agree, same_state
 from tests.tiny_batches import grpo_loss, sampled_batch, tiny_bank
 
@@ -96,3 +98,104 @@ def test_scoring_uses_smaller_parts():
     bank.base.head = small
     torch.testing.assert_close(bank.log_probs(batch), expected, rtol=1e-4, atol=1e-5)
     assert bank.micro_batch_tokens < 64
+
+
+def test_failed_cache_is_freed_before_halves_run(monkeypatch):
+    bank = tiny_bank()
+    logits = bank.base.logits
+    prefix = bank.base.prefix
+    decode = bank.base.decode
+    caches = weakref.WeakSet()
+    alive = []
+
+    def prefill(*args):
+        alive.append(len(caches))
+        made = prefix(*args)
+        caches.add(made)
+        return made
+
+    def start(*args):
+        decoding = decode(*args)
+        caches.add(decoding)
+        return decoding
+
+    def scarce(hidden):
+        if len(hidden) > 5:
+            raise torch.OutOfMemoryError("no room for more logits")
+        return logits(hidden)
+
+    for name, function in (("prefix", prefill), ("decode", start), ("logits", scarce)):
+        monkeypatch.setattr(bank.base, name, function)
+    bank.sample(make_rows(range(3), tokens=2))
+    assert len(alive) > 3
+    assert not any(alive)
+
+
+class SavedTensor:
+    """A tensor that autograd has saved."""
+
+    def __init__(self, values):
+        self.values = values
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [1, 60])
+def test_failed_graph_is_freed_before_the_next_pass(micro_batch_tokens, monkeypatch):
+    bank = tiny_bank(micro_batch_tokens=micro_batch_tokens)
+    batch = sampled_batch(bank, tokens=3, prompts=PROMPTS[:2])
+    loss = grpo_loss(batch)
+    hidden = bank.base.hidden
+    saved = weakref.WeakSet()
+    alive = []
+    failed = []
+
+    def pack(values):
+        graph = SavedTensor(values)
+        saved.add(graph)
+        return graph
+
+    def forward(*args):
+        alive.append(sum(graph.values.nbytes for graph in saved))
+        return hidden(*args)
+
+    def scarce(rows, log_probs, entropies):
+        if len(alive) == 2 and not failed:
+            # The graph of this pass exists.
+            failed.append(sum(graph.values.nbytes for graph in saved))
+            raise torch.OutOfMemoryError("no room for gradients")
+        return loss(rows, log_probs, entropies)
+
+    monkeypatch.setattr(bank.base, "hidden", forward)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda graph: graph.values):
+        bank.update(batch, scarce, HYPERPARAMETERS)
+    assert failed[0] > 0
+    assert len(alive) > 2
+    assert not any(alive)
+
+
+def test_workspace_of_cublas_counts_as_memory(monkeypatch):
+    bank = tiny_bank(micro_batch_tokens=64)
+    rows = make_rows(range(3), tokens=2)
+    expected = bank.sample(rows)
+    batch = sampled_batch(bank)
+    loss = grpo_loss(batch)
+    logits = bank.base.logits
+    calls = []
+
+    def scarce(work):
+        def run(*args):
+            calls.append(args)
+            if len(calls) == 1:
+                raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED")
+            return work(*args)
+
+        return run
+
+    monkeypatch.setattr(bank.base, "logits", scarce(logits))
+    assert torch.equal(bank.sample(rows).actions, expected.actions)
+    calls.clear()
+    bank.update(batch, scarce(loss), HYPERPARAMETERS)
+    assert bank.micro_batch_tokens == 32
+    calls.clear()
+    monkeypatch.setattr(bank.base, "head", scarce(bank.base.head))
+    bank.log_probs(batch)
+    assert bank.micro_batch_tokens == 16

@@ -17,7 +17,7 @@ from evogrpo.config.optimizer import Optimizer
 from evogrpo.distributed import Processes
 from evogrpo.functional.log_probs import chunked_log_probs, scale_logits
 from evogrpo.members.bank import LossFunction, PolicyVersion, RepeatStep, Update
-from evogrpo.members.devices import DEFAULT_MICRO_BATCH_TOKENS
+from evogrpo.members.devices import DEFAULT_MICRO_BATCH_TOKENS, memory_errors
 from evogrpo.members.fast_llama.weight_layout import fast_paths_disabled
 from evogrpo.members.language.causal_model import CausalModel
 from evogrpo.members.language.compatibility import check_causal_class, check_token_ids
@@ -438,16 +438,10 @@ class AdapterBank(AdapterSampler):
                         gradients[slot] = torch.zeros_like(self.weights[slot])
                         trained.gather_gradient(slot, gradients[slot])
                 try:
-                    computed = self._forward(
-                        batch, part, "weights", entropy_gradient=entropy_gradient
+                    loss = self._backward(
+                        batch, part, factor, loss_fn, scores, entropy_gradient=entropy_gradient
                     )
-                    loss = factor * loss_fn(part.rows, *computed)
-                    loss.sum().backward()
-                    for values, new in zip(scores, computed, strict=True):
-                        values[part.rows] = new.detach()
                     row_losses = loss.tolist()
-                    # The graph must be gone before the next forward pass.
-                    del computed, new, loss
                 except torch.OutOfMemoryError:
                     if len(part.run) > 1 or self.base.lockstep:
                         raise
@@ -463,6 +457,29 @@ class AdapterBank(AdapterSampler):
         finally:
             for slot in gradients:
                 trained.gather_gradient(slot, None)
+
+    @memory_errors()
+    def _backward(
+        self,
+        batch: Batch,
+        part: MicroBatch,
+        factor: float,
+        loss_fn: LossFunction,
+        scores: tuple[Tensor, Tensor],
+        *,
+        entropy_gradient: bool,
+    ) -> Tensor:
+        """Add a micro-batch to the gradients, write its scores, and return its losses.
+
+        The graph is in local variables only, so that it is freed before the next forward pass,
+        after an error too.
+        """
+        computed = self._forward(batch, part, "weights", entropy_gradient=entropy_gradient)
+        loss = factor * loss_fn(part.rows, *computed)
+        loss.sum().backward()
+        for values, new in zip(scores, computed, strict=True):
+            values[part.rows] = new.detach()
+        return loss.detach()
 
     def _plan(
         self, batch: Batch, budget: int, policy: PolicyVersion, slots: Sequence[int] | None = None
@@ -516,6 +533,7 @@ class AdapterBank(AdapterSampler):
             )
         return parts
 
+    @memory_errors()
     def _forward(
         self,
         whole: Batch,
@@ -644,6 +662,7 @@ class AdapterBank(AdapterSampler):
         With several ranks, each of them computes all of the few rows.
         """
 
+        @memory_errors()
         def compute() -> Tensor:
             found: Tensor | None = None
             with self.base.in_lockstep():

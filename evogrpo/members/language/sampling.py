@@ -17,6 +17,7 @@ from evogrpo.functional.log_probs import (
 )
 from evogrpo.functional.matmul import padded_rows
 from evogrpo.members.bank import FinishedCallback, PolicyVersion
+from evogrpo.members.devices import memory_errors
 from evogrpo.members.language.adapters import AdapterStates
 from evogrpo.members.language.causal_model import CausalModel
 from evogrpo.members.language.compatibility import check_context
@@ -260,11 +261,7 @@ class _Sampler:
         slot = int(self._rows.member_ids[batch[0]])
         self._model = self._bank.model_of(self._policy, slot)
         try:
-            if kept is None:
-                decoding = self._prefill(batch)
-            else:
-                decoding = self._resume(batch, kept)
-            self._decode(decoding, batch.to(self._model.device), keep)
+            self._decode(batch, kept, keep)
             return
         except torch.OutOfMemoryError:
             if len(batch) == 1:
@@ -366,15 +363,16 @@ class _Sampler:
             prefix, prefix_of.to(device), members.to(device), room, self._make_hook
         )
 
-    def _decode(self, decoding: Decoding, numbers: Tensor, keep: bool) -> None:
+    @memory_errors()
+    def _decode(self, batch: Tensor, kept: CachedRows | None, keep: bool) -> None:
         """Sample tokens until each row ends or has the maximum number of tokens.
 
-        Args:
-            decoding: The rows after prefill.
-            numbers: Numbers of these rows.
-            keep: Copy their caches for the next turn.
+        The KV cache is a local variable, so that it is freed after an error too. Arguments are
+        those of `sample`.
         """
         model = self._model
+        numbers = batch.to(model.device)
+        decoding = self._prefill(batch) if kept is None else self._resume(batch, kept)
         width = self._rows.max_new_tokens
         on_cpu = model.device.type == "cpu"
         check_every = CHECK_EVERY
