@@ -25,37 +25,41 @@ DEFAULT_MICRO_BATCH_TOKENS = 1024
 _GROUPS = Path("/sys/fs/cgroup")
 
 
-def check_device(device: "str | torch.device") -> None:
-    """Raise a ValueError unless tensors can be created on the device."""
+def checked_device(device: "str | torch.device") -> str:
+    """Return the name of a device after a check that tensors can be created on it.
+
+    A launcher numbers the processes of a machine in LOCAL_RANK. A device without a number, such as
+    "cuda", becomes the accelerator with this process's number, so that processes use different
+    ones.
+
+    Raises:
+        ValueError: If the device does not exist here.
+    """
     import torch
 
     if not isinstance(device, str | torch.device):
         raise ValueError(f"device must be a name such as 'cpu' or 'cuda', got {shown(device)}.")
     if device == "auto":
         raise ValueError("device 'auto' is the default. Leave device out.")
+    rank = os.environ.get("LOCAL_RANK", "")
     try:
+        chosen = torch.device(device)
+        if chosen.type != "cpu" and chosen.index is None and rank.isdigit():
+            count = torch.get_device_module(chosen.type).device_count()
+            chosen = torch.device(chosen.type, int(rank) % max(1, count))
         # Copied back, because a tensor on the meta device has no data.
-        torch.empty(1, device=device).cpu()
+        torch.empty(1, device=chosen).cpu()
     # torch asserts that it was built with CUDA.
     except (RuntimeError, AssertionError, TypeError) as error:
         raise ValueError(
-            f"device {shown(device, 40)} is not available. Use 'cpu', or 'cuda' if"
+            f"device {shown(str(device), 40)} is not available. Use 'cpu', or 'cuda' if"
             " torch.cuda.is_available()."
         ) from error
-
-
-def local_gpu() -> str:
-    """Return the GPU of this process, which a launcher names by its number in LOCAL_RANK."""
-    import torch
-
-    rank = os.environ.get("LOCAL_RANK", "0")
-    if rank.isdigit() and rank != "0":
-        return f"cuda:{int(rank) % torch.cuda.device_count()}"
-    return "cuda"
+    return str(chosen)
 
 
 def available_device(device: str | None) -> str:
-    """Return the given device, or by default a GPU if there is one.
+    """Return the given device, or by default a GPU if there is one; see `checked_device`.
 
     Raises:
         ValueError: If the device does not exist here.
@@ -63,23 +67,22 @@ def available_device(device: str | None) -> str:
     import torch
 
     if device is None:
-        return local_gpu() if torch.cuda.is_available() else "cpu"
-    check_device(device)
-    return local_gpu() if device == "cuda" else device
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return checked_device(device)
 
 
 def choose_device(
     accelerator: "Accelerator | None", device: "str | torch.device | None"
-) -> "str | torch.device | None":
+) -> str | None:
     """Return the requested device, or that of the accelerator; None = not specified.
+
+    See `checked_device`.
 
     Raises:
         ValueError: If both are given, or the device is not available.
     """
     if accelerator is None:
-        if device is not None:
-            check_device(device)
-        return device
+        return None if device is None else checked_device(device)
     require("accelerator", "accelerate")
     from accelerate import Accelerator
 
@@ -89,8 +92,7 @@ def choose_device(
         )
     if device is not None:
         raise ValueError(f"The accelerator sets the device. Leave out device={str(device)!r}.")
-    chosen: torch.device = accelerator.device
-    return chosen
+    return str(accelerator.device)
 
 
 def autocast_context(

@@ -149,8 +149,6 @@ def processes_per_device(device: str) -> int:
     Args:
         device: Device of this process, such as "cpu" or "cuda:1".
     """
-    if device == "cuda":
-        device = "cuda:0"
     locations = processes().all_gather((socket.gethostname(), device))
     return max(Counter(locations).values())
 

@@ -1,15 +1,17 @@
 """Runs of a sharded base, compared with the whole base."""
 
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed import distributed_c10d
 from transformers import PreTrainedModel
 
 from evogrpo.algorithms.evaluation import evaluate
 from evogrpo.algorithms.population import Population
-from evogrpo.distributed import RunStop, processes
+from evogrpo.distributed import RunStop, processes, timeout_minutes
 from evogrpo.interruption import Interrupted
 from evogrpo.members.language.fsdp import layers_of, sharded_over
 from evogrpo.members.language.loading import fingerprint, load_base
@@ -49,6 +51,9 @@ def compare_sharded(folder: str, *architectures: str) -> None:
             getattr(weights, "_local_tensor", weights).numel()
             for weights in layers_of(base).parameters()
         )
+        for group in distributed_c10d._world.pg_map:
+            options = group._get_backend(torch.device("cpu")).options
+            assert options._timeout == timedelta(minutes=timeout_minutes())
         assert kept <= 0.6 * sum(weights.numel() for weights in layers_of(whole).parameters())
         compare_learning_steps(base, whole, architecture, micro_batch_tokens=48)
         compare_with_idle_ranks(base, whole, architecture)

@@ -145,10 +145,16 @@ class TestAdapterBankSamples(SamplerTestCase):
         return bank
 
 
-def test_rollouts_are_exact_in_float32_only():
+def test_rollouts_are_exact_in_float32_only(monkeypatch):
     for dtype in (torch.float32, torch.bfloat16):
         bank = different_members(tiny_model("llama").to(dtype), 2)
         rows = make_rows(range(2))
         assert bank.sample(rows).exact is (dtype == torch.float32)
+    # Products may be in TF32.
+    bank = different_members(tiny_model("llama"), 2)
+    for precision in ("high", "medium"):
+        monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda kind=precision: kind)
+        assert not bank.sample(rows).exact
+    monkeypatch.undo()
     bank.base.autocast = lambda: torch.autocast("cpu", dtype=torch.bfloat16)
     assert not bank.sample(rows).exact

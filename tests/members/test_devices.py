@@ -7,15 +7,27 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from torch import nn
+from transformers import PreTrainedModel
 
+from evogrpo import GRPO, load_base
 from evogrpo.config.hyperparameters import Hyperparameters
+from evogrpo.members.devices import available_device
 from evogrpo.testing.samplers import PROMPTS, as_batch, different_members, make_rows
 from tests.members.test_peft_oracle import END_IDS, MIN_NEW_TOKENS, reference_step
 from tests.oracles.peft_members import PeftMember
 from tests.rounding import LOG_PROB
 from tests.tiny_batches import grpo_loss, lora, off_policy, sampled_batch, tiny_bank
-from tests.tiny_models import tiny_model
-from tests.tiny_training import events_of, final_states, finish, resumed_run, tiny_run
+from tests.tiny_models import tiny_model, tiny_tokenizer
+from tests.tiny_training import (
+    events_of,
+    final_states,
+    finish,
+    resumed_run,
+    shared_model,
+    tiny_agent,
+    tiny_run,
+)
 
 ACCELERATORS = [pytest.param("cuda", marks=pytest.mark.gpu)]
 DEVICES = ["cpu", *ACCELERATORS]
@@ -142,3 +154,48 @@ def test_resumed_run_equals_uninterrupted_run(tmp_path):
     other = final_states(whole)
     assert one.keys() == other.keys()
     assert all(torch.equal(values, other[name]) for name, values in one.items())
+
+
+@pytest.fixture
+def used_cards(tmp_path, monkeypatch):
+    """Save a base and an agent; pretend that there are four GPUs and this process is number 6.
+
+    Returns the GPUs that are used.
+    """
+    tiny_model("llama").save_pretrained(tmp_path / "base")
+    tiny_tokenizer().save_pretrained(tmp_path / "base")
+    tiny_agent().save_checkpoint(tmp_path / "agent")
+    used = set()
+    empty = torch.empty
+
+    def create(*args, device=None, **kwargs):
+        if device is not None and torch.device(device).type == "cuda":
+            used.add(str(device))
+            device = "cpu"
+        return empty(*args, device=device, **kwargs)
+
+    def move(module, device):
+        used.add(str(device))
+        return module
+
+    for kind in (nn.Module, PreTrainedModel):
+        monkeypatch.setattr(kind, "to", move)
+    monkeypatch.setattr(torch, "empty", create)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setenv("LOCAL_RANK", "6")
+    return used
+
+
+def test_each_process_uses_its_own_card(used_cards, tmp_path):
+    for use in (
+        lambda: available_device("cuda"),
+        lambda: load_base(tmp_path / "base", device="cuda", dtype="float32"),
+        lambda: tiny_agent(device="cuda"),
+        lambda: tiny_agent(device=torch.device("cuda")),
+        lambda: GRPO.load(tmp_path / "agent", device="cuda", actor_network=shared_model()),
+    ):
+        use()
+        assert used_cards == {"cuda:2"}
+        used_cards.clear()
+    available_device("cuda:1")
+    assert used_cards == {"cuda:1"}

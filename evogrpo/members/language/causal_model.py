@@ -195,9 +195,16 @@ class CausalModel:
 
     @property
     def exact(self) -> bool:
-        """True in float32 and float64 without autocast: sampling and scoring agree."""
+        """True in float32 and float64 without autocast: sampling and scoring agree.
+
+        False in float32 where torch may round the factors of products, for example to TF32.
+        """
         dtype = next(self.model.parameters()).dtype
-        return dtype in (torch.float32, torch.float64) and self.autocast is nullcontext
+        if self.autocast is not nullcontext:
+            return False
+        if dtype == torch.float32:
+            return torch.get_float32_matmul_precision() == "highest"
+        return dtype == torch.float64
 
     @property
     def uses_fast_llama(self) -> bool:

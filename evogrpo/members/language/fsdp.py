@@ -7,6 +7,7 @@ this module decides when a layer is gathered. Embeddings and vocabulary head are
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
-from evogrpo.distributed import processes
+from evogrpo.distributed import processes, timeout_minutes
 from evogrpo.text import class_name
 
 T = TypeVar("T")
@@ -242,7 +243,8 @@ def shard(model: PreTrainedModel, parts: int, device: str) -> None:
         parts: Number of shards, from `shard_count`.
         device: Device of the shards.
     """
-    from torch.distributed.device_mesh import init_device_mesh
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 
     # 1. Form a grid of ranks: each row holds one copy of the base, and each rank of a row one part
@@ -254,14 +256,11 @@ def shard(model: PreTrainedModel, parts: int, device: str) -> None:
         if ":" not in device:
             device = f"{device}:0"
         torch.cuda.set_device(device)
-    copies = processes().size // parts
-    grid = init_device_mesh(
-        kind,
-        (copies, parts),
-        mesh_dim_names=("copies", "parts"),
-        backend_override={"parts": BACKENDS[kind]},
+    rows = torch.arange(processes().size).view(-1, parts).tolist()
+    group, _ = dist.new_subgroups_by_enumeration(
+        rows, timeout=timedelta(minutes=timeout_minutes()), backend=BACKENDS[kind]
     )
-    mesh = grid["parts"]
+    mesh = DeviceMesh.from_group(group, kind)
     # 2. Shard the layers.
     model.requires_grad_(False)
     layers = layers_of(model)

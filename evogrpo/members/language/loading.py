@@ -26,7 +26,7 @@ from transformers.utils import logging as transformers_logging
 
 from evogrpo.chat_templates import end_of_turn_ids
 from evogrpo.extras import package_command, require
-from evogrpo.members.devices import Precision, check_device
+from evogrpo.members.devices import Precision, checked_device
 from evogrpo.members.fast_llama.weight_layout import fast_paths_disabled, find_weight_layout
 from evogrpo.members.language.compatibility import end_ids_of, find_decoder, vocabulary_of
 from evogrpo.members.language.fsdp import shard, shard_count
@@ -273,7 +273,7 @@ def load_base(
         dtype: Data type of the weights, such as torch.bfloat16 or "bfloat16"; float32 on CPU and
             bfloat16 elsewhere by default. "int8" and "nf4" store linear layers in 8 or 4 bits and
             compute in the default type.
-        device: Device of the model.
+        device: Device of the model. With a launcher, "cuda" is the GPU of this process.
         parts: Number of ranks that shard the base with FSDP, reduced to a divisor of the world
             size; see `evogrpo.members.language.fsdp`. All ranks must call this. Each reads the
             whole base once: files in `dtype` are memory-mapped and shared on a machine; others are
@@ -291,7 +291,7 @@ def load_base(
             )
         return BaseModel(source, None, str(source.name_or_path or type(source).__name__))
     # 1. Check the arguments; find the files, which converts a GGUF file on first use.
-    check_device(device)
+    device = checked_device(device)
     kind, compute = _checked_dtype(dtype, device)
     check_quantised(kind, device, parts)
     place = locate_base(source)

@@ -187,8 +187,12 @@ class LanguageMembers(BankMembers):
 
     @processes.setter
     def processes(self, processes: Processes) -> None:
-        # All ranks must plan the same micro-batches.
-        self.bank.micro_batch_tokens = min(processes.all_gather(self.bank.micro_batch_tokens))
+        # All ranks must plan the same micro-batches, also where the default follows from the memory
+        # of a rank's GPU.
+        own = (self.bank.micro_batch_tokens, self.settings.micro_batch_tokens)
+        current, initial = zip(*processes.all_gather(own), strict=True)
+        self.bank.micro_batch_tokens = min(current)
+        self.settings = replace(self.settings, micro_batch_tokens=min(initial))
         self.bank.processes = processes
 
     def new_member(self, *, wrap: bool = True) -> "LanguageMembers":

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from evogrpo.distributed import processes
 from evogrpo.members.devices import device_memory
 from evogrpo.members.language.bank import AdapterBank
 from evogrpo.members.language.compatibility import is_quantised
@@ -172,8 +171,6 @@ def quantised_bytes(outline: PreTrainedModel, kind: str, compute: int) -> int:
 def size_for_memory(bank: AdapterBank, model: PreTrainedModel) -> int:
     """Return the largest micro-batch, a power of two tokens, that fits into memory by estimate.
 
-    All ranks return the minimum over ranks, because they must plan the same micro-batches.
-
     Args:
         bank: Members on the base.
         model: The base model.
@@ -192,4 +189,4 @@ def size_for_memory(bank: AdapterBank, model: PreTrainedModel) -> int:
             if needed <= MEMORY_SHARE * left:
                 break
             size //= 2
-    return min(processes().all_gather(size))
+    return size
