@@ -14,6 +14,7 @@ from pydantic import Field
 from torch import Tensor
 
 from evogrpo.interruption import NEVER, Stop
+from evogrpo.stop_strings import StopStrings
 from evogrpo.text import short_repr
 from evogrpo.validation import REAL, NonNegativeInt, PositiveFloat, PositiveShare, settings
 
@@ -86,6 +87,7 @@ class SamplingBatch:
             are any.
         min_new_tokens: Number of first tokens that cannot be an end of sequence.
         options: Truncation of the distribution.
+        stop_strings: Texts that end a completion; None = none. Their tokens count.
         history: Token ids after each row's prompt, completions and replies alike; None = nothing
             yet.
         keep: Return the state needed to continue these rows (their KV cache) as `Rollout.kept`.
@@ -107,6 +109,7 @@ class SamplingBatch:
     max_new_tokens: int = 0
     min_new_tokens: int = 0
     options: SamplingOptions = UNTRUNCATED
+    stop_strings: StopStrings | None = None
     history: tuple[tuple[int, ...], ...] | None = None
     keep: bool = False
     kept: object | None = None
@@ -149,7 +152,8 @@ class Rollout:
             replies.
         log_probs: `[n, t]` log-probabilities in nats under the distribution after
             `SamplingBatch.options`; 0 where not present.
-        truncated: `[n]` True if the row reached its maximum length without an end of sequence.
+        truncated: `[n]` True if the row reached its maximum length without an end of sequence or a
+            stop string.
         exact: The log-probabilities equal the trainer's, up to rounding in float32. Always False
             with truncating options.
         action_mask: `[n, t]` True for tokens sampled by the member, a subset of `present`, which is

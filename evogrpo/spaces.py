@@ -22,11 +22,13 @@ class CompletionSpace(spaces.Sequence):
     Args:
         vocabulary: Number of tokens.
         end_ids: Tokens that end a turn.
+        tokenizer: Decodes completions to look for stop strings; None = that of the base model.
     """
 
-    def __init__(self, vocabulary: int, end_ids: Sequence[int]) -> None:
+    def __init__(self, vocabulary: int, end_ids: Sequence[int], tokenizer: Any = None) -> None:
         super().__init__(spaces.Discrete(vocabulary))
         self.end_ids = tuple(end_ids)
+        self.tokenizer = tokenizer
 
 
 def leaf_spaces(space: spaces.Space[Any]) -> list[spaces.Space[Any]]:

@@ -65,6 +65,7 @@ _SYNONYMS: Mapping[str, str] = {
         "generate_max_len"
     ),
     "min_output_tokens": "min_new_tokens",
+    "stop_strings": "stop stop_words stop_sequences generation_kwargs",
     "max_episode_tokens": "max_model_len max_seq_length max_length vllm_max_model_length",
     "micro_batch_tokens": "micro_batch_size_per_gpu micro_batch_size ppo_max_token_len_per_gpu",
     "data_batch_size": "data_batch_size_per_gpu",
@@ -334,7 +335,7 @@ _ADVICE: Mapping[str, str] = {
         " accelerator_config parallelism_config data_collator label_names trust_remote_code"
         " off_policy_mask_threshold router_aux_loss_coef neftune_noise_alpha liger_kernel_config"
         " shuffle_dataset vespo_* start_index vec_env_kwargs clip_obs clip_reward norm_obs_keys"
-        " generation_kwargs full_determinism local_rank do_train do_predict skip_memory_metrics"
+        " full_determinism local_rank do_train do_predict skip_memory_metrics"
         " average_tokens_across_devices length_column_name train_sampling_strategy ignore_data_skip"
         " debug restore_callback_states_from_checkpoint enable_jit_checkpoint prediction_loss_only"
         " include_num_input_tokens_seen model_init_kwargs cast_lm_head_to_fp32"

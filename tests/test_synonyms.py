@@ -45,6 +45,7 @@ agent group_size: num_generations groupsize
 agent beta: kl_coef
 agent batch_size: per_device_train_batch_size
 agent max_output_tokens: max_completion_length max_new_tokens
+agent stop_strings: stop stop_words
 agent lora_config: peft_config
 agent full_finetuning: full
 agent network: net_arch
@@ -81,7 +82,6 @@ def test_names_of_other_libraries_are_translated(line):
         "reward_model",
         "trainer",
         "x",
-        "generation_kwargs",
         "num_generations_eval",
         "state",
         "resume_from_checkpoint",

@@ -16,6 +16,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -26,6 +27,7 @@ from transformers import PreTrainedModel
 from evogrpo.members.language.bank import AdapterBank
 from evogrpo.members.language.lora import read_adapter
 from evogrpo.records import Batch, SamplingBatch, SamplingOptions, TokenInputs
+from evogrpo.stop_strings import StopStrings
 
 Fault = Callable[[dict[str, Any], dict[str, Any]], dict[str, Any] | tuple[int, bytes] | None]
 """(request, answer) -> another answer, (status, content), or None to close the connection without
@@ -48,6 +50,7 @@ class VLLMServer:
         runtime_updates: Adapters can be loaded.
         sees_files: The server sees the folder of the adapters.
         lora_config: LoRA settings of all adapters.
+        tokenizer: Decodes completions to look for stop strings.
 
     Attributes:
         requests: Path and body of all requests.
@@ -64,12 +67,14 @@ class VLLMServer:
         runtime_updates: bool = True,
         sees_files: bool = True,
         lora_config: LoraConfig = RANK_3,
+        tokenizer: Any = None,
     ) -> None:
         self.model = model
         self.max_lora_rank = max_lora_rank
         self.processed = processed
         self.runtime_updates = runtime_updates
         self.sees_files = sees_files
+        self.tokenizer = tokenizer
         self.requests: list[tuple[str, dict[str, Any]]] = []
         self.fault: Fault | None = None
         self.delay = 0.0
@@ -218,6 +223,9 @@ class VLLMServer:
                 **{name: body[name] for name in ("top_k", "top_p", "min_p", "repetition_penalty")}
             ),
         )
+        if "stop" in body:
+            texts = tuple(body["stop"])
+            rows = replace(rows, stop_strings=StopStrings(texts=texts, tokenizer=self.tokenizer))
         base = body["model"] == BASE
         rollout = bank.sample(rows, base=base)
         log_probs = rollout.log_probs
@@ -242,9 +250,10 @@ class VLLMServer:
             log_probs = bank.log_probs(batch, base=base)
         # 3. vLLM's answer.
         choices = []
-        for index, (tokens, present, values) in enumerate(
-            zip(rollout.actions, rollout.present, log_probs, strict=True)
-        ):
+        rows_of = zip(
+            rollout.actions, rollout.present, rollout.truncated.tolist(), log_probs, strict=True
+        )
+        for index, (tokens, present, truncated, values) in enumerate(rows_of):
             ids = tokens[present].tolist()
             scores = {
                 "text_offset": [0] * len(ids),
@@ -252,11 +261,10 @@ class VLLMServer:
                 "tokens": [f"token_{token}" for token in ids],
                 "top_logprobs": [{f"token_{token}": 0.0} for token in ids],
             }
-            ended = ids[-1] in body["stop_token_ids"]
-            if ended:
-                reason = {"finish_reason": "stop", "stop_reason": ids[-1]}
-            else:
+            if truncated:
                 reason = {"finish_reason": "length"}
+            else:
+                reason = {"finish_reason": "stop", "stop_reason": ids[-1]}
             choices.append(
                 {
                     "index": index,

@@ -47,6 +47,7 @@ _ALIASES = {
 _ALSO = {
     "lr": 'Literal["auto"]',
     "eos_token_ids": "int",
+    "stop_strings": "str",
     "task_settings": "Mapping[str, Any]",
 }
 """Types that an argument has in addition to the type of its field."""

@@ -20,6 +20,7 @@ SETTINGS = {
     "top_p": "agent",
     "min_p": "agent",
     "repetition_penalty": "agent",
+    "stop_strings": "agent",
     "max_prompt_length": "task",
     "reward_weights": "task",
     "seed": "run",

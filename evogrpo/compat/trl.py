@@ -35,6 +35,14 @@ def _text(what: str, value: Any) -> str:
     return str(getattr(value, "value", value))
 
 
+def _texts(what: str, value: Any) -> list[str]:
+    """Return one or several texts as a list."""
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list | tuple) or not all(isinstance(each, str) for each in texts):
+        raise ValueError(f"{what} must be a text or a list of texts, got {shown(value)}.")
+    return list(texts)
+
+
 def _adamw(what: str, value: Any) -> str:
     """Return the name of an AdamW optimizer; raise ValueError for any other."""
     name = _text(what, value)
@@ -99,6 +107,7 @@ FIELDS: Mapping[str, Key] = {
     "top_k": Key(0, top_k, "settings.top_k"),
     "min_p": Key(0.0, number, "settings.min_p"),
     "repetition_penalty": Key(1.0, number, "settings.repetition_penalty"),
+    "generation_kwargs.stop": Key(None, _texts, "settings.stop_strings"),
     # The optimizer.
     "optim": Key("adamw_torch", _adamw),
     "weight_decay": Key(0.0, number, "optimizer.weight_decay"),
@@ -113,7 +122,6 @@ FIELDS: Mapping[str, Key] = {
 }
 """Fields that are translated."""
 UNSUPPORTED: Unsupported = {
-    "generation_kwargs": ((None, {}), "give top_k, top_p and the like by name"),
     "chat_template_kwargs": ((None, {}), "give it to HuggingFaceGym(chat_template_kwargs=...)"),
     "vllm_structured_outputs_regex": ((None,), "sampling is not constrained by a grammar"),
     "vllm_guided_decoding_regex": ((None,), "sampling is not constrained by a grammar"),
@@ -125,6 +133,18 @@ UNSUPPORTED: Unsupported = {
     "vllm_importance_sampling_clip_min": ((None,), "importance weights have no lower bound"),
 }
 """Fields whose effect is not implemented."""
+GENERATION: Mapping[str, str] = {
+    "stop": "generation_kwargs.stop",
+    "stop_strings": "generation_kwargs.stop",
+    "max_tokens": "max_completion_length",
+    "max_new_tokens": "max_completion_length",
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+}
+"""Keys of `generation_kwargs`, of vLLM and transformers, and the fields that they replace."""
 _INFRASTRUCTURE = """
     model_init_kwargs trust_remote_code disable_dropout cast_lm_head_to_fp32 num_generations_eval
     ds3_gather_for_generation shuffle_dataset pad_to_multiple_of cache_implementation vllm_mode
@@ -184,7 +204,15 @@ def from_trl(source: object) -> Imported:
 
     # 1. Read the fields.
     given = _given_fields(source)
+    generation = given.pop("generation_kwargs", None) or {}
+    if not isinstance(generation, Mapping):
+        raise ValueError(f"TRL field generation_kwargs must be a mapping, got {shown(generation)}.")
+    given |= {GENERATION[name]: each for name, each in generation.items() if name in GENERATION}
     trl = Translation("TRL field", given, FIELDS)
+    for name in generation:
+        if name not in GENERATION:
+            what = "key of TRL field generation_kwargs"
+            trl.refused.append(str(unknown_name_error(what, name, GENERATION)))
     # `Translation` leaves out None, which means "no limit" for these fields.
     unlimited = [name for name in UNLIMITED if given.get(name, 0) in (None, "None")]
     for name in unlimited:

@@ -93,8 +93,8 @@ class Seeded:
 
 
 def _as_tuple(value: Any) -> Any:
-    """Return one or several token ids as a tuple."""
-    if isinstance(value, Integral) and not isinstance(value, bool):
+    """Return one or several token ids or texts as a tuple."""
+    if isinstance(value, Integral | str) and not isinstance(value, bool):
         return (value,)
     if isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping):
         return tuple(value)
@@ -119,6 +119,8 @@ class LanguageOptions(SamplingOptions, AgentOptions):
             context.
         eos_token_ids: Token or tokens that end a completion; None = those that the model, the
             tokenizer or its chat template names.
+        stop_strings: Text or texts that end a completion or turn, which keeps them; a stop string
+            may span several tokens. None = none.
         calc_position_embeddings: Pass positions, counted without padding, to the model. False is
             for models that take none.
         reduce_memory_peak: Compute the logits of at most a few hundred tokens at a time. False
@@ -133,6 +135,10 @@ class LanguageOptions(SamplingOptions, AgentOptions):
     max_episode_tokens: PositiveInt | None = None
     eos_token_ids: Annotated[
         Annotated[tuple[Int, ...], Field(min_length=1)] | None, BeforeValidator(_as_tuple)
+    ] = None
+    stop_strings: Annotated[
+        Annotated[tuple[Annotated[Text, Field(min_length=1)], ...], Field(min_length=1)] | None,
+        BeforeValidator(_as_tuple),
     ] = None
     calc_position_embeddings: Flag = True
     reduce_memory_peak: Flag = True
@@ -150,6 +156,11 @@ class LanguageOptions(SamplingOptions, AgentOptions):
             raise ValueError(
                 f"max_episode_tokens must be at least max_output_tokens = {longest}, got"
                 f" {self.max_episode_tokens}."
+            )
+        if self.stop_strings is not None and self.min_output_tokens:
+            raise ValueError(
+                "stop_strings may end a completion at any token, got min_output_tokens ="
+                f" {self.min_output_tokens}. Remove one of them."
             )
         # 2. The exact KL needs the whole distribution of every action, which is too large here.
         if self.objective.kl_estimator in FULL_KLS:

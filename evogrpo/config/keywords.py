@@ -47,6 +47,7 @@ class LanguageKeywords(TypedDict, total=False):
     min_output_tokens: int
     max_episode_tokens: int | None
     eos_token_ids: int | tuple[int, ...] | None
+    stop_strings: str | tuple[str, ...] | None
     calc_position_embeddings: bool
     reduce_memory_peak: bool
     micro_batch_tokens: int | None

@@ -122,6 +122,9 @@ trl | max_completion_length: 64, max_prompt_length: 100, seed: 1, top_p: 0.9, to
 trl | min_p: 0.1, repetition_penalty: 1.1, reward_weights: [1.0, 0.5]
   -> {min_p: 0.1, repetition_penalty: 1.1,
   reward_weights: [1.0, 0.5]}
+trl | generation_kwargs: {stop: ['Q:'], top_p: 0.9, max_new_tokens: 9}
+  -> {stop_strings: ['Q:'], top_p: 0.9, max_output_tokens: 9}
+trl | generation_kwargs: {stop_strings: 'Q:'} -> stop_strings: ['Q:']
 trl | gradient_accumulation_steps: 4 -> samples_per_step: 32
 trl | steps_per_generation: 4 -> samples_per_step: 32
 trl | generation_batch_size: 64 -> samples_per_step: 64
@@ -169,7 +172,9 @@ trl | use_vllm: true, top_p: 0.8 -> vllm_importance_sampling_correction.*top_p 0
 trl | use_vllm: true, repetition_penalty: 1.1
   -> vllm_importance_sampling_correction.*repetition_penalty 1.1
 trl | optim: sgd -> optim.*'sgd'
-trl | generation_kwargs: {num_beams: 2} -> TRL field generation_kwargs
+trl | generation_kwargs: {num_beams: 2} -> TRL field generation_kwargs.*num_beams
+trl | generation_kwargs: 3 -> TRL field generation_kwargs
+trl | generation_kwargs: {stop: 3} -> generation_kwargs.stop
 trl | use_adaptive_entropy: true -> TRL field use_adaptive_entropy
 roll | adv_estimater: grpo -> adv_estimater.*adv_estimator
 roll | actor_train: {training_args: {learning_rat: 1}} -> learning_rate

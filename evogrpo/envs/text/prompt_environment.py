@@ -250,7 +250,7 @@ class PromptEnvironment:
         vocabulary = gymnasium.spaces.Discrete(len(tokenizer))
         self.observation_space = gymnasium.spaces.Sequence(vocabulary)
         end_ids = end_of_turn_ids(tokenizer, self._options)
-        self.action_space = CompletionSpace(len(tokenizer), end_ids)
+        self.action_space = CompletionSpace(len(tokenizer), end_ids, tokenizer)
 
     def _check_columns(self, columns: Sequence[str], where: str) -> None:
         """Check the fields, arguments and settings that are columns of a dataset.

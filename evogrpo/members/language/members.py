@@ -65,6 +65,7 @@ from evogrpo.records import (
     unpadded,
 )
 from evogrpo.spaces import CompletionSpace
+from evogrpo.stop_strings import StopStrings
 from evogrpo.storage.checkpoint import CheckpointError, is_path
 from evogrpo.text import class_name
 from evogrpo.validation import validate, whole_between
@@ -260,7 +261,8 @@ class LanguageMembers(BankMembers):
     ) -> PromptBatch:
         """Open starts.
 
-        From then on, completions also end with the tokens that end a turn in the environment.
+        From then on, completions also end with the tokens that end a turn in the environment, and
+        stop strings are decoded by its tokenizer.
         """
         batch = open_for(env, split, starts, settings)
         if not isinstance(batch, PromptBatch):
@@ -269,12 +271,27 @@ class LanguageMembers(BankMembers):
                 " step by step. Use HuggingFaceGym, or train small networks: pass its"
                 " observation_space and action_space."
             )
+        space = getattr(env, "action_space", None)
+        self._stop_strings = self._stop_strings_in(space)
         if self.settings.eos_token_ids is None:
-            ends = self._end_ids_in(getattr(env, "action_space", None), self.bank.base.model)
+            ends = self._end_ids_in(space, self.bank.base.model)
             self.bank.end_ids = torch.tensor(
                 sorted(ends | set(self.bank.end_ids.tolist())), device=self.device
             )
         return batch
+
+    def _stop_strings_in(self, space: object, tokenizer: Any = None) -> StopStrings | None:
+        """Return the stop strings, decoded by a tokenizer, or else by that of an action space."""
+        texts = self.settings.stop_strings
+        if texts is None:
+            return None
+        tokenizer = tokenizer or getattr(space, "tokenizer", None) or self._tokenizer
+        return StopStrings(texts=texts, tokenizer=tokenizer)
+
+    @cached_property
+    def _stop_strings(self) -> StopStrings | None:
+        # Replaced when an environment is opened.
+        return self._stop_strings_in(self.action_space)
 
     def sample(
         self, env: GroupEnvironment, starts: Sequence[int], request: SamplingRequest
@@ -401,6 +418,7 @@ class LanguageMembers(BankMembers):
             uniforms=uniforms(0),
             min_new_tokens=self.settings.min_output_tokens,
             options=self.settings.sampling_options,
+            stop_strings=self._stop_strings,
             stop=stop,
         )
         # 2. Sample all turns.
@@ -467,6 +485,7 @@ class LanguageMembers(BankMembers):
         if action_mask is not None:
             raise ValueError("action_mask is for small networks. Leave it out.")
         rows = prompt_rows(observations, learner, self.settings, training=training)
+        rows = replace(rows, stop_strings=self._stop_strings)
         rollout = self._synced_sampler().sample(rows)
         return as_completions(rows.prompts, rollout, self.settings.pad_token_id)
 
@@ -519,6 +538,7 @@ class LanguageMembers(BankMembers):
             uniforms=torch.from_numpy(rng.random((count, length), dtype=np.float32)),
             min_new_tokens=min(settings.min_output_tokens, length),
             options=settings.sampling_options,
+            stop_strings=self._stop_strings_in(None, tokenizer),
         )
         rollout = self._synced_sampler().sample(rows, base=base)
         # 4. Decode. The tokenizer may name further tokens that end a turn.
@@ -553,6 +573,10 @@ class LanguageMembers(BankMembers):
         # 2. A completion whose last token does not end it was truncated.
         last = batch.present.sum(1, keepdim=True).clamp(min=1) - 1
         ended = torch.isin(batch.actions.gather(1, last), self.bank.end_ids.to(self.device))
+        if self._stop_strings is not None:
+            for row, tokens in enumerate(unpadded(batch.actions, batch.present)):
+                if self._stop_strings.end_of(tokens) is not None:
+                    ended[row] = True
         mask = batch.action_mask
         if self.settings.objective.mask_truncated:
             mask = mask & ended

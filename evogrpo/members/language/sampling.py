@@ -244,6 +244,8 @@ class _Sampler:
         self._present = torch.zeros(shape, dtype=torch.bool, device=device)
         self._log_probs = torch.zeros(shape, device=device)
         self._reported = torch.zeros(len(rows), dtype=torch.bool, device=device)
+        # True for rows that a stop string has ended.
+        self._stopped = torch.zeros_like(self._reported)
         # Row numbers and their saved caches.
         self._caches: list[tuple[Tensor, Any]] = []
 
@@ -273,6 +275,7 @@ class _Sampler:
         self._actions[rest] = self._model.pad_id
         self._present[rest] = False
         self._log_probs[rest] = 0.0
+        self._stopped[rest] = False
         if len(rest):
             for half in rest.chunk(2):
                 self.sample(half, kept, keep=keep)
@@ -285,7 +288,7 @@ class _Sampler:
             actions=self._actions,
             present=self._present,
             log_probs=self._log_probs,
-            truncated=~is_end.any(1),
+            truncated=~(is_end.any(1) | self._stopped),
             exact=exact,
         )
         if not self._caches:
@@ -376,7 +379,7 @@ class _Sampler:
         width = self._rows.max_new_tokens
         on_cpu = model.device.type == "cpu"
         check_every = CHECK_EVERY
-        if on_cpu:
+        if on_cpu and self._rows.stop_strings is None:
             check_every = CHECK_EVERY_ON_CPU
 
         def save(local: Tensor, fed: int) -> None:
@@ -413,6 +416,7 @@ class _Sampler:
                 continue
             # 2. Check for finished rows. An unfinished row counts its fraction of the maximum
             #    length.
+            live = live & ~self._cut_at_stop_strings(numbers, checked, step + 1)
             ended_now = alive - int(live.sum())
             alive -= ended_now
             done = alive * (step + 1 - checked) + ended_now * (width - checked)
@@ -438,6 +442,33 @@ class _Sampler:
                 numbers = numbers[rows]
                 live = live[rows]
                 tokens = tokens[rows]
+
+    def _cut_at_stop_strings(self, numbers: Tensor, checked: int, sampled: int) -> Tensor:
+        """Remove the tokens after the first stop string of each row.
+
+        Args:
+            numbers: Row numbers.
+            checked: Number of first tokens without a stop string.
+            sampled: Number of tokens sampled so far.
+
+        Returns:
+            True for rows that a stop string has ended.
+        """
+        stop_strings = self._rows.stop_strings
+        if stop_strings is not None:
+            start = stop_strings.first_unchecked(checked)
+            windows = self._actions[numbers, start:sampled].tolist()
+            lengths = self._present[numbers, start:sampled].sum(1).tolist()
+            for row, window, length in zip(numbers.tolist(), windows, lengths, strict=True):
+                count = stop_strings.end_of(window[:length])
+                if count is None:
+                    continue
+                end = start + count
+                self._actions[row, end:] = self._model.pad_id
+                self._present[row, end:] = False
+                self._log_probs[row, end:] = 0.0
+                self._stopped[row] = True
+        return self._stopped[numbers]
 
     def _sample_tokens(self, hidden: Tensor, numbers: Tensor, step: int) -> tuple[Tensor, Tensor]:
         """Return the next token of each row and its log-probability (0 for greedy rows)."""

@@ -355,6 +355,7 @@ class VLLMSampler:
         actions = torch.full((len(rows), width), bank.base.pad_id)
         log_probs = torch.zeros(len(rows), width)
         lengths = torch.zeros(len(rows), dtype=torch.long)
+        stopped = torch.zeros(len(rows), dtype=torch.bool)
         counter = rows.stop.progress("writing", len(rows), "completions")
 
         def collect(number: int, choices: Sequence[Choice]) -> None:
@@ -363,6 +364,7 @@ class VLLMSampler:
             for row, choice in zip(numbers, choices, strict=True):
                 length = len(choice.token_ids)
                 lengths[row] = length
+                stopped[row] = choice.finish_reason == "stop"
                 actions[row, :length] = torch.tensor(choice.token_ids)
                 # A greedy token is certain.
                 if rows.temperature[row]:
@@ -374,12 +376,10 @@ class VLLMSampler:
 
         # 2. Send all requests at once; answers are collected in this thread.
         _run([partial(self._complete, rows, *request) for request in requests], rows.stop, collect)
-        # 3. Rows that ended with an end token.
+        # 3. Rows that ended with an end token or a stop string.
         present = torch.arange(width) < lengths[:, None]
-        is_end = torch.isin(actions, bank.end_ids.cpu()) & present
-        truncated = ~is_end.any(1)
         return Rollout(
-            actions=actions, present=present, log_probs=log_probs, truncated=truncated, exact=False
+            actions=actions, present=present, log_probs=log_probs, truncated=~stopped, exact=False
         )
 
     def _complete(
@@ -429,6 +429,10 @@ class VLLMSampler:
             "return_token_ids": True,
             "cache_salt": salt,
         }
+        if rows.stop_strings is not None:
+            body["stop"] = list(rows.stop_strings.texts)
+            # Stop strings may be special tokens.
+            body["skip_special_tokens"] = False
         limit = MAX_ANSWER + sum(map(len, prompts)) * BYTES_PER_PROMPT_TOKEN
         limit += len(numbers) * longest * BYTES_PER_TOKEN
         status, content = server.call("/v1/completions", body, ended=ended, limit=limit)
@@ -454,21 +458,51 @@ class VLLMSampler:
                 raise VLLMError(
                     f"{server.url} returned the completions in another order than the prompts."
                 )
-            tokens = choice.token_ids
-            values = choice.logprobs.token_logprobs
-            places = [place for place, token in enumerate(tokens) if token in ends]
-            # A completion ends with its only end token, or has the maximum length.
-            if not places:
-                whole = len(tokens) == longest
-            else:
-                whole = shortest <= places[0] == len(tokens) - 1 < longest
-            if len(values) != len(tokens) or max(tokens) >= vocabulary or not whole:
+            if not _finish(choice, rows, ends, vocabulary):
+                tokens = choice.token_ids
+                places = [place for place, token in enumerate(tokens) if token in ends]
                 raise VLLMError(
-                    f"{server.url} returned a completion of {len(tokens)} tokens, {len(values)}"
-                    f" log-probabilities and end tokens at {places}, but {shortest} to {longest}"
-                    " tokens up to the first end token were requested. Check its --max-model-len."
+                    f"{server.url} returned a completion of {len(tokens)} tokens,"
+                    f" {len(choice.logprobs.token_logprobs)} log-probabilities and end tokens at"
+                    f" {places}, but {shortest} to {longest} tokens up to the first end token were"
+                    " requested. Check its --max-model-len."
                 )
         return choices
+
+
+def _finish(choice: Choice, rows: SamplingBatch, ends: Sequence[int], vocabulary: int) -> bool:
+    """Cut a completion behind its first stop string, and set its finish reason.
+
+    Returns:
+        False if the completion is invalid. It must end with its only end token or with a stop
+        string, or have the maximum length.
+    """
+    # 1. Compare tokens and log-probabilities.
+    tokens = choice.token_ids
+    values = choice.logprobs.token_logprobs
+    if len(values) != len(tokens) or max(tokens) >= vocabulary:
+        return False
+    # 2. Find the stop string. The server decodes completions together with their prompts, so it may
+    #    find one that the tokens of the completion alone do not show.
+    stopped = False
+    if rows.stop_strings is not None:
+        stopped = choice.finish_reason == "stop"
+        end = rows.stop_strings.end_of(tokens)
+        if end is not None:
+            stopped = True
+            tokens = tokens[:end]
+            choice.token_ids = tokens
+            choice.logprobs.token_logprobs = values[:end]
+    # 3. Find the end token.
+    longest = rows.max_new_tokens
+    places = [place for place, token in enumerate(tokens) if token in ends]
+    choice.finish_reason = "length"
+    if places or stopped:
+        choice.finish_reason = "stop"
+    if places:
+        shortest = min(rows.min_new_tokens, longest)
+        return shortest <= places[0] == len(tokens) - 1 < longest
+    return stopped or len(tokens) == longest
 
 
 def _run(

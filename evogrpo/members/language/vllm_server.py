@@ -45,6 +45,7 @@ class Choice(BaseModel):
     """A completion in an answer; `index` is the number of its prompt."""
 
     index: StrictInt
+    finish_reason: str | None = None
     token_ids: Annotated[_TokenIds, Field(min_length=1)]
     prompt_token_ids: _TokenIds | None = None
     logprobs: _Scores

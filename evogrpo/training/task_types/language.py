@@ -245,6 +245,8 @@ class LanguageTask:
             end_ids_of(self.outline.model).union(self.env.action_space.end_ids)
         )
         end_tokens = [f"{end} {shorten(str(tokenizer.decode([end])), 40)!r}" for end in ends]
+        stop_strings = self.config.agent.stop_strings or ()
+        end_tokens += [f"stop string {shorten(text, 40)!r}" for text in stop_strings]
         prompt = shorten(self.trial.prompt, 400)
         return {
             "first prompt": f"{prompt!r}, {pluralize(len(tokens), 'token')}: {first}",

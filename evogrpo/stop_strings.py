@@ -1,0 +1,48 @@
+"""Texts that end a completion, found in its tokens."""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+MARGIN = 4
+"""Tokens at the start of a text that may be decoded differently without those before: a character
+has at most 4 bytes, and some tokenizers drop a leading space.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopStrings:
+    """Stop strings of completions, with the tokenizer that decodes them.
+
+    Attributes:
+        texts: A completion ends with the first token after which its text contains one of these.
+            Special tokens are part of the text.
+        tokenizer: A transformers tokenizer.
+    """
+
+    texts: tuple[str, ...]
+    tokenizer: Any = field(repr=False)
+
+    def first_unchecked(self, checked: int) -> int:
+        """Return the first token to pass to `end_of`.
+
+        Args:
+            checked: Number of tokens of a completion that contain no stop string.
+        """
+        # A token has at least one byte.
+        longest = max(len(text.encode()) for text in self.texts)
+        return max(0, checked - longest - MARGIN)
+
+    def end_of(self, tokens: Sequence[int]) -> int | None:
+        """Return the number of tokens up to the end of the first stop string; None if none."""
+
+        def has_stop(count: int) -> bool:
+            text = self.tokenizer.decode(
+                list(tokens[:count]), clean_up_tokenization_spaces=False, skip_special_tokens=False
+            )
+            return any(stop in text for stop in self.texts)
+
+        if not has_stop(len(tokens)):
+            return None
+        return bisect_left(range(len(tokens)), True, key=has_stop)
