@@ -1,5 +1,6 @@
 """Devices: availability, memory and threads."""
 
+import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -188,6 +189,26 @@ def device_memory(device: str) -> tuple[int | None, str]:
     if not device.startswith("cpu"):
         return None, f"memory on {device}"
     return process_memory(), "memory"
+
+
+def free_memory(device: "torch.device") -> int | None:
+    """Return the bytes that this process can still allocate on an accelerator; None if unknown.
+
+    Memory that torch has reserved but does not use counts as free. Ranks of a machine that share
+    an accelerator get equal parts of the rest.
+    """
+    import torch
+
+    module = torch.get_device_module(device)
+    if not hasattr(module, "mem_get_info"):
+        return None
+    free, _ = module.mem_get_info(device)
+    unused = module.memory_reserved(device) - module.memory_allocated(device)
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
+    sharing = 1
+    if ranks.isdigit():
+        sharing = max(1, math.ceil(int(ranks) / module.device_count()))
+    return int(free // sharing + unused)
 
 
 def process_memory(

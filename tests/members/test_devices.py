@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from evogrpo import GRPO, load_base
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.members.devices import available_device
+from evogrpo.members.language import sampling
 from evogrpo.testing.samplers import PROMPTS, as_batch, different_members, make_rows
 from tests.members.test_peft_oracle import END_IDS, MIN_NEW_TOKENS, reference_step
 from tests.oracles.peft_members import PeftMember
@@ -199,3 +200,50 @@ def test_each_process_uses_its_own_card(used_cards, tmp_path):
         used_cards.clear()
     available_device("cuda:1")
     assert used_cards == {"cuda:1"}
+
+
+@pytest.mark.parametrize("device", ACCELERATORS)
+def test_batches_fill_the_free_memory(device, monkeypatch):
+    """Ranks that share a card get equal parts of it."""
+    bank = different_members(tiny_model("llama").to(device), 2)
+    rows = make_rows(range(2), tokens=2, keep=True)
+    width = 2 + max(map(len, rows.prompts))
+    prefix = bank.base.prefix
+    begin = bank.base.decode
+    bytes_per_token = []
+    sizes = []
+
+    def prefill(*args):
+        made = prefix(*args)
+        cached = sum(keys.nbytes + values.nbytes for keys, values in made.layers)
+        bytes_per_token.append(cached / made.mask.numel())
+        return made
+
+    def decode(prefix, prompt_of, *args):
+        sizes.append(len(prompt_of))
+        return begin(prefix, prompt_of, *args)
+
+    monkeypatch.setattr(bank.base, "prefix", prefill)
+    monkeypatch.setattr(bank.base, "decode", decode)
+    # Not used where the free memory is known.
+    monkeypatch.setattr(sampling, "CACHED_TOKENS", width)
+    module = torch.get_device_module(device)
+    monkeypatch.setattr(module, "device_count", lambda: 1)
+    monkeypatch.setattr(module, "memory_reserved", lambda device: 0, raising=False)
+    monkeypatch.setattr(module, "memory_allocated", lambda device: 0, raising=False)
+    batches = {}
+    some = 1 << 18
+    for free, ranks in ((some, 1), (4 * some, 4), (1 << 30, 1)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+        monkeypatch.setattr(
+            module, "mem_get_info", lambda device, free=free: (free, 2 * free), raising=False
+        )
+        sizes.clear()
+        kept = bank.sample(rows).kept
+        batches[free] = list(sizes)
+        used = width * max(sizes) * bytes_per_token[0]
+        assert used <= 0.8 * free / ranks
+    assert 1 < len(batches[some]) < len(rows)
+    assert batches[4 * some] == batches[some]
+    assert batches[1 << 30] == [len(rows)]
+    assert int((kept.part_of < 0).sum()) == 0

@@ -12,8 +12,10 @@ from tests.forking import Forked
 ROOT = Path(__file__).parents[2]
 FILES = [f"tests/members/test_{name}.py" for name in ("devices", "sampling", "stacked_bank")]
 SELECTIONS = [
-    ("separate or devices_agree and some", 2),
-    pytest.param("or_batches or separate or devices_agree", 10, marks=pytest.mark.slow),
+    ("separate or devices_agree and some or free_memory", 3),
+    pytest.param(
+        "or_batches or separate or devices_agree or free_memory", 11, marks=pytest.mark.slow
+    ),
 ]
 
 

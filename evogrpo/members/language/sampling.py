@@ -17,17 +17,24 @@ from evogrpo.functional.log_probs import (
 )
 from evogrpo.functional.matmul import padded_rows
 from evogrpo.members.bank import FinishedCallback, PolicyVersion
-from evogrpo.members.devices import memory_errors
+from evogrpo.members.devices import free_memory, memory_errors
 from evogrpo.members.language.adapters import AdapterStates
 from evogrpo.members.language.causal_model import CausalModel
 from evogrpo.members.language.compatibility import check_context
 from evogrpo.members.language.fsdp import NEEDS_SAMPLER
 from evogrpo.members.language.kv_cache import Decoding, Prefix, Prompts
 from evogrpo.members.language.micro_batches import distinct_prefixes, lexsort
+from evogrpo.members.language.sizing import prefill_bytes, sampling_bytes
 from evogrpo.records import UNTRUNCATED, Rollout, SamplingBatch
 
 CACHED_TOKENS = 32_768
-"""Maximum tokens in the KV cache of a batch, and again in the caches saved for the next turn."""
+"""Maximum tokens in the KV cache of a batch, and again in the caches saved for the next turn. On
+accelerators, the maximum follows from the free memory.
+"""
+FREE_SHARE = 0.8
+"""Fraction of an accelerator's free memory for the KV cache and prefill of a batch, and for the
+caches saved for the next turn.
+"""
 CPU_ROWS = 128
 CPU_TOKENS = 16_384
 """On a CPU, batches stop growing at this many rows or tokens: twice as many are only 6 to 10 %
@@ -152,36 +159,70 @@ class AdapterSampler(AdapterStates):
             else:
                 started.append(row)
         # 3. Split them into batches of equal size, sorted by member and prompt.
+        limit, saved_limit = cached_tokens(self.base, width, rows.max_new_tokens, keep=rows.keep)
         batches: list[tuple[Tensor, CachedRows | None]] = []
         policy: PolicyVersion = "base" if base else "weights"
         for caches, pending in ((kept, resumed), (None, started)):
             if not pending:
                 continue
             for group in self.split_passes(policy, pending, slots):
-                size = rows_at_once(width, self.base.device.type)
+                size = rows_at_once(width, self.base.device.type, limit)
                 count = math.ceil(len(group) / size)
                 batches += [(batch, caches) for batch in torch.tensor(group).chunk(count)]
         # 4. Sample them, and save caches as long as they fit into memory.
         with torch.no_grad(), self.base.working(), self.base.autocast():
             sampler = _Sampler(self, policy, rows, on_finished)
-            budget = CACHED_TOKENS
+            budget = saved_limit
             for batch, caches in batches:
                 budget -= len(batch) * width
                 sampler.sample(batch, caches, keep=rows.keep and budget >= 0)
             return sampler.rollout(versions)
 
 
-def rows_at_once(width: int, device: str) -> int:
+def rows_at_once(width: int, device: str, limit: int = CACHED_TOKENS) -> int:
     """Return the number of rows that are sampled at once (a batch).
 
     Args:
         width: Maximum tokens of a row, prompt included.
         device: Type of the device.
+        limit: Maximum tokens of the batch.
     """
-    fitting = max(1, CACHED_TOKENS // width)
+    fitting = max(1, limit // width)
     if device == "cpu":
         return min(fitting, max(CPU_ROWS, CPU_TOKENS // width))
     return fitting
+
+
+def cached_tokens(model: CausalModel, width: int, new: int, *, keep: bool) -> tuple[int, int]:
+    """Return the maximum tokens in the KV cache of a batch, and in the caches that are saved.
+
+    On accelerators, they follow from the free memory. The tokens of a batch are a power of two, so
+    that small changes of the free memory do not change batches, and with them rounding.
+
+    Args:
+        model: The base model.
+        width: Maximum tokens of a row, prompt included.
+        new: Maximum tokens of a completion.
+        keep: Caches are saved for the next turn.
+    """
+    free = None
+    if model.device.type != "cpu":
+        free = free_memory(model.device)
+    if free is None:
+        return CACHED_TOKENS, CACHED_TOKENS
+    # 1. Bytes of a row. Prompts run in one pass, and are cached once more for batched products.
+    #    Without a cache, all tokens run in one pass.
+    precision = next(model.model.parameters()).element_size()
+    prompt = width
+    if model.shares_prefix:
+        prompt = width - new
+    bytes_of_row = sampling_bytes(model.model, width + prompt, precision)
+    bytes_of_row += prefill_bytes(model.model, prompt, precision)
+    # 2. Tokens that fit. Saving the caches of a batch needs two copies of it, so a quarter is for
+    #    the batch, a half for its copies, or for saved caches and the last of the copies.
+    tokens = int(FREE_SHARE * free * width / bytes_of_row)
+    batch = tokens // 4 if keep else tokens
+    return 1 << max(0, batch.bit_length() - 1), tokens // 2
 
 
 def _with_history_in_prompts(rows: SamplingBatch) -> SamplingBatch:

@@ -1,16 +1,18 @@
 """Memory estimates of language models, and the size of a micro-batch that follows from them."""
 
 import math
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from evogrpo.members.devices import device_memory
-from evogrpo.members.language.bank import AdapterBank
 from evogrpo.members.language.compatibility import is_quantised
 from evogrpo.members.language.fsdp import layers_of, sharded_over
+
+if TYPE_CHECKING:
+    from evogrpo.members.language.bank import AdapterBank
 
 MIN_TOKENS = 256
 MAX_TOKENS = 1 << 15
@@ -46,6 +48,18 @@ def learning_bytes(model: PreTrainedModel, tokens: int, logits_rows: int, precis
     activations = tokens * widths.layers * numbers_per_layer * precision
     logits = 3 * logits_rows * widths.vocabulary * FLOAT
     return activations + logits
+
+
+def prefill_bytes(model: PreTrainedModel, tokens: int, precision: int) -> int:
+    """Estimate the bytes of the activations of one layer, without gradients.
+
+    Args:
+        model: The base model, with or without weights.
+        tokens: Tokens of the pass.
+        precision: Bytes per number in the base's compute precision.
+    """
+    widths = widths_of(model)
+    return tokens * (6 * widths.hidden + 3 * widths.intermediate) * precision
 
 
 def sampling_bytes(model: PreTrainedModel, tokens: int, precision: int) -> int:
@@ -168,7 +182,7 @@ def quantised_bytes(outline: PreTrainedModel, kind: str, compute: int) -> int:
     return round(quantised * BITS[kind] / 8) + rest * compute
 
 
-def size_for_memory(bank: AdapterBank, model: PreTrainedModel) -> int:
+def size_for_memory(bank: "AdapterBank", model: PreTrainedModel) -> int:
     """Return the largest micro-batch, a power of two tokens, that fits into memory by estimate.
 
     Args:
