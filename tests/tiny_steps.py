@@ -12,6 +12,7 @@ from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
 from evogrpo.envs.protocol import GroupEnvironment
 from evogrpo.evolution import FitnessConfig, Strategy
 from evogrpo.training.configuration.sections import LoggingConfig
+from evogrpo.training.proposals import Proposer
 from evogrpo.training.run_dir import RunDir
 from evogrpo.training.schedule import Schedule
 from evogrpo.training.trainer import Trainer
@@ -61,6 +62,7 @@ def start_run(
     *,
     strategy: Strategy | None = None,
     fitness: object = "validation",
+    proposer: Proposer | None = None,
     **schedule: Any,
 ) -> Trainer:
     """Return a run that has not started, without TensorBoard; its default is a tournament."""
@@ -71,6 +73,7 @@ def start_run(
         strategy=strategy or Tournament(z=0.0),
         fitness=FitnessConfig.of(fitness),
         run_dir=None if folder is None else RunDir(folder, LoggingConfig(tensorboard=False)),
+        proposer=proposer,
     )
 
 

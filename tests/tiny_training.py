@@ -32,6 +32,7 @@ from evogrpo.records import Batch, LearnReport
 from evogrpo.reporting.records import StepReport
 from evogrpo.storage.checkpoint import CheckpointError, read_checkpoint
 from evogrpo.storage.journal import latest_generations, read_journal
+from evogrpo.training.proposals import Proposer
 from evogrpo.training.run_dir import open_run
 from evogrpo.training.trainer import Trainer
 from tests.oracles.peft_members import PeftMember
@@ -295,6 +296,7 @@ def resumed_run(
     strategy: Strategy | type[Strategy] | None = None,
     model: PreTrainedModel | None = None,
     make_sampler: Callable[[Population], Sampler] | None = None,
+    proposer: Proposer | None = None,
     **schedule: Any,
 ) -> Trainer:
     """Return a run of any kind as another process would load it, with everything new."""
@@ -313,6 +315,7 @@ def resumed_run(
         fitness=saved.record.fitness,
         run_dir=saved.run_dir(folder),
         run_state=run_state,
+        proposer=proposer,
     )
 
 

@@ -17,13 +17,14 @@ from evogrpo.cli import main
 from evogrpo.config.network import NetworkConfig
 from evogrpo.config.objective import Objective
 from evogrpo.config.search_space import HyperparameterConfig
-from evogrpo.distributed import processes
+from evogrpo.distributed import is_rank_zero, processes
 from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
 from evogrpo.evolution import FitnessConfig, Tournament
 from evogrpo.members.bank import Sampler
 from evogrpo.members.language.loading import load_base
 from evogrpo.members.language.vllm_sampler import VLLMSampler
 from evogrpo.training.evolve import Run
+from evogrpo.training.proposals import Proposer
 from evogrpo.training.trainer import Trainer
 from tests.distributed.whole_sampler import WholeSampler
 from tests.envs import joint_probes
@@ -71,7 +72,7 @@ def language(
     folder: Path, size: int, objective: Objective | None = None, **options: Any
 ) -> Trainer:
     """Language models; `options` are those of members and of the schedule."""
-    of_run = ("env", "generations", "steps_per_generation", "strategy")
+    of_run = ("env", "generations", "steps_per_generation", "strategy", "proposer")
     run = {"generations": 2, "test_questions": 4} | {
         name: options.pop(name) for name in of_run if name in options
     }
@@ -87,20 +88,28 @@ def words(folder: Path) -> Trainer:
     return language(folder, 3, objective, generations=3)
 
 
+def longer(candidate: Any, dataset: Any, names: Any) -> dict[str, str]:
+    """Propose longer texts; only rank 0 asks."""
+    assert is_rank_zero()
+    return {name: candidate[name] + str(len(dataset[name]) % 10) for name in names}
+
+
 def pair(folder: Path) -> Trainer:
     """Two language models: dynamic sampling, entropy bonus, KL to the base, controlled steps.
 
-    Their task settings evolve.
+    Their task settings evolve, and rank 0 asks for new texts.
     """
     objective = Objective(dynamic_sampling=1, overlong_buffer=2)
     options = {"target_kl": 0.01, "entropy_coef": 0.01, "micro_batch_tokens": 48}
-    space = {**SPACE, **TASK_SPACE}
+    texts = {"task": {"style": {"choices": ["", "12+", "3"], "proposed": True}}}
+    space = {**SPACE, **TASK_SPACE, **texts}
     return language(
         folder,
         2,
         objective,
         steps_per_generation=1,
         env=settings_env(),
+        proposer=Proposer(function=longer),
         hp_config=HyperparameterConfig(**space),
         **options,
     )
@@ -204,6 +213,7 @@ def go_on(folder: Path, generations: int) -> Trainer:
             env=settings_env() if folder.name == "pair" else None,
             model=base_of(folder),
             make_sampler=sampler_of(folder),
+            proposer=Proposer(function=longer) if folder.name == "pair" else None,
             generations=generations,
         )
     return resumed_run(folder, generations=generations)
