@@ -31,7 +31,7 @@ from evogrpo.reporting.records import (
 )
 from evogrpo.text import pluralize, score_text
 from evogrpo.training.run_state import Best, RunState
-from evogrpo.training.schedule import REMEDY, TOO_FEW
+from evogrpo.training.schedule import REMEDY, TOO_FEW, other_rewards
 from evogrpo.warnings import warn
 
 if TYPE_CHECKING:
@@ -122,11 +122,14 @@ def measure(run: "Trainer") -> dict[int, Measured]:
     population = run.population
     config = run.fitness
     run_state = run.run_state
-    # 1. Training rewards of every member.
+    # 1. Training rewards of every member, unless they are not the metric.
     training_fitness = {
         agent.slot: run_state.training_fitness(agent.slot) for agent in population.healthy
     }
     rollouts = {slot: fitness for slot, fitness in training_fitness.items() if fitness is not None}
+    settings = [name for agent in population.agents for name in agent.task_settings]
+    if other_rewards([*population.space.task_settings, *settings], run.env) is not None:
+        rollouts = {}
     if not config.uses_validation and len(rollouts) < len(training_fitness):
         lacking = min(training_fitness.keys() - rollouts.keys())
         count = len({(step, position) for step, position, _ in run_state.rollouts[lacking]})

@@ -1,7 +1,7 @@
 """Schedule: length and limits of a run."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
@@ -309,18 +309,29 @@ def check_run(
 
 
 def check_fitness(fitness: "FitnessConfig", space: HyperparameterConfig, env: object) -> None:
-    """Raise ValueError if fitness is training rewards, and task settings change these.
+    """Raise ValueError if fitness is training rewards, and these are not the metric."""
+    reason = other_rewards(space.task_settings, env)
+    if reason is not None and not fitness.uses_validation:
+        raise ValueError(
+            f"fitness 'rollouts' compares training rewards, but {reason}. Use fitness 'validation'."
+        )
 
-    Settings that belong to the policy are allowed: `policy_settings` of the environment.
+
+def other_rewards(settings: Iterable[str], env: object) -> str | None:
+    """Return the reason why training rewards are not the metric, as a clause; None if they are.
+
+    Task settings that belong to the policy change both: `policy_settings` of the environment.
+
+    Args:
+        settings: Full names of the task settings that members have or may get.
+        env: The environment; one without `rewards_are_metric` has a single reward.
     """
-    if fitness.uses_validation:
-        return
-    for name in space.task_settings:
+    for name in settings:
         if name not in getattr(env, "policy_settings", ()):
-            raise ValueError(
-                f"fitness 'rollouts' compares training rewards, which {name} changes. Use fitness"
-                f" 'validation', or leave {name} out of the search space."
-            )
+            return f"{name} changes them from member to member"
+    if not getattr(env, "rewards_are_metric", True):
+        return "the metric of the task is another one"
+    return None
 
 
 def check_schedule(

@@ -8,6 +8,7 @@ from evogrpo import HyperparameterConfig
 from evogrpo.algorithms.evaluation import evaluate
 from evogrpo.config.task_settings import TaskSettings
 from evogrpo.evolution import Tournament
+from evogrpo.reporting.records import GenerationReport
 from evogrpo.storage.journal import read_journal
 from tests.tiny_training import (
     TASK_SPACE,
@@ -125,3 +126,18 @@ def test_a_stopped_run_resumes_equal(tmp_path: Any) -> None:
     check_same_run(tmp_path / "stopped", tmp_path / "whole")
     started = read_journal(tmp_path / "whole" / "journal.jsonl")[0]
     assert {"task.style", "data_weights.5"} <= set(started["evolvable"])
+
+
+def test_training_rewards_are_no_fitness_where_they_are_not_the_metric() -> None:
+    changed = tiny_run(
+        None,
+        size=2,
+        generations=1,
+        env=settings_env(),
+        options={"hp_config": SPACE, "update_epochs": 1},
+    )
+    plain = tiny_run(None, size=2, generations=1)
+    for run, measures in ((changed, {"greedy"}), (plain, {"greedy", "rollouts"})):
+        reports = [each for each in finish(run) if isinstance(each, GenerationReport)]
+        for member in reports[0].members:
+            assert set(member.measured) == measures

@@ -207,6 +207,11 @@ class SeededGroups(ABC):
         odd = int(factor) | 1
         return tuple(base + (odd * int(start) + int(shift)) % SEEDS_PER_SPLIT for start in starts)
 
+    @property
+    def rewards_are_metric(self) -> bool:
+        """True if the training reward is the environment's own, by which members are measured."""
+        return self.components.is_default
+
     def check_settings(self, values: Mapping[str, Sequence[SettingValue]]) -> None:
         """Check that the environment reads task settings.
 

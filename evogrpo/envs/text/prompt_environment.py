@@ -492,6 +492,11 @@ class PromptEnvironment:
         """Task settings that belong to the policy, because the prompt reads them."""
         return frozenset(f"task.{name}" for name in self._prompt_settings)
 
+    @property
+    def rewards_are_metric(self) -> bool:
+        """True if held-out questions are scored by the rewards of training."""
+        return self._metric is self._rewards
+
     def check_settings(self, values: Mapping[str, Sequence[SettingValue]]) -> None:
         """Check that task settings are read, and measure the longest prompts with them.
 
