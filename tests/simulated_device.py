@@ -161,7 +161,6 @@ def pytest_configure() -> None:
     torch._C._set_only_lift_cpu_tensors(True)
     test_devices.ACCELERATORS[:] = test_devices.DEVICES[:] = [f"{NAME}:0"]
     # fast_llama requires plain weights; treat these as such.
-    weight_layout.DEVICES = (*weight_layout.DEVICES, NAME)
-    weight_layout._types = lambda weights: (nn.Parameter, Tensor)
+    weight_layout._has_plain_weights = lambda decoder: True
     causal_model.head_matrix = _matrix_of
     Simulating().__enter__()

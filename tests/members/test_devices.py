@@ -8,6 +8,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from evogrpo import GRPO, load_base
@@ -19,7 +20,7 @@ from tests.members.test_peft_oracle import END_IDS, MIN_NEW_TOKENS, reference_st
 from tests.oracles.peft_members import PeftMember
 from tests.rounding import LOG_PROB
 from tests.tiny_batches import grpo_loss, lora, off_policy, sampled_batch, tiny_bank
-from tests.tiny_models import tiny_model, tiny_tokenizer
+from tests.tiny_models import EOS, tiny_model, tiny_tokenizer
 from tests.tiny_training import (
     events_of,
     final_states,
@@ -247,3 +248,39 @@ def test_batches_fill_the_free_memory(device, monkeypatch):
     assert batches[4 * some] == batches[some]
     assert batches[1 << 30] == [len(rows)]
     assert int((kept.part_of < 0).sum()) == 0
+
+
+class KernelCount(TorchDispatchMode):
+    """Counts operations that compute or copy."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.number += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("device", ACCELERATORS)
+def test_ragged_completions_take_as_many_kernels_as_equal_ones(device, monkeypatch):
+    tokens = 16
+    monkeypatch.setattr(sampling, "CHECK_EVERY", 2)
+    bank = different_members(tiny_model("llama").to(device), 8)
+    rows = make_rows([0] * 8, tokens=tokens, prompts=PROMPTS * 2)
+    lengths = 1 + torch.arange(len(rows)) * 7 % tokens
+    draw = sampling._Sampler._sample_tokens
+
+    def with_lengths(sampler, hidden, numbers, step):
+        drawn, log_probs = draw(sampler, hidden, numbers, step)
+        last = lengths[numbers.cpu()] == step + 1
+        return torch.where(last.to(device), EOS, drawn.masked_fill(drawn == EOS, 5)), log_probs
+
+    monkeypatch.setattr(sampling._Sampler, "_sample_tokens", with_lengths)
+    kernels = []
+    for ends in (lengths, torch.full_like(lengths, tokens)):
+        lengths = ends
+        with KernelCount() as count:
+            rollout = bank.sample(rows)
+        assert torch.equal(rollout.present.sum(1).cpu(), ends)
+        kernels.append(count.number)
+    ragged, equal = kernels
+    assert ragged <= 1.3 * equal

@@ -14,7 +14,9 @@ FILES = [f"tests/members/test_{name}.py" for name in ("devices", "sampling", "st
 SELECTIONS = [
     ("separate or devices_agree and some or free_memory", 3),
     pytest.param(
-        "or_batches or separate or devices_agree or free_memory", 11, marks=pytest.mark.slow
+        "or_batches or separate or devices_agree or free_memory or kernels",
+        12,
+        marks=pytest.mark.slow,
     ),
 ]
 

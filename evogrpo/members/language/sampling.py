@@ -44,6 +44,8 @@ ROWS_OF_LOGITS = 128
 """Maximum rows whose logits exist at once."""
 COMPACT_BELOW = 0.75
 """Remove finished rows when at most this fraction is unfinished; removal copies the KV cache."""
+ALIGNED_ROWS = 8
+"""Number of rows of which accelerators prefer a multiple in matrix products."""
 CHECK_EVERY = 8
 CHECK_EVERY_ON_CPU = 1
 """Tokens between checks for finished rows. Except on a CPU, a check waits for the device."""
@@ -474,15 +476,57 @@ class _Sampler:
             # 3. Remove finished rows. Some stay if matrix products of fewer rows would not be
             #    faster.
             size = padded_rows(alive)
-            if size <= COMPACT_BELOW * len(numbers):
+            if size > COMPACT_BELOW * len(numbers):
+                continue
+            if on_cpu:
                 ended = (~live).nonzero()[:, 0]
                 staying = live.index_fill(0, ended[: size - alive], value=True)
-                save((~staying).nonzero()[:, 0], step)
-                rows = staying.nonzero()[:, 0]
-                decoding.keep(rows)
-                numbers = numbers[rows]
-                live = live[rows]
-                tokens = tokens[rows]
+            else:
+                staying = self._uniform_rows(numbers, live)
+                if int(staying.sum()) > COMPACT_BELOW * len(numbers):
+                    continue
+            save((~staying).nonzero()[:, 0], step)
+            rows = staying.nonzero()[:, 0]
+            decoding.keep(rows)
+            numbers = numbers[rows]
+            live = live[rows]
+            tokens = tokens[rows]
+
+    def _uniform_rows(self, numbers: Tensor, live: Tensor) -> Tensor:
+        """Return which rows stay so that one batched product covers all members and prompts.
+
+        Every prompt keeps as many rows, and every member as many prompts; some are finished. On an
+        accelerator, reading weights and starting kernels takes longer than the products of more
+        rows.
+
+        Args:
+            numbers: `[n]` row numbers, sorted by member and prompt.
+            live: `[n]` True for unfinished rows.
+        """
+        rows = numbers.cpu()
+        members = self._rows.member_ids.cpu()[rows]
+        pairs, pair_of_row = distinct_prefixes(members, self._rows.prompt_ids.cpu()[rows])
+        # 1. Numbers of all rows and of unfinished rows of each pair of member and prompt.
+        unfinished = live.cpu()
+        counts = torch.bincount(pair_of_row, minlength=len(pairs))
+        alive = torch.bincount(pair_of_row[unfinished], minlength=len(pairs))
+        # 2. Members with unfinished rows keep as many pairs: the first ones of this order.
+        member_of_pair = torch.tensor([slot for slot, _ in pairs])
+        prompts = torch.bincount(member_of_pair[alive > 0]).max()
+        order = torch.from_numpy(lexsort(-alive, member_of_pair))
+        kept = _place_in_run(member_of_pair[order]) < prompts
+        kept &= torch.isin(member_of_pair[order], member_of_pair[alive > 0])
+        pair_stays = torch.zeros(len(pairs), dtype=torch.bool)
+        pair_stays[order[kept]] = True
+        # 3. Pairs keep as many rows, unfinished ones first; the total is a multiple if possible.
+        most = int(alive.max())
+        largest = int(counts.max())
+        while most < largest and most * int(kept.sum()) % ALIGNED_ROWS:
+            most += 1
+        order = torch.from_numpy(lexsort(~unfinished, pair_of_row))
+        row_stays = torch.zeros(len(rows), dtype=torch.bool)
+        row_stays[order] = _place_in_run(pair_of_row[order]) < most
+        return (row_stays & pair_stays[pair_of_row]).to(live.device)
 
     def _cut_at_stop_strings(self, numbers: Tensor, checked: int, sampled: int) -> Tensor:
         """Remove the tokens after the first stop string of each row.
@@ -569,6 +613,14 @@ class _Sampler:
                 tokens[rows] = drawn
                 log_probs[rows] = torch.where(greedy, 0.0, probability.log())
         return tokens, log_probs
+
+
+def _place_in_run(values: Tensor) -> Tensor:
+    """Return the place of each value among the adjacent values that are equal to it."""
+    _, counts = torch.unique_consecutive(values, return_counts=True)
+    starts = counts.cumsum(0) - counts
+    places: Tensor = torch.arange(len(values)) - starts.repeat_interleave(counts)
+    return places
 
 
 def _padded_prompts(rows: SamplingBatch) -> Tensor:
