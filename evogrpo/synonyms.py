@@ -165,6 +165,7 @@ _SYNONYMS: Mapping[str, str] = {
     ),
     "progress": "progress_bar verbose disable_tqdm",
     "callbacks": "callback",
+    "trackers": "report_to log_with logger loggers tracker tensorboard",
     # Methods and public names.
     "save_checkpoint": "save save_pretrained save_model",
     "load_checkpoint": "load_model load_state_dict",
@@ -257,7 +258,7 @@ _ADVICE: Mapping[str, str] = {
         " callback_after_eval save_elite metric num_generations_eval"
     ),
     "each learning step is logged in {run_dir}": (
-        "logging_* log_* report_to wandb wandb_* wb use_wandb project project_name trackio_*"
+        "logging_* log_* wandb wandb_* wb use_wandb project project_name trackio_*"
         " stats_window_size monitor_* tensorboard use_tensorboard logger"
     ),
     "{run_dir} keeps the newest checkpoints and the best member, and can be resumed": (

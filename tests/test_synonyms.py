@@ -55,6 +55,7 @@ schedule checkpoint_steps: save_steps
 schedule steps_per_generation: evo_steps
 schedule max_seconds: timeout time_budget_s
 schedule progress: verbose
+schedule trackers: report_to log_with
 objective mask_truncated: mask_truncated_completions
 strategy truncation_pbt: pbt
 strategy tournament: torunament

@@ -72,7 +72,7 @@ def start_run(
         schedule=Schedule(**schedule),
         strategy=strategy or Tournament(z=0.0),
         fitness=FitnessConfig.of(fitness),
-        run_dir=None if folder is None else RunDir(folder, LoggingConfig(tensorboard=False)),
+        run_dir=None if folder is None else RunDir(folder, LoggingConfig(trackers=())),
         proposer=proposer,
     )
 

@@ -24,6 +24,7 @@ SETTINGS = {
     "max_prompt_length": "task",
     "reward_weights": "task",
     "seed": "run",
+    "trackers": "logging",
 }
 """Settings that `Imported.settings` can hold, and the section of a configuration that each belongs
 to.

@@ -43,6 +43,12 @@ def _texts(what: str, value: Any) -> list[str]:
     return list(texts)
 
 
+def _trackers(what: str, value: Any) -> list[str] | None:
+    """Return the names of trackers; None if there are none."""
+    names = _texts(what, value)
+    return [name for name in names if name != "none"] or None
+
+
 def _adamw(what: str, value: Any) -> str:
     """Return the name of an AdamW optimizer; raise ValueError for any other."""
     name = _text(what, value)
@@ -107,6 +113,7 @@ FIELDS: Mapping[str, Key] = {
     "top_k": Key(0, top_k, "settings.top_k"),
     "min_p": Key(0.0, number, "settings.min_p"),
     "repetition_penalty": Key(1.0, number, "settings.repetition_penalty"),
+    "report_to": Key(None, _trackers, "settings.trackers"),
     "generation_kwargs.stop": Key(None, _texts, "settings.stop_strings"),
     # The optimizer.
     "optim": Key("adamw_torch", _adamw),

@@ -8,7 +8,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from rich.console import Console
 from torch import nn
@@ -24,7 +24,7 @@ from evogrpo.members.devices import single_threaded
 from evogrpo.reporting.records import GenerationReport, Result
 from evogrpo.synonyms import NamesMissing
 from evogrpo.text import class_name, relative_path
-from evogrpo.training.configuration.sections import LoggingConfig
+from evogrpo.training.configuration.sections import TENSORBOARD, LoggingConfig
 from evogrpo.training.configuration.user_code import check_resumable, chosen_strategy
 from evogrpo.training.console import console_for
 from evogrpo.training.display import RunDisplay
@@ -34,9 +34,13 @@ from evogrpo.training.run_dir import RunDir, open_run
 from evogrpo.training.run_state import best_agent
 from evogrpo.training.schedule import LIMITS, Schedule
 from evogrpo.training.task_types import TASK_TYPES
+from evogrpo.training.trackers import check_trackers, tracker_names
 from evogrpo.training.trainer import Callback, Trainer
 from evogrpo.validation import lists_options, names_unknown, plain_scalar, whole_between
 from evogrpo.warnings import warn
+
+if TYPE_CHECKING:
+    from accelerate.tracking import GeneralTracker
 
 
 class Run(NamesMissing, Iterator[GenerationReport]):
@@ -174,6 +178,7 @@ class Run(NamesMissing, Iterator[GenerationReport]):
             run_state=(trainer.run_state if trainer.run_state.threads else None),
             callbacks=[each for each in trainer.callbacks if each is not self._display],
             proposer=trainer.proposer,
+            trackers=trainer.trackers.given,
         )
         self._start(continued)
         return self.finish(callback)
@@ -245,6 +250,7 @@ def evolve(
     keep_checkpoints: int = 2,
     checkpoint_steps: int | None = None,
     completions: int = 16,
+    trackers: "str | Sequence[str | GeneralTracker]" = (TENSORBOARD,),
     callbacks: Sequence[Callback] = (),
     proposer: Proposer | ProposalFunction | None = None,
     progress: bool | None = None,
@@ -273,6 +279,8 @@ def evolve(
         keep_checkpoints: See `evogrpo.training.configuration.sections.LoggingConfig`.
         checkpoint_steps: See `LoggingConfig`.
         completions: See `LoggingConfig`.
+        trackers: Names of trackers, such as "wandb" and "mlflow", and objects with the methods of
+            `accelerate.tracking.GeneralTracker`. "tensorboard" needs a `run_dir`.
         callbacks: Hooks called after every learning step, generation and test; see
             `evogrpo.Callback`.
         proposer: Writes new texts of the task settings whose search space says `proposed`: a
@@ -300,7 +308,9 @@ def evolve(
             " GRPO.population(1)."
         )
     console = console_for(progress)
+    all_trackers = check_trackers(trackers)
     logging = LoggingConfig(
+        trackers=tracker_names(all_trackers),
         keep_checkpoints=keep_checkpoints,
         checkpoint_steps=checkpoint_steps,
         completions=completions,
@@ -332,6 +342,7 @@ def evolve(
         run_dir=None if run_dir is None else RunDir(run_dir, logging),
         callbacks=callbacks,
         proposer=_proposer(proposer),
+        trackers=all_trackers,
     )
     return Run(trainer, console)
 
@@ -346,6 +357,7 @@ def resume(
     strategy: Strategy | type[Strategy] | None = None,
     algorithm: type[Agent] | None = None,
     allow_changed_data: bool = False,
+    trackers: "str | Sequence[str | GeneralTracker] | None" = None,
     callbacks: Sequence[Callback] = (),
     proposer: Proposer | ProposalFunction | None = None,
     progress: bool | None = None,
@@ -366,6 +378,7 @@ def resume(
         algorithm: Class of custom agents, for the same reason.
         allow_changed_data: Continue even if the environment differs. Journal and report list the
             differences; fitness before and after cannot be compared.
+        trackers: See `evolve`. None = those of the run that have names, which continue their runs.
         callbacks: See `evolve`.
         proposer: See `evolve`. Texts that the run has asked for are not asked for again.
         progress: Show the progress of the run; see `evolve`.
@@ -390,6 +403,9 @@ def resume(
     for error in saved.skipped:
         warn(f"Skipped an unusable checkpoint: {error}")
     schedule = replace(saved.record.schedule, **limits)
+    logging = saved.record.logging
+    all_trackers = check_trackers(logging.trackers if trackers is None else trackers)
+    logging = replace(logging, trackers=tracker_names(all_trackers))
     chosen = saved.strategy(strategy)
     changed = saved.check_data(env, allowed=allow_changed_data)
     # 3. Restore members and state.
@@ -403,11 +419,12 @@ def resume(
         schedule=schedule,
         strategy=chosen,
         fitness=saved.record.fitness,
-        run_dir=saved.run_dir(run_dir),
+        run_dir=saved.run_dir(run_dir, logging),
         run_state=run_state,
         changed_data=changed,
         callbacks=callbacks,
         proposer=_proposer(proposer),
+        trackers=all_trackers,
     )
     if trainer.limits.finished():
         warn(

@@ -22,12 +22,46 @@ from evogrpo.reporting.records import (
     MemberStep,
     StepReport,
 )
+from evogrpo.training.configuration.user_code import strategy_record
 from evogrpo.training.evaluation import Measured, estimate
 from evogrpo.training.proposals import worst_examples
-from evogrpo.training.run_dir import POPULATION_METRICS
+from evogrpo.training.trackers import POPULATION_METRICS
+from evogrpo.validation import dump
 
 if TYPE_CHECKING:
     from evogrpo.training.trainer import Trainer
+
+
+def run_facts(run: "Trainer") -> dict[str, Any]:
+    """Return the task, the population and the settings of a run as plain values."""
+    population = run.population
+    members = population.members
+    schedule = run.schedule
+    return {
+        "task": str(getattr(run.env, "name", type(run.env).__name__)),
+        **run.description,
+        "kind": members.kind,
+        "seed": members.settings.seed,
+        **members.journal_fields(),
+        "population_size": len(population),
+        "samples_per_step": schedule.samples_per_step,
+        "steps_per_generation": schedule.steps_per_generation,
+        "schedule": dump(schedule),
+        "fitness": dump(run.fitness),
+        "evolvable": population.space.to_json(),
+        "algorithm": population.algorithm.__qualname__,
+    }
+
+
+def tracked_configuration(run: "Trainer") -> dict[str, Any]:
+    """Return the configuration of a run that trackers store, as plain values."""
+    population = run.population
+    return {
+        **run_facts(run),
+        "strategy": strategy_record(run.strategy),
+        "hyperparameters": population.agents[0].hyperparameters.to_json(),
+        "settings": dump(population.members.settings),
+    }
 
 
 def provenance(population: Population) -> dict[str, Any]:
@@ -297,7 +331,7 @@ def generation_report(
     )
 
 
-# ---- scalars of TensorBoard
+# ---- scalars and tables of trackers
 
 
 def _member_scalars(members: Mapping[int, Mapping[str, float | None]]) -> dict[str, float]:
@@ -320,7 +354,7 @@ def _member_scalars(members: Mapping[int, Mapping[str, float | None]]) -> dict[s
 
 
 def step_curves(report: StepReport) -> dict[str, float]:
-    """Return TensorBoard scalars of a learning step by tag: metrics, speed, seconds by phase."""
+    """Return scalars of a learning step by tag: metrics, speed, seconds by phase."""
     if report.seconds:
         speed = {"tokens_per_second": report.tokens / report.seconds}
     else:
@@ -361,3 +395,13 @@ def generation_curves(
                 scalars[name] = value
         curves[member.slot] = scalars
     return _member_scalars(curves)
+
+
+def member_rows(members: Sequence[MemberReport]) -> list[dict[str, Any]]:
+    """Return the members of a generation as rows of a table."""
+    rows = []
+    names = ("generation", "slot", "index", "parent", "born", "fitness", "standard_error", "failed")
+    for member in members:
+        row = {name: getattr(member, name) for name in names}
+        rows.append({**row, **member.hyperparameters.by_name()})
+    return rows

@@ -39,7 +39,6 @@ from evogrpo.envs.protocol import GroupEnvironment, SupportsDate
 from evogrpo.evolution.fitness import FitnessConfig
 from evogrpo.evolution.history import Generation, MemberRecord
 from evogrpo.evolution.strategies import Strategy
-from evogrpo.extras import install_hint
 from evogrpo.reporting.records import Example, GenerationReport
 from evogrpo.safe_parsing import read_regular
 from evogrpo.storage.atomic_files import (
@@ -74,7 +73,12 @@ from evogrpo.storage.journal import (
 from evogrpo.storage.lock import DirectoryLock
 from evogrpo.synonyms import unknown_name_error
 from evogrpo.text import expand_user
-from evogrpo.training.configuration.sections import CONFIG_FILE, CONFIG_HEAD, LoggingConfig
+from evogrpo.training.configuration.sections import (
+    CONFIG_FILE,
+    CONFIG_HEAD,
+    TENSORBOARD,
+    LoggingConfig,
+)
 from evogrpo.training.configuration.user_code import restored_strategy, strategy_record
 from evogrpo.training.run_state import Best, RunState, as_generation, best_agent
 from evogrpo.training.schedule import Schedule
@@ -86,7 +90,6 @@ if TYPE_CHECKING:
 
 JOURNAL = "journal.jsonl"
 COMPLETIONS = "completions"
-TENSORBOARD = "tensorboard"
 BEST = "best"
 """Folder of the exported best member in a run directory."""
 
@@ -117,16 +120,10 @@ class RunRecord:
     config: Mapping[str, Any] | None
 
 
-POPULATION_METRICS = ("fitness", "reward")
-"""Metrics with further scalars, the best and the mean of all members; each has one chart in
-TensorBoard.
-"""
-
-
 # ---- exports
 
 
-def _completion_row(example: Example) -> dict[str, Any]:
+def completion_row(example: Example) -> dict[str, Any]:
     """Return a row of the completions table: step and index first.
 
     Logged values replace no other column.
@@ -161,7 +158,6 @@ class RunDir:
         config: Configuration of the run as plain values, stored in its checkpoints; None if it has
             none.
         saved: Length of the journal at the newest checkpoint.
-        steps: Number of learning steps at the newest checkpoint.
 
     Attributes:
         path: As given, as an absolute path.
@@ -178,7 +174,6 @@ class RunDir:
         run_id: str | None = None,
         config: Mapping[str, Any] | None = None,
         saved: int = 0,
-        steps: int = 0,
     ) -> None:
         # Absolute, as the program may change its working directory.
         self.path = expand_user(path, "run_dir").absolute()
@@ -186,7 +181,6 @@ class RunDir:
         self._lock = lock
         self._config = config
         self._saved = saved
-        self._steps = steps
         self.logging = logging or LoggingConfig()
         self._journal: Journal | None = None
         self._unsaved = (
@@ -194,9 +188,6 @@ class RunDir:
         )
         self._exported: Best | None = None
         self._export_time = 0.0  # time of change of its manifest
-        self._writer: Any = None
-        # It is also set after an error.
-        self._tensorboard_failed = install_hint("TensorBoard", "tensorboard") is not None
 
     def reopened(self) -> Self:
         """Return this directory for the continuation of a closed run.
@@ -218,7 +209,6 @@ class RunDir:
             run_id=self.run_id,
             config=self._config,
             saved=self._saved,
-            steps=self._steps,
         )
 
     def check_unused(self) -> None:
@@ -266,9 +256,6 @@ class RunDir:
             self._lock.release()
         if self._journal is not None:
             self._journal.close()
-        if self._writer is not None:
-            with suppress(Exception):  # everything was flushed
-                self._writer.close()
 
     def journal(self, event: str, **fields: Any) -> None:
         """Append one event."""
@@ -325,7 +312,6 @@ class RunDir:
                 note = f"The run can be resumed from generation {left}"
             raise OSError(error.errno, f"{error.strerror or error}. {note}", str(folder)) from error
         self._saved = journal.size
-        self._steps = run_state.step
         self._unsaved = False
         prune(self.path, number, keep=self.logging.keep_checkpoints)
         self.export_best(population, run_state.best)
@@ -380,7 +366,7 @@ class RunDir:
         (total), advantage (mean over the completion's actions), truncated, rewards/<function>
         (value before its weight), and values logged by `log_extra`. null = missing.
         """
-        rows = [_completion_row(example) for example in examples[: self.logging.completions]]
+        rows = [completion_row(example) for example in examples[: self.logging.completions]]
         if rows:
             make_folder(self.path / COMPLETIONS)
             # ASCII only, so that control characters of a completion cannot affect a terminal that
@@ -391,33 +377,6 @@ class RunDir:
             replace_file(
                 self.path / COMPLETIONS / f"step-{step:06d}.jsonl", "".join(lines).encode()
             )
-
-    def log_scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Log TensorBoard scalars by tag, at the number of the latest learning step.
-
-        Stop logging after an error.
-        """
-        if not self.logging.tensorboard or self._tensorboard_failed:
-            return
-        if self._writer is not None and not (self.path / TENSORBOARD).is_dir():
-            self._writer = None  # another program removed the folder: begin new files
-        try:
-            if self._writer is None:
-                from torch.utils.tensorboard import SummaryWriter
-
-                # Scalars of steps after the checkpoint, which are repeated, are hidden.
-                self._writer = SummaryWriter(str(self.path / TENSORBOARD), purge_step=self._steps)
-                charts: dict[str, list[object]] = {
-                    name: ["Multiline", [f"^{name}/"]] for name in POPULATION_METRICS
-                }
-                self._writer.add_custom_scalars({"population": charts})
-            for tag, value in values.items():
-                self._writer.add_scalar(tag, value, step)
-            self._writer.flush()
-        except Exception as error:  # noqa: BLE001  # errors of TensorBoard must not end a run
-            self._tensorboard_failed = True
-            reason = (error.strerror if isinstance(error, OSError) else None) or error
-            warn(f"TensorBoard logging stopped: {reason}", rank_zero_only=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -474,7 +433,6 @@ class StoredRun:
             run_id=self.record.run_id,
             config=self.record.config,
             saved=self.record.journal.bytes,
-            steps=self.record.run_state.step,
         )
 
     def restore(

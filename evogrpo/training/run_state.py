@@ -105,6 +105,7 @@ class RunState:
         test_questions: Number of its questions, including those without a reward; 0 before the
             test.
         ended: Reason of the run's end; None before it ended.
+        trackers: Id of the run in each tracker, by name.
         history: Every generation that was evaluated. A resumed run reads them from the journal.
     """
 
@@ -140,6 +141,7 @@ class RunState:
     tested: TestReport | None = None
     test_questions: Count = 0
     ended: str | None = None
+    trackers: dict[str, str] = field(default_factory=dict)
     history: Annotated[list[Generation], Field(exclude=True)] = field(
         default_factory=list, init=False
     )

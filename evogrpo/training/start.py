@@ -29,6 +29,7 @@ from evogrpo.training.run_dir import RunDir, StoredRun, open_run
 from evogrpo.training.run_state import RunState
 from evogrpo.training.schedule import LIMITS, Schedule
 from evogrpo.training.task_types import Task, task_type_of
+from evogrpo.training.trackers import check_trackers
 from evogrpo.training.trainer import Callback, Trainer
 from evogrpo.validation import flat
 
@@ -75,7 +76,8 @@ def start(
             already holds a run or cannot be used.
     """
     with ExitStack() as stack:
-        # 1. Build the task: check device, base model, environment and reward functions.
+        # 1. Build the task: check trackers, device, base model, environment and reward functions.
+        check_trackers(config.logging.trackers)
         with progress("checking the configuration"):
             task = task_type_of(config.task).build(config, env)
         stack.callback(task.env.close)
@@ -124,6 +126,7 @@ def start(
             changed_data=changed,
             callbacks=callbacks,
             proposer=None if config.proposer is None else make_proposer(config.proposer),
+            trackers=config.logging.trackers,
         )
         # 6. Write the configuration.
         if trainer.run_dir is not None and stored is None and env is None:

@@ -58,12 +58,16 @@ from evogrpo.training.reports import (
     count_step,
     generation_curves,
     generation_report,
+    member_rows,
     provenance,
+    run_facts,
     step_curves,
+    tracked_configuration,
 )
-from evogrpo.training.run_dir import JOURNAL, RunDir
+from evogrpo.training.run_dir import JOURNAL, RunDir, completion_row
 from evogrpo.training.run_state import Clock, Limits, RunState, as_generation
 from evogrpo.training.schedule import Schedule, check_run, warn_without_effect
+from evogrpo.training.trackers import Trackers
 from evogrpo.validation import dump, refuse_unknown
 from evogrpo.warnings import warn
 
@@ -144,10 +148,12 @@ class Trainer:
             journal.
         callbacks: Hooks of the run.
         proposer: Writes new texts of task settings whose search space says `proposed`.
+        trackers: Names and trackers; see `evogrpo.training.trackers`. None = those of `run_dir`.
 
     Attributes:
         population: As given.
         env: As given.
+        description: As given.
         strategy: As given.
         fitness: As given.
         run_state: Counters, best member and history.
@@ -156,6 +162,7 @@ class Trainer:
         schedule: As given.
         callbacks: As given, as a list.
         proposer: As given.
+        trackers: Trackers of the run.
         known_proposals: Proposals of this run by `Proposal.key`, on rank 0.
         warned_of_proposals: A warning about a refused proposal has been issued.
         stop_request: Stop request of the run.
@@ -179,6 +186,7 @@ class Trainer:
         changed_data: Sequence[str] = (),
         callbacks: Sequence[Callback] = (),
         proposer: Proposer | None = None,
+        trackers: Sequence[Any] | None = None,
     ) -> None:
         # 1. Check that population, environment, schedule and strategy fit together.
         self.fitness = fitness or FitnessConfig()
@@ -205,9 +213,12 @@ class Trainer:
             env.set_date(processes.broadcast(env.date))
         self.data = fingerprint_of(env)
         self.changed_data = tuple(changed_data)
-        self._description = description or {}
+        self.description = description or {}
         self.shared_run_dir = run_dir
         self.run_dir = run_dir if processes.is_rank_zero else None
+        if trackers is None:
+            trackers = () if run_dir is None else run_dir.logging.trackers
+        self.trackers = Trackers(trackers, None if run_dir is None else run_dir.path)
         self._greedy_gap = GreedyGapCheck()
         generations = schedule.generations
         steps = generations and generations * schedule.steps_per_generation
@@ -362,6 +373,8 @@ class Trainer:
         before = state.threads
         state.threads = torch.get_num_threads()
         state.ended = state.tested = None
+        if self.population.processes.is_rank_zero:
+            self.trackers.start(state.trackers, state.step, tracked_configuration(self))
         if self._resumed:
             if before != state.threads:
                 warn(
@@ -397,24 +410,9 @@ class Trainer:
     def _record_start(self) -> None:
         """Write the event that describes the run."""
         population = self.population
-        schedule = self.schedule
-        settings = self.population.members.settings
         self._event(
             "run",
-            **(
-                {"task": str(getattr(self.env, "name", type(self.env).__name__))}
-                | self._description
-            ),
-            kind=population.members.kind,
-            seed=settings.seed,
-            **population.members.journal_fields(),
-            population_size=len(population),
-            samples_per_step=schedule.samples_per_step,
-            steps_per_generation=schedule.steps_per_generation,
-            schedule=dump(schedule),
-            fitness=dump(self.fitness),
-            evolvable=population.space.to_json(),
-            algorithm=population.algorithm.__qualname__,
+            **run_facts(self),
             members=[
                 {
                     "slot": a.slot,
@@ -451,7 +449,9 @@ class Trainer:
         self._report(report)
         if self.run_dir is not None:
             self.run_dir.write_completions(report.step, examples)
-            self.run_dir.log_scalars(report.step, step_curves(report))
+        self.trackers.log(step_curves(report), report.step)
+        rows = [completion_row(each) for each in examples]
+        self.trackers.log_table("completions", rows, report.step)
         for slot, member in report.learned.items():
             if "calibrated_lr" in member.metrics:
                 lr = member.metrics["calibrated_lr"]
@@ -512,11 +512,12 @@ class Trainer:
         # 3. Record, then clone and mutate.
         report = replace(report, plan=plan)
         self._report(report)
-        if self.run_dir is not None:
-            # Logged at the last step, because a resumed run deletes the scalars of later steps.
-            self.run_dir.log_scalars(
-                state.step - 1, generation_curves(report.members, population.space)
-            )
+        # Logged at the last step, because a resumed run deletes the scalars of later steps.
+        curves = generation_curves(report.members, population.space)
+        self.trackers.log(curves, state.step - 1)
+        self.trackers.log_table("members", member_rows(report.members), state.step - 1)
+        lineage = [dump(member) for member in population.lineage]
+        self.trackers.log_table("lineage", lineage, state.step - 1)
         state.start_generation()
         if plan is not None:
             self._apply(plan)
@@ -673,7 +674,8 @@ class Trainer:
             self.run_dir.save(self)
 
     def _close(self) -> None:
-        """Release the run directory."""
+        """End the trackers, and release the run directory."""
+        self.trackers.finish()
         if self.run_dir is not None:
             self.run_dir.close()
 

@@ -41,7 +41,7 @@ CONFIG = {
     "strategy": {"z": 0},
     "schedule": {"generations": 3, "steps_per_generation": 2, "samples_per_step": 16},
     "agent": {"max_output_tokens": 8},
-    "logging": {"tensorboard": False},
+    "logging": {"trackers": []},
 }
 
 

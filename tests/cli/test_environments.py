@@ -26,7 +26,7 @@ SHORT = [
     "task.validation_size=4",
     "task.test_size=6",
     "population.size=3",
-    "logging.tensorboard=false",
+    "logging.trackers=[]",
 ]
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from evogrpo.cli import main
 from evogrpo.storage.journal import read_journal
-from evogrpo.training.run_dir import RunDir
+from evogrpo.training.trackers import Trackers
 from tests.cli.project import command
 from tests.forking import Forked, evogrpo_without_charts
 
@@ -77,14 +77,15 @@ def test_an_unwritable_checkpoint_stops_the_run_and_names_what_is_saved(project,
 
 
 def draw_curves() -> None:
-    run_dir = RunDir(Path("run"))
+    trackers = Trackers(["tensorboard"], Path("run"))
+    trackers.start({}, 0, {})
     with warnings.catch_warnings(record=True) as message:
         warnings.simplefilter("always")
         for step in range(200):
-            run_dir.log_scalars(step, {"reward/slot_0": 1.0})
+            trackers.log({"reward/slot_0": 1.0}, step)
     print(len(message), message[0].message)
 
 
 def test_unwritable_tensorboard_curves_are_left_out(workdir):
     output, errors = Forked(draw_curves, cwd=workdir, file_bytes=100).communicate(timeout=100)
-    assert "1 TensorBoard logging stopped: File too large" in output, errors
+    assert "1 The tracker tensorboard stopped: File too large" in output, errors

@@ -21,7 +21,13 @@ from tests.cli.project import build, command
 def finished(project, tmp_path_factory):
     """Train once; return the run directory and the output."""
     folder = tmp_path_factory.mktemp("finished")
-    words = ("train", project / "tiny.yaml", "--run-dir", "runs/a run", "logging.tensorboard=true")
+    words = (
+        "train",
+        project / "tiny.yaml",
+        "--run-dir",
+        "runs/a run",
+        "logging.trackers=[tensorboard]",
+    )
     process = command(*words, cwd=folder, charts=True)
     output, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
@@ -190,7 +196,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(workdir, capsys):
         "--env",
         "CartPole-v1",
         "schedule.target_fitness=0",
-        "logging.tensorboard=false",
+        "logging.trackers=[]",
     ]
     words += ["task.validation_size=4", "task.test_size=4", "task.max_episode_steps=9"]
     assert main([*words, "--run-dir", "first"]) == 0

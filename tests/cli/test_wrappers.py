@@ -36,7 +36,7 @@ SHORT = [
     "task.validation_size=2",
     "task.test_size=2",
     "population.size=2",
-    "logging.tensorboard=false",
+    "logging.trackers=[]",
 ]
 
 

@@ -105,7 +105,7 @@ def test_steps_after_the_checkpoint_of_a_killed_run_are_replaced(tmp_path, repor
         next(reports)
     if reports_before == 2:
         killed.run_dir.save(killed)  # as if stopped during the evaluation
-    killed.run_dir._writer.flush()
+    killed.trackers.finish()
     killed.run_dir.close()
     for _ in resume(folder, cart_pole(), generations=2):
         pass

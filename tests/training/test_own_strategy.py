@@ -375,7 +375,7 @@ CONFIG = {
     "task": {"env": "CartPole-v1", "max_episode_steps": 10, "validation_size": 2, "test_size": 2},
     "population": {"size": 3},
     "schedule": {"generations": 3, "steps_per_generation": 2, "samples_per_step": 8},
-    "logging": {"tensorboard": False},
+    "logging": {"trackers": []},
 }
 OWN = """
 import dataclasses

@@ -288,7 +288,7 @@ def test_a_resumed_run_is_not_written_by_its_previous_owner(tmp_path):
 def test_checkpoints_within_generations_limit_the_loss(stored_network_run, tmp_path):
     def begun(steps: int) -> int:
         run = stored_network_run.start(tmp_path / f"run-{steps}")
-        run.run_dir.logging = LoggingConfig(tensorboard=False, checkpoint_steps=steps)
+        run.run_dir.logging = LoggingConfig(trackers=(), checkpoint_steps=steps)
         reports = run.reports()
         for _ in range(5):  # two steps and their generation, then two more steps
             last = next(reports)

@@ -4,7 +4,7 @@ Strategies and fitness import numpy, so they are imported on first use: a wrong 
 without that delay.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
@@ -15,6 +15,7 @@ from evogrpo.config.optimizer import check_calibration
 from evogrpo.config.search_space import MAX_MEMBERS, HyperparameterConfig, check_group_size
 from evogrpo.config.task_settings import SettingValue, TaskSettings
 from evogrpo.members.devices import Precision
+from evogrpo.synonyms import unknown_name_error
 from evogrpo.text import shown
 from evogrpo.training.schedule import Schedule
 from evogrpo.validation import WHOLE, Flag, NonNegativeInt, PositiveInt, Seed, Text, plain, settings
@@ -27,6 +28,20 @@ CONFIG_FILE = "config.yaml"
 """Name of the configuration file in a run directory."""
 CONFIG_HEAD = "# The resolved configuration of this run, written by evogrpo"
 """Start of the first line of `CONFIG_FILE`."""
+TENSORBOARD = "tensorboard"
+"""Name of the tracker that writes to the folder of this name in the run directory."""
+TRACKERS = (
+    TENSORBOARD,
+    "wandb",
+    "mlflow",
+    "trackio",
+    "aim",
+    "clearml",
+    "comet_ml",
+    "dvclive",
+    "swanlab",
+)
+"""Names of trackers: TensorBoard and those of accelerate."""
 DATASET_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 """Supported types of dataset files."""
 
@@ -90,6 +105,24 @@ def _fitness(value: Any = "validation") -> "FitnessConfig":
     return FitnessConfig.of(value)
 
 
+def check_tracker_names(names: Iterable[str]) -> None:
+    """Raise ValueError unless all names are trackers."""
+    for name in names:
+        if name not in TRACKERS:
+            raise unknown_name_error("tracker", name, TRACKERS)
+
+
+def _tracker_names(value: Any) -> Any:
+    """Return names as a tuple; "none" is no tracker, as in TRL."""
+    if value is None or value == "none":
+        return ()
+    if isinstance(value, str):
+        return (value,)
+    if isinstance(value, list):
+        return tuple(value)
+    return value
+
+
 _NAME_OR_SETTINGS = WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "object"}]})
 _SAMPLER_SCHEMA = WithJsonSchema(
     {"anyOf": [{"type": "string"}, {"type": "object"}, {"type": "null"}]}
@@ -127,7 +160,8 @@ class LoggingConfig:
     """Records of a run besides its journal and its best member.
 
     Attributes:
-        tensorboard: Log scalars for TensorBoard, if the extra `tensorboard` is installed.
+        trackers: Names of trackers: "tensorboard", which is left out if it is not installed, and
+            those of accelerate, such as "wandb", "mlflow" and "trackio". [] = none.
         keep_checkpoints: Number of newest generations kept on disk, at least 1.
         checkpoint_steps: Number of learning steps between checkpoints within a generation; null =
             no such checkpoints.
@@ -137,10 +171,13 @@ class LoggingConfig:
         ValueError: If a value is out of range.
     """
 
-    tensorboard: Flag = True
+    trackers: Annotated[tuple[Text, ...], BeforeValidator(_tracker_names)] = (TENSORBOARD,)
     keep_checkpoints: PositiveInt = 2  # at least one, so that the run can be resumed
     checkpoint_steps: PositiveInt | None = None
     completions: NonNegativeInt = 16
+
+    def __post_init__(self) -> None:
+        check_tracker_names(self.trackers)
 
 
 @settings
