@@ -52,6 +52,7 @@ from evogrpo.envs.text.templates import (
     dated_template,
     fill_template,
     inserts_date,
+    literal_names,
     numbered,
     row_options,
     system_message,
@@ -60,6 +61,7 @@ from evogrpo.envs.text.templates import (
 )
 from evogrpo.records import single_turn_conversations
 from evogrpo.spaces import CompletionSpace
+from evogrpo.synonyms import close_match
 from evogrpo.text import class_name, one_line, shown, text_of
 from evogrpo.validation import plain_list, refuse_unknown, whole_between, whole_number
 
@@ -544,9 +546,11 @@ class PromptEnvironment:
         """Raise ValueError unless a prompt or one of these functions reads a task setting."""
         read = any(function.reads(name, self._present) for function in functions)
         if not read and not self._changes_prompt(name):
+            similar = close_match(name, literal_names(self._system))
+            found = "" if similar is None else f" The prompt has {{{similar}}}."
             raise ValueError(
-                f"Nothing reads the setting task.{name}. Write {{{name}}} into the system_prompt or"
-                f" the template, or add an argument {name} to a reward function."
+                f"Nothing reads the setting task.{name}.{found} Write {{{name}}} into the"
+                f" system_prompt or the template, or add an argument {name} to a reward function."
             )
 
     def set_progress(self, step: int, total_steps: int) -> None:

@@ -71,6 +71,12 @@ def template_fields(template: Sequence[Message]) -> list[str]:
     return list(filter(None, _FIELD.findall(text)))
 
 
+def literal_names(template: Sequence[Message]) -> list[str]:
+    """Return the words in braces that are no fields of a template: its braces are doubled."""
+    text = " ".join(message["content"] for message in template)
+    return re.findall(r"\{\{(\w+)\}\}", text)
+
+
 def fill_template(template: Sequence[Message], values: Mapping[str, Any]) -> list[Message]:
     """Insert values by name into the fields of a template.
 
