@@ -92,7 +92,7 @@ RECORDS: list[tuple[type, dict[str, Any]]] = [
 
 def plain(value: Any) -> Any:
     """Return a record as JSON."""
-    return json.dumps(dataclasses.asdict(value), allow_nan=False)
+    return json.dumps(dataclasses.asdict(value), allow_nan=False, default=dict)
 
 
 def result_or_error(name: str, call: Callable[[], Any]) -> Any:

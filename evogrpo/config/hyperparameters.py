@@ -15,6 +15,7 @@ from evogrpo.config.task_settings import (
     is_task_setting,
 )
 from evogrpo.functional.loss_types import ADVANTAGES, LOSS_TYPES, AdvantageType, LossType
+from evogrpo.synonyms import close_match, unknown_name_error
 from evogrpo.validation import (
     FLOAT32_LIMIT,
     REAL,
@@ -202,7 +203,11 @@ _INTEGER_NAMES = frozenset(
 def check_name(name: object) -> None:
     """Raise ValueError unless a name is that of a hyperparameter or a task setting."""
     if name not in HYPERPARAMETER_NAMES and not is_task_setting(str(name)):
-        refuse_unknown("hyperparameter", [name], [*HYPERPARAMETER_NAMES, *SETTING_GROUPS])
+        names = [*HYPERPARAMETER_NAMES, *SETTING_GROUPS]
+        error = unknown_name_error("hyperparameter", name, names)
+        if close_match(str(name), names) is None:
+            error = ValueError(f"{error}. A task setting is written as task: {{NAME: ...}}.")
+        raise error
     if isinstance(name, str) and is_task_setting(name):
         check_setting(name)
 

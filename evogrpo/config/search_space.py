@@ -16,7 +16,7 @@ from evogrpo.config.hyperparameters import (
     check_name,
     is_categorical,
 )
-from evogrpo.config.task_settings import is_task_setting, without_groups
+from evogrpo.config.task_settings import TaskSettings, is_task_setting, without_groups
 from evogrpo.text import shown
 from evogrpo.validation import (
     FLOAT32_LIMIT,
@@ -290,7 +290,10 @@ def _check_values(name: str, parameter: RLParameter) -> None:
         )
     # Legal values are an interval, so the bounds of a range decide.
     for value in parameter.choices or parameter.bounds:
-        Hyperparameters().with_values({name: value})
+        if is_task_setting(name):
+            TaskSettings({name: value})
+        else:
+            Hyperparameters().with_values({name: value})
 
 
 class HyperparameterConfig(Mapping[str, RLParameter]):
@@ -337,12 +340,17 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
         ) -> HyperparameterConfig:
             if isinstance(value, HyperparameterConfig):
                 return value
+            settings = {}
             if isinstance(value, Mapping):
                 value = without_groups(value)
                 for name in value:
                     check_name(name)
-            read_parameters = parameters(value)
-            return cls(**{name: each for name, each in read_parameters.items() if each is not None})
+                # The constructor reads them. Their paths are nested in a file, so the messages of
+                # pydantic would have other keys.
+                settings = {name: value[name] for name in value if is_task_setting(name)}
+                value = {name: each for name, each in value.items() if name not in settings}
+            found = {**parameters(value), **settings}
+            return cls(**{name: each for name, each in found.items() if each is not None})
 
         return core_schema.no_info_wrap_validator_function(
             read,

@@ -131,8 +131,10 @@ def completion_row(example: Example) -> dict[str, Any]:
     fields = dict(vars(example))
     rewards = fields.pop("rewards")
     logged = fields.pop("columns")
+    reasons = fields.pop("feedback")
     row = {"step": example.step, "index": example.index, **fields}
     row |= {f"rewards/{name}": value for name, value in rewards.items()}
+    row |= {f"feedback/{name}": reason for name, reason in reasons.items()}
     return row | {name: value for name, value in logged.items() if name not in row}
 
 
@@ -364,7 +366,8 @@ class RunDir:
 
         Columns: step, index (of the member), prompt (the question alone), completion, reward
         (total), advantage (mean over the completion's actions), truncated, rewards/<function>
-        (value before its weight), and values logged by `log_extra`. null = missing.
+        (value before its weight), feedback/<function> (reason, if it gave one), and values logged
+        by `log_extra`. null = missing.
         """
         rows = [completion_row(example) for example in examples[: self.logging.completions]]
         if rows:

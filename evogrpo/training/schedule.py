@@ -204,6 +204,16 @@ class Schedule:
         return samples // min(sizes)
 
 
+def warn_of_missing_metric(space: HyperparameterConfig, env: object) -> None:
+    """Warn if reward weights evolve, but fitness is the sum of the rewards."""
+    weighted = any(name.startswith("reward_weights.") for name in space.task_settings)
+    if weighted and getattr(env, "rewards_are_metric", False):
+        warn(
+            "Reward weights evolve without a metric, so fitness is the sum of all rewards with"
+            " their configured weights. Give metric, the function that measures success."
+        )
+
+
 def warn_without_effect(
     population: "Population", schedule: Schedule, strategy: "Strategy | None" = None
 ) -> None:

@@ -66,7 +66,12 @@ from evogrpo.training.reports import (
 )
 from evogrpo.training.run_dir import JOURNAL, RunDir, completion_row
 from evogrpo.training.run_state import Clock, Limits, RunState, as_generation
-from evogrpo.training.schedule import Schedule, check_run, warn_without_effect
+from evogrpo.training.schedule import (
+    Schedule,
+    check_run,
+    warn_of_missing_metric,
+    warn_without_effect,
+)
 from evogrpo.training.trackers import Trackers
 from evogrpo.validation import dump, refuse_unknown
 from evogrpo.warnings import warn
@@ -240,6 +245,7 @@ class Trainer:
             self.known_proposals = stored_proposals(read_bytes(self.run_dir.path / JOURNAL))
         if run_state is None:
             warn_without_effect(population, schedule, strategy)
+            warn_of_missing_metric(population.space, env)
             population.members.prepare_sampling()  # raises an error before there is a run directory
             # Create the directory and lock it; an error stops all ranks.
             processes.run_section(lambda: None if self.run_dir is None else self.run_dir.create())

@@ -29,7 +29,15 @@ SHARED = [
     ("population", PopulationConfig),
     ("logging", LoggingConfig),
 ]
-FREE = ("settings", "env_kwargs", "chat_template_kwargs", "options", "sizes")
+FREE = (
+    "settings",
+    "task_settings",
+    "rewards",
+    "env_kwargs",
+    "chat_template_kwargs",
+    "options",
+    "sizes",
+)
 """Mappings with any keys."""
 
 # File | wrong settings | words of the answer. Values that are out of range, and settings that

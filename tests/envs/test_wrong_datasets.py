@@ -204,11 +204,7 @@ def test_the_form_of_rewards_follows_from_the_columns(columns, parameters, tmp_p
     task = DatasetTask(dataset=dataset, reward=reward)
     assert task.environment(tiny_tokenizer(), seed=0, max_prompt_length=None).size("train") > 0
     two = DatasetTask(dataset=dataset, reward=(reward, reward))
-    if columns == ("prompt",):
-        assert two.environment(tiny_tokenizer(), seed=0, max_prompt_length=None).size("train") > 0
-    else:
-        with pytest.raises(ValueError, match="Several reward functions require the column prompt"):
-            two.environment(tiny_tokenizer(), seed=0, max_prompt_length=None)
+    assert two.environment(tiny_tokenizer(), seed=0, max_prompt_length=None).size("train") > 0
 
 
 def test_a_reward_of_the_other_form_names_the_column(tmp_path):

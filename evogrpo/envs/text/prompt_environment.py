@@ -519,8 +519,14 @@ class PromptEnvironment:
         )
         check_data_weights(groups.get("data_weights", {}), self._by_value, self._data_column)
         own = groups.get("task", {})
-        refuse_unknown("setting in task:", own, self._settings)
         for name in own:
+            if name not in self._settings:
+                similar = close_match(name, self._settings)
+                meant = "" if similar is None else f" Did you mean task.{similar}?"
+                raise ValueError(
+                    f"task.{name} is no setting of this environment.{meant} Give its configured"
+                    f" value: settings={{{name!r}: ...}}."
+                )
             self._check_read(name, self._rewards)
         # 2. Texts of prompts: render the first question with each, and all with the longest.
         in_prompt = {name: own[name] for name in own if name in self._prompt_settings}

@@ -404,7 +404,7 @@ class DatasetTask(QuestionTask):
         weights = self.reward_weights or {}
         if not isinstance(weights, Mapping):
             weights = dict(zip(names, weights, strict=False))
-        by_name = {f"reward_weights.{name}": weights.get(name, 1.0) for name in names}
+        by_name = {f"reward_weights.{name}": weights[name] for name in names if name in weights}
         return {**super().configured_settings(), **by_name}
 
     @property

@@ -142,12 +142,18 @@ def _first_settings(
 ) -> dict[str, Any]:
     """Return the hyperparameter `task_settings` of the first member, if it has any.
 
-    They are the chosen ones, and those of the task that are in the search space.
+    They are the chosen ones, and those of the task that evolve, which must lie in the search space.
     """
     settings = dict(TaskSettings(chosen.get("task_settings")))
     for name, value in task.configured_settings().items():
-        if name in space and space[name].closest(value) == value:
-            settings.setdefault(name, value)
+        if name not in space or name in settings:
+            continue
+        if space[name].closest(value) != value:
+            raise ValueError(
+                f"task: {name} is {shown(value)}, but it evolves in its {space[name].extent}."
+                " Remove the value, or add it to the search space."
+            )
+        settings[name] = value
     return {"task_settings": settings} if settings else {}
 
 

@@ -6,6 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from evogrpo.algorithms.checkpointing import TASK_SETTINGS
 from evogrpo.algorithms.grpo import GRPO, MultiAgentGRPO
 from evogrpo.algorithms.population import Population
 from evogrpo.config.agent import LanguageAgent
@@ -103,7 +104,10 @@ class LanguageTaskType:
             source = str(read_record(best, kind="agent")["shared"]["source"])
             if is_path(source):
                 base_argument = f", actor_network=evogrpo.load_base({source!r}).model"
-        return f"evogrpo.GRPO.load({str(best)!r}{base_argument}).generate(prompts)"
+        note = ""
+        if (best / TASK_SETTINGS).is_file():
+            note = f"  # with the texts of {best / TASK_SETTINGS} in the prompts"
+        return f"evogrpo.GRPO.load({str(best)!r}{base_argument}).generate(prompts){note}"
 
     def next_command(self, run_dir: Path) -> tuple[str, tuple[str | Path, ...]]:
         """Return purpose and words of the command to print after a run: export of the best."""
