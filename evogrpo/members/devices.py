@@ -38,7 +38,8 @@ def checked_device(device: "str | torch.device") -> str:
     """
     import torch
 
-    if not isinstance(device, str | torch.device):
+    # The type itself: an object such as a mock may claim another class.
+    if not issubclass(type(device), str | torch.device):
         raise ValueError(f"device must be a name such as 'cpu' or 'cuda', got {shown(device)}.")
     if device == "auto":
         raise ValueError("device 'auto' is the default. Leave device out.")

@@ -18,7 +18,17 @@ from evogrpo.members.devices import Precision
 from evogrpo.synonyms import unknown_name_error
 from evogrpo.text import shown
 from evogrpo.training.schedule import Schedule
-from evogrpo.validation import WHOLE, Flag, NonNegativeInt, PositiveInt, Seed, Text, plain, settings
+from evogrpo.validation import (
+    WHOLE,
+    Flag,
+    NonNegativeInt,
+    PositiveInt,
+    Seed,
+    Text,
+    is_text,
+    plain,
+    settings,
+)
 
 if TYPE_CHECKING:
     from evogrpo.evolution.fitness import FitnessConfig
@@ -109,12 +119,12 @@ def check_tracker_names(names: Iterable[str]) -> None:
     """Raise ValueError unless all names are trackers."""
     for name in names:
         if name not in TRACKERS:
-            raise unknown_name_error("tracker", name, TRACKERS)
+            raise unknown_name_error("name in trackers:", name, TRACKERS)
 
 
 def _tracker_names(value: Any) -> Any:
     """Return names as a tuple; "none" is no tracker, as in TRL."""
-    if value is None or value == "none":
+    if value is None or is_text(value, "none"):
         return ()
     if isinstance(value, str):
         return (value,)
