@@ -54,7 +54,7 @@ def checked_device(device: "str | torch.device") -> str:
     # torch asserts that it was built with CUDA.
     except (RuntimeError, AssertionError, TypeError) as error:
         raise ValueError(
-            f"device {shown(str(device), 40)} is not available. Use 'cpu', or 'cuda' if"
+            f"device {shown(device, 40)} is not available. Use 'cpu', or 'cuda' if"
             " torch.cuda.is_available()."
         ) from error
     return str(chosen)
