@@ -158,13 +158,17 @@ class Agent(NamesMissing, HyperparameterAttributes):
             Changes by name: (old, new); networks as text.
 
         Raises:
-            ValueError: If the agent has neither `hp_config` nor `evolve_network`.
+            ValueError: If the agent has neither `hp_config` nor `evolve_network`, or a text of its
+                search space is proposed, which needs a run with a proposer.
         """
         if not self.hp_config and not self.members.evolves:
             raise ValueError(
                 "The agent has no hp_config, so there is nothing to mutate. Pass hp_config to the"
                 " constructor."
             )
+        for name, parameter in (self.hp_config or {}).items():
+            if parameter.proposed:
+                raise ValueError(f"{name} is proposed, which needs evolve(..., proposer=...).")
         # 1. Mutate hyperparameters.
         changes: dict[str, tuple[Value, Value]] = {}
         if self.hp_config:

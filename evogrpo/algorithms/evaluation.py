@@ -17,9 +17,6 @@ from evogrpo.members.members import Members
 from evogrpo.members.requests import EvaluationRequest
 from evogrpo.warnings import warn
 
-NO_SETTINGS_BY_SLOT: Mapping[int, TaskSettings] = {}
-"""Task settings by slot where no member has any."""
-
 
 def evaluate_questions(
     members: Members, env: GroupEnvironment, request: EvaluationRequest
@@ -93,7 +90,7 @@ def evaluate(
     split: Split,
     *,
     questions: int | None = None,
-    settings: Mapping[int, TaskSettings] = NO_SETTINGS_BY_SLOT,
+    settings: Mapping[int, TaskSettings] | None = None,
     base: bool = False,
     answers: int | None = None,
 ) -> NDArray[np.float64]:
@@ -107,7 +104,7 @@ def evaluate(
         env: Provides questions and rewards.
         split: "validation" for selection, "test" for the final report.
         questions: Number of questions, from the first on; None = all.
-        settings: Task settings by slot, for members that have any.
+        settings: Task settings by slot; None = no member has any.
         base: Evaluate the untrained base instead of members.
         answers: Number of sampled answers per question, averaged; None = one greedy answer.
 
@@ -140,7 +137,7 @@ def measure_fitness(
     config: FitnessConfig,
     questions: int | None = None,
     rival: Fitness | None = None,
-    settings: Mapping[int, TaskSettings] = NO_SETTINGS_BY_SLOT,
+    settings: Mapping[int, TaskSettings] | None = None,
     base: bool = False,
     stop: Stop = NEVER,
 ) -> tuple[dict[int, Fitness], dict[int, int]]:
@@ -157,7 +154,7 @@ def measure_fitness(
         config: Sampling and racing settings.
         questions: Maximum number of questions; None = all.
         rival: Fitness of the best member so far, on the same split.
-        settings: Task settings by slot, for members that have any.
+        settings: Task settings by slot; None = no member has any.
         base: Evaluate the untrained base instead; `slots` then has a single slot, whose value has
             no effect.
         stop: See `EvaluationRequest`.
@@ -214,9 +211,11 @@ def measure_fitness(
 
 
 def _of_slots(
-    slots: Sequence[int], settings: Mapping[int, TaskSettings]
+    slots: Sequence[int], settings: Mapping[int, TaskSettings] | None
 ) -> tuple[TaskSettings, ...]:
     """Return the task settings of slots; those of members without any are empty."""
+    if settings is None:
+        return ()
     return tuple(settings.get(slot, NO_SETTINGS) for slot in slots)
 
 

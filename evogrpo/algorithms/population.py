@@ -18,7 +18,7 @@ from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.search_space import HyperparameterConfig, check_group_size
 from evogrpo.config.task_settings import SettingValue, TaskSettings
 from evogrpo.distributed import ProcessError, Processes
-from evogrpo.envs.protocol import GroupEnvironment, Split, SupportsTaskSettings
+from evogrpo.envs.protocol import GroupEnvironment, Split, supporting
 from evogrpo.evolution.fitness import GREEDY_EVALUATION, Fitness
 from evogrpo.evolution.history import NETWORK, Generation, History, MemberRecord
 from evogrpo.evolution.plan import Plan
@@ -428,13 +428,7 @@ def check_settings(
             values.setdefault(name, {})[value] = None
     if not values:
         return
-    if not isinstance(env, SupportsTaskSettings):
-        raise ValueError(
-            f"{class_name(env)} has no task settings, got {', '.join(values)}. Remove them from"
-            " the search space, or add the methods of"
-            " evogrpo.envs.protocol.SupportsTaskSettings."
-        )
-    env.check_settings({name: tuple(each) for name, each in values.items()})
+    supporting(env, values).check_settings({name: tuple(each) for name, each in values.items()})
 
 
 def _mean_group_rewards(sampled: RolloutBatch, settings: int) -> dict[int, dict[int, float]]:

@@ -405,6 +405,8 @@ def show_plan(console: Console, task: Task, run_dir: Path, *, preset: bool = Fal
     labels = SettingLabels.of(config.search_space.to_json(), [config.hyperparameters])
     rows["start"] = _start_text(config, labels)
     rows["evolving"] = _evolution_text(config, labels)
+    if config.proposer is not None:
+        rows["proposer"] = f"{config.proposer['name']}, which writes new texts"
     rows |= labels.rows
     rows["objective"] = _objective_text(config.agent.objective)
     rows["schedule"] = _schedule_text(config)

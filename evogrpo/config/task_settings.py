@@ -1,13 +1,14 @@
 """Task settings: named values of a member's task, which may evolve beside its hyperparameters."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pydantic import GetCoreSchemaHandler
 from pydantic_core import core_schema
 
+from evogrpo.synonyms import unknown_name_error
 from evogrpo.text import printable, shown
-from evogrpo.validation import FLOAT32_LIMIT, finite_number, refuse_unknown
+from evogrpo.validation import FLOAT32_LIMIT, finite_number
 
 SETTING_GROUPS = ("reward_weights", "task", "data_weights")
 """Groups of task settings. A setting is called GROUP.NAME, such as `reward_weights.digits`."""
@@ -96,11 +97,6 @@ def is_task_setting(name: str) -> bool:
     return group in SETTING_GROUPS and own != ""
 
 
-def is_weight(name: str) -> bool:
-    """Return True if a task setting is a weight, which must be a number."""
-    return not name.startswith("task.")
-
-
 def without_groups(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return values by full name: a mapping in the place of a group gets its name as a prefix."""
     flat = {}
@@ -116,17 +112,11 @@ def without_groups(values: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def check_setting(name: object, others: Collection[str] = ()) -> None:
-    """Raise ValueError unless a name is that of a task setting.
-
-    Args:
-        name: The name.
-        others: Further names that are valid in its place, for the message.
-    """
+def check_setting(name: object) -> None:
+    """Raise ValueError unless a name is that of a task setting."""
     if not isinstance(name, str) or not is_task_setting(name):
         groups = [f"{group}.NAME" for group in SETTING_GROUPS]
-        refuse_unknown("task setting", [name], [*others, *groups])
-        return
+        raise unknown_name_error("task setting", name, groups)
     if len(name) > MAX_NAME or printable(name) != name:
         raise ValueError(
             f"The name of a task setting must be printable text of at most {MAX_NAME} characters,"
@@ -137,7 +127,7 @@ def check_setting(name: object, others: Collection[str] = ()) -> None:
 def _checked_value(name: str, value: Any) -> SettingValue:
     """Return the value of a setting; raise ValueError if it is of the wrong type."""
     if isinstance(value, str):
-        if is_weight(name):
+        if not name.startswith("task."):
             raise ValueError(f"{name} must be a number, got {shown(value)}.")
         if len(value) > MAX_TEXT:
             raise ValueError(f"{name} must have at most {MAX_TEXT} characters, got {len(value)}.")

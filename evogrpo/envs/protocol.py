@@ -1,8 +1,9 @@
 """GroupEnvironment protocol: source of the prompts or reset seeds of all members."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import gymnasium
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 
 from evogrpo.config.task_settings import NO_SETTINGS, SettingValue, TaskSettings
 from evogrpo.randomness import generator
-from evogrpo.text import short_repr
+from evogrpo.text import class_name, short_repr
 
 if TYPE_CHECKING:  # verifier workers must not import torch
     from evogrpo.records import Conversation
@@ -176,8 +177,7 @@ def deal_for(
 ) -> tuple[int, ...]:
     """Return the training starts of a member with these task settings."""
     if settings.group("data_weights"):
-        assert isinstance(env, SupportsTaskSettings)  # checked before training
-        return env.deal(step, count, block, settings)
+        return supporting(env, settings).deal(step, count, block, settings)
     return env.deal(step, count, block)
 
 
@@ -186,9 +186,24 @@ def open_for(
 ) -> Any:
     """Return a batch of starts, each with the task settings at its position."""
     if any(settings):
-        assert isinstance(env, SupportsTaskSettings)  # checked before training
-        return env.open(split, starts, settings)
+        names = chain.from_iterable(settings)
+        return supporting(env, names).open(split, starts, settings)
     return env.open(split, starts)
+
+
+def supporting(env: object, names: Iterable[str]) -> SupportsTaskSettings:
+    """Return an environment that members with these task settings can use.
+
+    Raises:
+        ValueError: If it has no task settings.
+    """
+    if isinstance(env, SupportsTaskSettings):
+        return env
+    raise ValueError(
+        f"{class_name(env)} has no task settings, got {', '.join(sorted(set(names)))}. Remove them"
+        " from the members and the search space, or add the methods of"
+        " evogrpo.envs.protocol.SupportsTaskSettings."
+    )
 
 
 @runtime_checkable

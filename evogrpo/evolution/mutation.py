@@ -17,7 +17,7 @@ from evogrpo.text import reference_to, shown
 from evogrpo.validation import PositiveShare, Share, refuse_unknown, settings
 
 TO_PROPOSE = "<to be proposed>"
-"""Value in a plan that is being made; the population replaces it by a proposed text."""
+"""Text of a setting whose new text is open; the run replaces it by a proposal before it is used."""
 
 T = TypeVar("T")
 E = TypeVar("E")

@@ -44,7 +44,7 @@ class SamplingRequest:
         member_ids: `[k]` slots.
         start_ids: `[k]` position of each row's start among the opened ones.
         group_ids: `[k]` one number per member and start.
-        settings: Task settings that each start is opened with; empty if no member has any.
+        settings: Task settings that each start is opened with; empty = all without any.
         temperature: `[k]` sampling temperatures.
         purpose: Name of the random stream, with step and index.
         number: Distinguishes streams of one purpose within a step.
@@ -158,7 +158,10 @@ class EvaluationRequest:
     @property
     def start_settings(self) -> tuple[TaskSettings, ...]:
         """Task settings to open each of `starts` with."""
-        return tuple(each for each in self._distinct for _ in self.questions)
+        settings: tuple[TaskSettings, ...] = ()
+        for each in self._distinct:
+            settings += (each,) * len(self.questions)
+        return settings
 
     @property
     def answers_per_question(self) -> int:

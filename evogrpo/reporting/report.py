@@ -27,7 +27,7 @@ from evogrpo.reporting.records import (
 from evogrpo.reporting.setting_effects import MIN_LINEAGES, setting_effects
 from evogrpo.reporting.setting_labels import short_name
 from evogrpo.reporting.summary import METRICS, RunSummary, read_summary
-from evogrpo.reporting.text_changes import text_changes
+from evogrpo.reporting.text_changes import MAX_CHANGES, text_changes
 from evogrpo.storage.atomic_files import replace_file
 from evogrpo.text import (
     changes_text,
@@ -181,7 +181,7 @@ def html_page(summary: RunSummary) -> str:
         scores=list(_scores(summary)),
         effects=list(_effects(summary)),
         texts=summary.labels.numbered,
-        changed_texts=list(text_changes(summary)),
+        changed_texts=list(text_changes(summary))[-MAX_CHANGES:],
         costs=list(_costs(summary)),
         learning_seconds=math.fsum(_phases(summary).values()),
         lineage=list(_lineage(summary)),

@@ -92,10 +92,13 @@ class SettingLabels:
 
     def changes(self, changes: Changes) -> dict[str, tuple[str, str]]:
         """Return changes of a birth with names and values as short text."""
-        return {
-            self.name(name): (self.text(name, old), self.text(name, new))
-            for name, (old, new) in changes.items()
-        }
+        texts = {}
+        for name, (old, new) in changes.items():
+            short = self.name(name)
+            # The label of a numbered text begins with the name, which stands before it.
+            first = self.text(name, old).removeprefix(f"{short} ")
+            texts[short] = (first, self.text(name, new))
+        return texts
 
     @property
     def numbered(self) -> dict[str, str]:
@@ -124,4 +127,9 @@ def differing_settings(members: Iterable[Hyperparameters]) -> list[str]:
     """Return the names of task settings in which members differ, sorted."""
     settings = [member.task_settings for member in members]
     names = sorted(set().union(*settings))
-    return [name for name in names if len({each.get(name) for each in settings}) > 1]
+    differing = []
+    for name in names:
+        values = {each.get(name) for each in settings}
+        if len(values) > 1:
+            differing.append(name)
+    return differing

@@ -10,9 +10,11 @@ from evogrpo.config.task_settings import is_task_setting
 from evogrpo.reporting.summary import RunSummary
 from evogrpo.text import shorten
 
-MAX_COMPARED = 4000
+MAX_COMPARED = 2000
 """Maximum number of characters of a text that is compared; the rest is left out."""
-_WORDS = re.compile(r"\s+|\S+")
+MAX_CHANGES = 100
+"""Maximum number of changes that are shown: the last ones."""
+_WORDS = re.compile(r"\s+|\S+\s?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,8 +66,8 @@ def differences(old: str, new: str) -> Iterator[tuple[Literal["same", "ins", "de
     """Yield the pieces of two texts: those of both, and those of one only."""
     before = _WORDS.findall(shorten(old, MAX_COMPARED))
     after = _WORDS.findall(shorten(new, MAX_COMPARED))
-    # Without the shortcut for frequent words, which would take spaces for unimportant.
-    matcher = SequenceMatcher(None, before, after, autojunk=False)
+    # In texts of 200 words or more it ignores frequent words, without which it could take minutes.
+    matcher = SequenceMatcher(None, before, after)
     for kind, i, j, k, n in matcher.get_opcodes():
         if kind == "equal":
             yield "same", "".join(before[i:j])

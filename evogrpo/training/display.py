@@ -432,6 +432,9 @@ def completions_table(examples: Sequence[Example], best: int, width: int) -> Tab
         values = [values[row] for _, values in numbers]
         texts = (Text(question), Text(completion or "(nothing)"))
         table.add_row(members[1][row], *texts, *values)
+        for name, reason in example.feedback.items():
+            line = shortened(one_line(f"{name}: {reason}"), completion_width)
+            table.add_row("", "", Text(line, "dim"))
     return table
 
 

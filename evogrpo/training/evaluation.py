@@ -127,8 +127,8 @@ def measure(run: "Trainer") -> dict[int, Measured]:
         agent.slot: run_state.training_fitness(agent.slot) for agent in population.healthy
     }
     rollouts = {slot: fitness for slot, fitness in training_fitness.items() if fitness is not None}
-    settings = [name for agent in population.agents for name in agent.task_settings]
-    if other_rewards([*population.space.task_settings, *settings], run.env) is not None:
+    settings = set(population.space.task_settings).union(*population.task_settings.values())
+    if other_rewards(sorted(settings), run.env) is not None:
         rollouts = {}
     if not config.uses_validation and len(rollouts) < len(training_fitness):
         lacking = min(training_fitness.keys() - rollouts.keys())

@@ -5,9 +5,10 @@ from the parent's text and from training completions of the parent. The form of 
 of GEPA (arXiv:2507.19457), so a function written for the packages `gepa` or DSPy works unchanged.
 """
 
+import copy
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,19 +24,12 @@ from evogrpo.interruption import Stop
 from evogrpo.reporting.records import Example
 from evogrpo.storage.journal import all_events
 from evogrpo.text import class_name, one_line, shorten, shown
-from evogrpo.validation import (
-    PositiveFloat,
-    Whole,
-    dump,
-    settings,
-    validate,
-)
+from evogrpo.validation import PositiveFloat, Whole, dump, settings, validate
 from evogrpo.warnings import warn
 
 if TYPE_CHECKING:
     from evogrpo.training.trainer import Trainer
 
-Records = Sequence[Mapping[str, Any]]
 ProposalFunction = Callable[
     [dict[str, str], dict[str, list[dict[str, Any]]], list[str]], Mapping[str, str]
 ]
@@ -98,11 +92,11 @@ class Proposal:
     before: str
     after: str
     refused: str | None = None
-    seen: tuple[Mapping[str, Any], ...] = field(default=())
+    seen: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def key(self) -> tuple[int, int, str, str]:
-        """What makes the same question: generation, child, setting and the parent's text."""
+        """Generation, child, setting and text of the parent: equal ones are asked for once."""
         return self.generation, self.index, self.name, self.before
 
 
@@ -212,7 +206,7 @@ def _ask(
     assert proposer is not None  # checked before the run
     short = {name.removeprefix("task."): text for name, text in before.items()}
     # Copies: the function may change what it gets.
-    dataset = {name: [dict(record) for record in seen] for name in short}
+    dataset = {name: copy.deepcopy(seen) for name in short}
     answer = _call_with_limit(
         lambda: proposer.function(dict(short), dataset, list(short)),
         proposer.timeout,

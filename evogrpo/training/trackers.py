@@ -5,6 +5,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -208,7 +209,7 @@ class Trackers:
         """
         if not rows:
             return
-        columns = list(dict.fromkeys(column for row in rows for column in row))
+        columns = list(dict.fromkeys(chain.from_iterable(rows)))
         data = [_cells(row, columns) for row in rows]
         self._call("log_table", table_name=name, columns=columns, data=data, step=step)
 

@@ -7,7 +7,7 @@ import pytest
 
 from evogrpo import HuggingFaceGym, MultiTurnGym
 from evogrpo.config.task_settings import NO_SETTINGS, TaskSettings
-from evogrpo.envs.protocol import SupportsTaskSettings
+from evogrpo.envs.protocol import SupportsTaskSettings, deal_for, open_for
 from evogrpo.envs.text.environment_gym import EnvironmentGym
 from evogrpo.records import single_turn_conversations
 from tests.envs.conftest import build
@@ -302,3 +302,15 @@ def test_resets_take_settings_in_training(system_prompt, held_out):
         scores = batch.score(single_turn_conversations([0, 1], [[9], [9]], [0, 1]))
         np.testing.assert_array_equal(scores.rewards, [level, 1])
     env.close()
+
+
+def test_members_with_settings_need_an_environment_that_reads_them(tokenizer):
+    member = TaskSettings({"task.style": "short", "data_weights.easy": 2})
+
+    class Without:
+        """Environment without task settings."""
+
+    with pytest.raises(ValueError, match=r"Without has no task settings.*task\.style"):
+        open_for(Without(), "train", [0], [member])
+    with pytest.raises(ValueError, match=r"Without has no task settings"):
+        deal_for(Without(), 0, 1, 1, member)

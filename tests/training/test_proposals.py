@@ -4,40 +4,27 @@ import json
 import time
 from contextlib import suppress
 
+import numpy as np
 import pytest
 
-from evogrpo import HuggingFaceGym, HyperparameterConfig, evolve, resume
+from evogrpo import HyperparameterConfig, evolve, resume
 from evogrpo.evolution import TruncationPBT
 from evogrpo.evolution.mutation import Mutation
 from evogrpo.members.language.vllm_server import VLLMError
+from evogrpo.training.configuration.reading import absolute_paths
+from evogrpo.training.configuration.user_code import make_proposer
 from evogrpo.training.proposals import Proposer
 from evogrpo.training.reflection import Reflection, gepa_proposer
 from tests.tiny_training import shared_model, tiny_env, tiny_population
 from tests.vllm_server import RawServer
 
-FIRST = "Answer with a number."
+FIRST = "12+"
 SPACE = HyperparameterConfig(task={"style": {"choices": [FIRST], "proposed": True}})
 
 
-class Styled(HuggingFaceGym):
-    """Reads a setting task.style; refuses texts of more than 60 characters."""
-
-    def check_settings(self, values):
-        for text in values.get("task.style", ()):
-            if len(text) > 60:
-                raise ValueError(f"task.style has {len(text)} characters.")
-
-    def deal(self, step, count, block, settings=None):
-        return super().deal(step, count, block)
-
-    def open(self, split, starts, settings=()):
-        return super().open(split, starts)
-
-
 def styled_env():
-    env = tiny_env()
-    env.__class__ = Styled
-    return env
+    template = [{"role": "user", "content": "{style}{question}"}]
+    return tiny_env(conversation_template=template, settings={"style": FIRST})
 
 
 def start(run_dir=None, *, proposer, generations=2, **options):
@@ -67,7 +54,7 @@ def numbered(calls):
 
     def propose(candidate, reflective_dataset, components_to_update):
         calls.append((candidate, reflective_dataset, components_to_update))
-        return {"style": f"{FIRST} Version {len(calls)}."}
+        return {"style": f"{FIRST}{len(calls)}"}
 
     return propose
 
@@ -86,7 +73,7 @@ def test_a_mutated_text_is_proposed(tmp_path):
         assert event["seen"] == dataset["style"]
         assert event["before"] == FIRST
         assert event["after"].startswith(FIRST)
-    assert any("Version" in text for text in texts.values())
+    assert any(text != FIRST for text in texts.values())
     assert "<to be proposed>" not in (tmp_path / "run" / "journal.jsonl").read_text()
 
 
@@ -113,8 +100,8 @@ def test_a_proposer_sees_training_completions_of_the_parent_only():
         ({"style": 3}, "must be a text"),
         ({}, "text of the parent"),
         (None, "must return a mapping"),
-        ({"style": "x" * 61}, "61 characters"),
-        ({"style": "x" * 30_000}, "30,000 characters"),
+        ({"style": "1" * 200}, "context"),
+        ({"style": "1" * 30_000}, "30,000 characters"),
     ],
 )
 def test_a_refused_text_leaves_that_of_the_parent(tmp_path, answer, reason):
@@ -250,3 +237,18 @@ def test_a_reflection_model_that_answers_wrongly_raises(kind):
 def test_invalid_endpoints_are_refused(options):
     with pytest.raises(ValueError, match=r"url|NO_SUCH_KEY"):
         Reflection(**{"url": "http://127.0.0.1:1", "model": "writer", **options})
+
+
+def test_a_text_is_proposed_in_runs_only():
+    agent = tiny_population(1, hp_config=SPACE)[0]
+    with pytest.raises(ValueError, match=r"task\.style is proposed"):
+        agent.mutate(np.random.default_rng(0))
+
+
+def test_a_proposer_of_a_configuration_is_relative_to_its_file(tmp_path):
+    (tmp_path / "write.py").write_text("def write(*_): return {}")
+    for given in ("write.py:write", {"name": "write.py:write", "timeout": 5}):
+        values = absolute_paths({"proposer": given}, tmp_path)
+        name = values["proposer"] if isinstance(given, str) else values["proposer"]["name"]
+        assert name == f"{tmp_path}/write.py:write"
+        assert make_proposer({"name": name}).function() == {}

@@ -430,10 +430,11 @@ class PromptEnvironment:
         if split == "train":
             return values
         # Only what belongs to the policy: texts of prompts.
-        return [
-            {name: value for name, value in own.items() if name in self._prompt_settings}
-            for own in values
-        ]
+        of_policy = []
+        for own in values:
+            names = own.keys() & self._prompt_settings
+            of_policy.append({name: own[name] for name in sorted(names)})
+        return of_policy
 
     def _row(
         self, split: Split, start: int, values: Mapping[str, SettingValue]

@@ -461,6 +461,8 @@ _PATHS: Mapping[str, Callable[[str, Path], str]] = {
     "strategy.name": _absolute_reference,
     "strategy.mutation": _absolute_reference,
     "strategy.mutation.name": _absolute_reference,
+    "proposer": _absolute_reference,
+    "proposer.name": _absolute_reference,
     "sampler": _absolute_reference,
     "sampler.name": _absolute_reference,
     "sampler.adapters_dir": _absolute,
