@@ -137,9 +137,14 @@ def measure_run(case: Case, seed: int, steps: int) -> list[dict[str, float]]:
     for step in range(steps):
         if step == 1 and case.then is not None:
             population[0].target_kl = case.then
-        rollout = population.collect(env, step=step, samples_per_step=samples, block=samples // 8)
+        rollout = population.collect(
+            env, step=step, samples_per_step=samples, starts_per_step=samples // 8
+        )
         fresh = population.collect(
-            env, step=FRESH + step, samples_per_step=FRESH_SAMPLES, block=FRESH_SAMPLES // 8
+            env,
+            step=FRESH + step,
+            samples_per_step=FRESH_SAMPLES,
+            starts_per_step=FRESH_SAMPLES // 8,
         )
         batch = next(iter(fresh.experience.values()))
         trained = next(iter(rollout.experience.values()))

@@ -138,7 +138,7 @@ def measure(actor: Any, env: PettingZooGroups, seed: int) -> dict[str, float]:
         draws = ActionNoise(
             seed, "test", streams=[(0,)], rows=[TEST_STARTS], width_of=lambda agent: 1
         )
-        played = env.open("test", range(TEST_STARTS)).play(
+        played = env.make_batch("test", range(TEST_STARTS)).play(
             {"shared": actor},
             mapping_of(env),
             range(TEST_STARTS),
@@ -166,7 +166,7 @@ def train_grpo(seed: int, joint_steps: int) -> tuple[Any, PettingZooGroups, int]
     per_step = GRPO_EPISODES * ENV_KWARGS["max_cycles"]
     while spent + per_step <= joint_steps:
         collected = population.collect(
-            env, step=step, samples_per_step=GRPO_EPISODES, block=GRPO_EPISODES // 8
+            env, step=step, samples_per_step=GRPO_EPISODES, starts_per_step=GRPO_EPISODES // 8
         )
         population.learn(collected.experience, step=step)
         spent = spent + per_step

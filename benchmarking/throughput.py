@@ -97,7 +97,9 @@ def train(members: int, learning_steps: int, seed: int) -> int:
     )
     for step in range(learning_steps):
         block = SAMPLES // population[0].group_size
-        collected = population.collect(env, step=step, samples_per_step=SAMPLES, block=block)
+        collected = population.collect(
+            env, step=step, samples_per_step=SAMPLES, starts_per_step=block
+        )
         population.learn(collected.experience, step=step)
         steps += sum(collected.tokens.values())
     return steps

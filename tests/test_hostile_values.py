@@ -99,12 +99,12 @@ def new_run(name: str, value: Any) -> None:
 
 def rewarded(value: Any) -> None:
     env = tiny_env(reward_fn=lambda completion, answer, question: value)
-    population().collect(env, step=0, samples_per_step=4, block=4)
+    population().collect(env, step=0, samples_per_step=4, starts_per_step=4)
 
 
 def all_rewarded(value: Any) -> None:
     env = tiny_env(reward_funcs=lambda completions, **columns: value)
-    population().collect(env, step=0, samples_per_step=4, block=4)
+    population().collect(env, step=0, samples_per_step=4, starts_per_step=4)
 
 
 def logged(value: Any) -> None:
@@ -113,14 +113,16 @@ def logged(value: Any) -> None:
         log_metric(value, 1.0)
         return [1.0] * len(completions)
 
-    population().collect(tiny_env(reward_funcs=score), step=0, samples_per_step=4, block=4)
+    population().collect(
+        tiny_env(reward_funcs=score), step=0, samples_per_step=4, starts_per_step=4
+    )
 
 
 def failing(value: Any) -> None:
     def score(completion, answer, question):
         raise RuntimeError(value)
 
-    population().collect(tiny_env(reward_fn=score), step=0, samples_per_step=4, block=4)
+    population().collect(tiny_env(reward_fn=score), step=0, samples_per_step=4, starts_per_step=4)
 
 
 def questions(name: str, value: Any) -> None:

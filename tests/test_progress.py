@@ -24,7 +24,7 @@ def teams():
 
 
 def take_a_step(population, env, stop=NEVER):
-    collected = population.collect(env, step=0, samples_per_step=8, block=2, stop=stop)
+    collected = population.collect(env, step=0, samples_per_step=8, starts_per_step=2, stop=stop)
     population.learn(collected.experience, step=0, stop=stop)
     population.evaluate(env)
     return [population.members.state(agent.slot) for agent in population.agents]

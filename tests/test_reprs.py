@@ -14,7 +14,7 @@ def zero(completions, **_):
 
 def every_object(population, env):
     """Return all objects that a user gets during a run."""
-    collected = population.collect(env, step=0, samples_per_step=8, block=2)
+    collected = population.collect(env, step=0, samples_per_step=8, starts_per_step=2)
     learned = population.learn(collected.experience, step=0)
     run = evolve(population, env, generations=1, steps_per_generation=1, samples_per_step=8)
     steps = []

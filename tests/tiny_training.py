@@ -242,11 +242,13 @@ def learn_from(agent: Agent, batch: Batch, step: int | None = None) -> LearnRepo
 
 
 def collect_alone(
-    agent: Agent, env: Any, step: int = 0, *, samples: int = 16, block: int = 8
+    agent: Agent, env: Any, step: int = 0, *, samples: int = 16, starts_per_step: int = 8
 ) -> RolloutBatch:
     """Collect the samples of a learning step with an agent alone."""
     population = Population([agent], agent.members)
-    return population.collect(env, step=step, samples_per_step=samples, block=block)
+    return population.collect(
+        env, step=step, samples_per_step=samples, starts_per_step=starts_per_step
+    )
 
 
 def own_rows(batch: Batch, slot: int) -> Batch:

@@ -1,6 +1,6 @@
 """A user-defined environment of two turns: guess a digit, with a hint after the first guess.
 
-It uses the protocol only: `GroupEnvironment` opens a `PromptBatch`.
+It uses the protocol only: `GroupEnvironment` makes a `PromptBatch`.
 """
 
 import string
@@ -11,7 +11,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-from evogrpo.envs.protocol import REPLY, SPLITS, Scores, Split, deal_starts
+from evogrpo.envs.protocol import REPLY, SPLITS, Scores, Split, shuffled_starts
 from evogrpo.randomness import generator
 from evogrpo.records import Conversation
 
@@ -50,10 +50,10 @@ class GuessTwice:
     def size(self, split: Split) -> int:
         return SIZES[split]
 
-    def deal(self, step: int, count: int, block: int) -> tuple[int, ...]:
-        return deal_starts(self.seed, self.size("train"), step, count, block)
+    def select_starts(self, step: int, count: int, starts_per_step: int) -> tuple[int, ...]:
+        return shuffled_starts(self.seed, self.size("train"), step, count, starts_per_step)
 
-    def open(self, split: Split, starts: Sequence[int]) -> "Boxes":
+    def make_batch(self, split: Split, starts: Sequence[int]) -> "Boxes":
         if split not in SIZES or not all(0 <= start < SIZES[split] for start in starts):
             raise ValueError(
                 f"boxes of {split} are numbered up to {SIZES.get(split, 0)}, got {list(starts)}"

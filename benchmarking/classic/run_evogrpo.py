@@ -149,7 +149,9 @@ def train_alone(
     step = 0
     while not recorder.offer(env.steps, act):
         block = samples // agent.group_size
-        collected = population.collect(env, step=step, samples_per_step=samples, block=block)
+        collected = population.collect(
+            env, step=step, samples_per_step=samples, starts_per_step=block
+        )
         population.learn(collected.experience, step=step)
         if agent.failed:
             raise SystemExit(agent.failed)

@@ -50,7 +50,7 @@ INTERFACES = {
     "evogrpo.members.language.loading": ("load_base", "BaseModel"),
     "evogrpo.members.bank": ("Sampler", "PolicyBank"),
     "evogrpo.envs.protocol": (
-        *("GroupEnvironment", "PromptBatch", "Scores", "SPLITS", "Split", "deal_starts"),
+        *("GroupEnvironment", "PromptBatch", "Scores", "SPLITS", "Split", "shuffled_starts"),
         *("SupportsDate", "SupportsFingerprint", "SupportsPreflight", "SupportsProgress"),
     ),
     "evogrpo.envs.text.datasets": ("Filtered",),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from evogrpo.config.task_settings import TaskSettings
-from evogrpo.envs.protocol import GroupEnvironment, Scores, deal_for
+from evogrpo.envs.protocol import GroupEnvironment, Scores, select_starts_for
 from evogrpo.functional.loss_types import STEP_ADVANTAGES
 from evogrpo.functional.rewards import consecutive_ids, place_on_last_action, zero_variance_groups
 from evogrpo.interruption import NEVER, Stop
@@ -25,7 +25,7 @@ def sample_groups(
     learners: Sequence[Learner],
     groups: Sequence[range],
     *,
-    block: int,
+    starts_per_step: int,
     purpose: str,
     number: int = 0,
     settings: Sequence[TaskSettings] = (),
@@ -40,8 +40,8 @@ def sample_groups(
         members: All members.
         env: Provides starts and rewards.
         learners: The members that act, all at the same learning step.
-        groups: Positions of the starts of each learner's groups in the step's block.
-        block: Length of the step's block of starts.
+        groups: Positions of the starts of each learner's groups among those of the step.
+        starts_per_step: Number of starts of the step, those of refills included.
         purpose: Name of the random stream.
         number: Distinguishes streams of one purpose within a step.
         settings: Distinct task settings of all members of the step; those of the learners by
@@ -49,13 +49,16 @@ def sample_groups(
         stop: Checked between tokens or steps, and between reward calls.
 
     Returns:
-        The samples. `starts` has each position of the block once for each of the settings.
+        The samples. `starts` has each position once for each of the settings.
     """
-    # 1. Choose the starts to open: those of each position in the block, with all settings.
+    # 1. Select the starts of the step: those of each position, with all settings.
     distinct = tuple(settings or distinct_settings(learners))
     positions = max(span.stop for span in groups)
-    dealt = [deal_for(env, learners[0].step, positions, block, each) for each in distinct]
-    starts = tuple(chain.from_iterable(zip(*dealt, strict=True)))
+    step = learners[0].step
+    starts_by_settings = [
+        select_starts_for(env, step, positions, starts_per_step, each) for each in distinct
+    ]
+    starts = tuple(chain.from_iterable(zip(*starts_by_settings, strict=True)))
     # 2. Number the rows. Groups are numbered by member and position, so no two share a number.
     counts = []
     position_ids_by_learner = []
@@ -76,7 +79,7 @@ def sample_groups(
         row_ids=torch.arange(len(position_ids)),
         member_ids=per_row([learner.slot for learner in learners]),
         start_ids=position_ids * len(distinct) + per_row(number_of_settings),
-        group_ids=per_row(range(len(learners))) * block + position_ids,
+        group_ids=per_row(range(len(learners))) * starts_per_step + position_ids,
         settings=distinct * positions,
         temperature=per_row([learner.hyperparameters.temperature for learner in learners]),
         purpose=purpose,
@@ -127,24 +130,24 @@ def resample_groups(
     sampled: RolloutBatch,
     *,
     used: dict[int, int],
-    block: int,
+    starts_per_step: int,
     max_rounds: int,
     stop: Stop = NEVER,
 ) -> RolloutBatch:
     """Replace groups without learning signal, in at most `max_rounds` rounds.
 
     In each round a member samples as many new groups as it has groups without signal, on the next
-    unused starts of the step's block. New groups with signal replace old ones in order. The result
+    unused starts of the step. New groups with signal replace old ones in order. The result
     for a member depends on itself alone.
 
     Args:
         members: All members.
         env: Provides starts and rewards.
         learners: The members that act.
-        sampled: Samples of these members so far, on the first starts of the block.
-        used: Number of starts of the block that are used, by slot; updated.
-        block: Length of the step's block: `1 + max_rounds` times the starts that a member uses
-            without refills.
+        sampled: Samples of these members so far, on the first starts of the step.
+        used: Number of starts of the step that are used, by slot; updated.
+        starts_per_step: `1 + max_rounds` times the number of starts that a member uses without
+            refills.
         max_rounds: Maximum number of rounds, at least 1.
         stop: See `sample_groups`.
 
@@ -176,7 +179,7 @@ def resample_groups(
             env,
             acting,
             groups,
-            block=block,
+            starts_per_step=starts_per_step,
             purpose="refill",
             number=number,
             settings=distinct_settings(learners),
@@ -369,7 +372,7 @@ def _concatenate_feedback(parts: Sequence[Scores]) -> tuple[Mapping[str, str], .
 
 def check_groups(env: object) -> None:
     """Raise ValueError for an environment without groups, such as a plain Gymnasium environment."""
-    if not hasattr(env, "deal"):
+    if not hasattr(env, "select_starts"):
         raise ValueError(
             f"Expected a group environment, got {class_name(env)}. Wrap it:"
             " evogrpo.GymnasiumGroups(...) with the environment's id or a function that makes it,"

@@ -447,7 +447,7 @@ class EvolvableAlgorithm(Agent, AgileRLMethods):
             episodes = whole_between("episodes", episodes, 1)
         # 2. Make groups of a single environment, each start with one episode.
         groups: Any = env
-        if isinstance(env, gymnasium.Env) and not hasattr(env, "deal"):
+        if isinstance(env, gymnasium.Env) and not hasattr(env, "select_starts"):
             episodes = episodes or 1
             groups = SingleEnvironment(env, episodes)
         check_groups(groups)
@@ -661,7 +661,12 @@ class MultiAgentGRPO(GRPO):
         check_group_size(self.group_size, samples, owner="the member")
         groups = range(samples // self.group_size)
         sampled = sample_groups(
-            self.members, env, [self.learner()], [groups], block=len(groups), purpose="sample"
+            self.members,
+            env,
+            [self.learner()],
+            [groups],
+            starts_per_step=len(groups),
+            purpose="sample",
         )
         self.members.update_statistics(sampled.observed)
         return sampled

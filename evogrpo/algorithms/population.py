@@ -139,7 +139,7 @@ class Population(NamesMissing, Sequence[Any]):
         *,
         step: int,
         samples_per_step: int,
-        block: int,
+        starts_per_step: int,
         stop: Stop = NEVER,
     ) -> RolloutBatch:
         """Sample and reward the groups of one learning step of all healthy members.
@@ -153,8 +153,8 @@ class Population(NamesMissing, Sequence[Any]):
             env: Provides starts and rewards.
             step: Number of the learning step.
             samples_per_step: Completions (or episodes) per member; every group size divides it.
-            block: Number of starts that a step uses without refills, the same for all steps of a
-                run.
+            starts_per_step: Number of starts that a step uses without refills, the same for all
+                steps of a run.
             stop: Checked between tokens or steps, and between reward calls.
 
         Raises:
@@ -174,9 +174,15 @@ class Population(NamesMissing, Sequence[Any]):
         # 2. Sample and reward. Refills would prefer groups of medium difficulty, so they do not
         #    enter `group_rewards`.
         max_refills = self.members.settings.objective.dynamic_sampling
-        full_block = block * (1 + max_refills)
+        starts_with_refills = starts_per_step * (1 + max_refills)
         sampled = sample_groups(
-            self.members, env, learners, groups, block=full_block, purpose="sample", stop=stop
+            self.members,
+            env,
+            learners,
+            groups,
+            starts_per_step=starts_with_refills,
+            purpose="sample",
+            stop=stop,
         )
         group_rewards = _mean_group_rewards(sampled, len(distinct_settings(learners)))
         # 3. Replace groups without learning signal (dynamic sampling).
@@ -190,7 +196,7 @@ class Population(NamesMissing, Sequence[Any]):
                 learners,
                 sampled,
                 used=used,
-                block=full_block,
+                starts_per_step=starts_with_refills,
                 max_rounds=max_refills,
                 stop=stop,
             )
@@ -436,7 +442,7 @@ def _mean_group_rewards(sampled: RolloutBatch, settings: int) -> dict[int, dict[
 
     Args:
         sampled: The samples.
-        settings: Number of task settings that each start was opened with.
+        settings: Number of task settings that each start is used with.
     """
     groups: dict[tuple[int, int], list[float]] = {}
     slots = sampled.member_ids.tolist()

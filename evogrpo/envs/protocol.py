@@ -21,7 +21,8 @@ Split = Literal["train", "validation", "test"]
 """Use of a prompt or reset seed: training, fitness, or the final report."""
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 """All splits, in this order."""
-VALIDATION_SIZE, TEST_SIZE = 64, 256
+VALIDATION_SIZE = 64
+TEST_SIZE = 256
 """Default sizes of the held-out splits: questions, or starts of episodes."""
 REPLY = ">>> "
 """Prefix of the lines of environment replies in `Scores.completions`."""
@@ -120,13 +121,13 @@ class GroupEnvironment(Protocol):
     def action_space(self) -> gymnasium.Space[Any]:
         """Space of actions."""
 
-    def deal(self, step: int, count: int, block: int) -> tuple[int, ...]:
-        """Select the first `count` training starts of learning step `step`; see `deal_starts`."""
+    def select_starts(self, step: int, count: int, starts_per_step: int) -> tuple[int, ...]:
+        """Return the first `count` training starts of a learning step; see `shuffled_starts`."""
 
     def size(self, split: Split) -> int:
         """Return the number of distinct starts in a split."""
 
-    def open(self, split: Split, starts: Sequence[int]) -> Any:
+    def make_batch(self, split: Split, starts: Sequence[int]) -> Any:
         """Return a batch of starts.
 
         Args:
@@ -157,38 +158,41 @@ class SupportsTaskSettings(Protocol):
             ValueError: If nothing reads a setting, or one of its values cannot be used.
         """
 
-    def deal(
-        self, step: int, count: int, block: int, settings: TaskSettings = NO_SETTINGS
+    def select_starts(
+        self, step: int, count: int, starts_per_step: int, settings: TaskSettings = NO_SETTINGS
     ) -> tuple[int, ...]:
-        """Select training starts of a member, as `GroupEnvironment.deal`, by its data weights."""
+        """Return training starts of a member, which its data weights select.
 
-    def open(
+        Arguments as in `GroupEnvironment.select_starts`.
+        """
+
+    def make_batch(
         self, split: Split, starts: Sequence[int], settings: Sequence[TaskSettings] = ()
     ) -> Any:
-        """Return a batch of starts, as `GroupEnvironment.open`, with the settings of each.
+        """Return a batch of starts, each with the task settings at its position.
 
-        On held-out splits only settings that belong to the policy count, such as texts of prompts;
-        rewards are the metric.
+        Other arguments as in `GroupEnvironment.make_batch`. On held-out splits only settings that
+        belong to the policy count, such as texts of prompts; rewards are the metric.
         """
 
 
-def deal_for(
-    env: GroupEnvironment, step: int, count: int, block: int, settings: TaskSettings
+def select_starts_for(
+    env: GroupEnvironment, step: int, count: int, starts_per_step: int, settings: TaskSettings
 ) -> tuple[int, ...]:
     """Return the training starts of a member with these task settings."""
     if settings.group("data_weights"):
-        return supporting(env, settings).deal(step, count, block, settings)
-    return env.deal(step, count, block)
+        return supporting(env, settings).select_starts(step, count, starts_per_step, settings)
+    return env.select_starts(step, count, starts_per_step)
 
 
-def open_for(
+def make_batch_for(
     env: GroupEnvironment, split: Split, starts: Sequence[int], settings: Sequence[TaskSettings]
 ) -> Any:
     """Return a batch of starts, each with the task settings at its position."""
     if any(settings):
         names = chain.from_iterable(settings)
-        return supporting(env, names).open(split, starts, settings)
-    return env.open(split, starts)
+        return supporting(env, names).make_batch(split, starts, settings)
+    return env.make_batch(split, starts)
 
 
 def supporting(env: object, names: Iterable[str]) -> SupportsTaskSettings:
@@ -253,33 +257,36 @@ def _shuffled(seed: int, size: int, round_number: int) -> NDArray[np.int64]:
     return order
 
 
-def deal_starts(seed: int, size: int, step: int, count: int, block: int) -> tuple[int, ...]:
-    """Return the training starts of one learning step: the first `count` of its block.
+def shuffled_starts(
+    seed: int, size: int, step: int, count: int, starts_per_step: int
+) -> tuple[int, ...]:
+    """Return the training starts of one learning step: the first `count` of them.
 
-    Blocks follow each other in an endless order, which visits every start once per pass and is
-    shuffled for each pass. The result depends on the arguments alone. Members with fewer starts
-    therefore use a prefix of the starts of the others, and evaluation, stopping or resuming never
-    shifts the order.
+    Each step takes the next `starts_per_step` starts of an endless order, which visits every start
+    once per pass and is shuffled for each pass. The result depends on the arguments alone.
+    Therefore members with fewer starts use a prefix of the starts of the others, and evaluation,
+    stopping or resuming never shifts the order.
 
     Args:
         seed: Seed of the order, at least 0.
         size: Number of training starts.
         step: Index of the learning step, from 0.
-        count: Number of starts to return, at most `block`.
-        block: Length of each step's block: the largest count of all members.
+        count: Number of starts to return, at most `starts_per_step`.
+        starts_per_step: Largest count of all members.
 
     Returns:
-        `count` indices in [0, size). An index repeats only where a pass ends inside the block.
+        `count` indices in [0, size). An index repeats only where a pass ends within the step.
 
     Raises:
         ValueError: If an argument is out of range.
     """
-    if size < 1 or step < 0 or not 1 <= count <= block:
+    if size < 1 or step < 0 or not 1 <= count <= starts_per_step:
         raise ValueError(
-            f"size, step, count or block is out of range, got {size}, {step}, {count}, {block}."
+            f"size, step, count or starts_per_step is out of range, got {size}, {step}, {count},"
+            f" {starts_per_step}."
         )
     # Positions in the endless order; `size` of them are one pass.
-    positions = range(step * block, step * block + count)
+    positions = range(step * starts_per_step, step * starts_per_step + count)
     return tuple(
         int(_shuffled(seed, size, position // size)[position % size]) for position in positions
     )

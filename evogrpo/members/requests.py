@@ -42,9 +42,9 @@ class SamplingRequest:
         counts: Number of rows of each member, on all ranks.
         row_ids: `[k]` numbers of the rows among those of all ranks; they select the random numbers.
         member_ids: `[k]` slots.
-        start_ids: `[k]` position of each row's start among the opened ones.
+        start_ids: `[k]` position of each row's start in the batch of starts.
         group_ids: `[k]` one number per member and start.
-        settings: Task settings that each start is opened with; empty = all without any.
+        settings: Task settings of each start; empty = all without any.
         temperature: `[k]` sampling temperatures.
         purpose: Name of the random stream, with step and index.
         number: Distinguishes streams of one purpose within a step.
@@ -152,12 +152,12 @@ class EvaluationRequest:
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """Questions to open: all of them for each of the distinct settings."""
+        """Questions: all of them for each of the distinct settings."""
         return self.questions * len(self._distinct)
 
     @property
     def start_settings(self) -> tuple[TaskSettings, ...]:
-        """Task settings to open each of `starts` with."""
+        """Task settings of each of `starts`."""
         settings: tuple[TaskSettings, ...] = ()
         for each in self._distinct:
             settings += (each,) * len(self.questions)

@@ -41,7 +41,7 @@ __all__ = [
 
 Kind = Literal["population", "agent"]
 FORMAT = "evogrpo-checkpoint"
-VERSION = 5
+VERSION = 6
 """Format of checkpoints; only this one is read."""
 
 MANIFEST_NAME = "manifest.json"

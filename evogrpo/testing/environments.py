@@ -1,7 +1,7 @@
-"""Conformance suites of `GroupEnvironment`, one for each kind of batch that it opens.
+"""Conformance suites of `GroupEnvironment`, one for each kind of batch that it makes.
 
-`PromptEnvironmentTestCase` is for environments that open a `PromptBatch`,
-`PlayedEnvironmentTestCase` for those that open a `StartBatch`.
+`PromptEnvironmentTestCase` is for environments that make a `PromptBatch`,
+`PlayedEnvironmentTestCase` for those that make a `StartBatch`.
 """
 
 from abc import ABC, abstractmethod
@@ -34,7 +34,7 @@ MAX_STARTS = 24  # starts of each split
 
 
 class GroupEnvironmentTestCase(ABC):
-    """Tests of starts and of the order in which they are dealt.
+    """Tests of starts and of the order in which they are selected.
 
     Implement `make_env` and `identities`.
 
@@ -81,34 +81,34 @@ class GroupEnvironmentTestCase(ABC):
 
     def test_smaller_counts_deal_a_prefix_of_the_block(self, env: Any) -> None:
         for step in (3, 0, 1):
-            block = env.deal(step, 7, 7)
-            assert all(0 <= start < env.size("train") for start in block)
+            starts = env.select_starts(step, 7, 7)
+            assert all(0 <= start < env.size("train") for start in starts)
             for count in (5, 1, 7):
-                assert env.deal(step, count, 7) == block[:count]
+                assert env.select_starts(step, count, 7) == starts[:count]
 
     def test_deal_does_not_depend_on_earlier_calls(self, env: Any) -> None:
         fresh = self.make_env()
-        expected = fresh.deal(2, 4, 4)
+        expected = fresh.select_starts(2, 4, 4)
         for step in range(4):
-            env.deal(step, 3, 4)
-        env.open("validation", [0])
-        assert env.deal(2, 4, 4) == expected
+            env.select_starts(step, 3, 4)
+        env.make_batch("validation", [0])
+        assert env.select_starts(2, 4, 4) == expected
 
     def test_a_pass_repeats_no_start(self, env: Any) -> None:
         count = min(env.size("train"), 64)
-        dealt: list[int] = []
+        taken: list[int] = []
         for step in range(count // 4):
-            dealt += env.deal(step, 4, 4)
-        assert len(set(dealt)) == len(dealt)
+            taken += env.select_starts(step, 4, 4)
+        assert len(set(taken)) == len(taken)
 
     def test_seeds_change_the_order_and_the_fingerprint(self, env: Any) -> None:
         others: list[Any] = [self.make_env(seed) for seed in (1, 2)]
-        assert len({each.deal(0, 8, 8) for each in (env, *others)}) > 1
+        assert len({each.select_starts(0, 8, 8) for each in (env, *others)}) > 1
         if isinstance(env, SupportsFingerprint):
             assert all(dict(each.fingerprint()) != dict(env.fingerprint()) for each in others)
 
     def test_equal_environments_have_equal_fingerprints(self, env: Any) -> None:
-        env.open("validation", [0])  # must not change it
+        env.make_batch("validation", [0])  # must not change it
         if not isinstance(env, SupportsFingerprint):
             pytest.skip("the environment has no fingerprint()")
         fingerprint = dict(env.fingerprint())
@@ -122,30 +122,30 @@ class GroupEnvironmentTestCase(ABC):
         fresh = self.make_env()
         for split in SPLITS:
             starts = self.sample_starts(env, split)
-            first = self.identities(env.open(split, starts))
-            assert self.identities(env.open(split, starts)) == first
-            assert self.identities(fresh.open(split, starts)) == first
-            repeated = self.identities(env.open(split, [1, 0, 1]))
+            first = self.identities(env.make_batch(split, starts))
+            assert self.identities(env.make_batch(split, starts)) == first
+            assert self.identities(fresh.make_batch(split, starts)) == first
+            repeated = self.identities(env.make_batch(split, [1, 0, 1]))
             assert repeated == [first[1], first[0], first[1]]
 
     def test_splits_share_no_start(self, env: Any) -> None:
         everything: list[Hashable] = []
         for split in SPLITS:
-            batch = env.open(split, self.sample_starts(env, split))
+            batch = env.make_batch(split, self.sample_starts(env, split))
             everything += self.identities(batch)
         assert len(set(everything)) == len(everything)
 
     @pytest.mark.parametrize(("split", "start"), [("train", -1), ("test", "size"), ("dev", 0)])
     def test_invalid_starts_raise(self, env: Any, split: Any, start: Any) -> None:
         with pytest.raises(ValueError, match=split):
-            env.open(split, [env.size(split) if start == "size" else start])
+            env.make_batch(split, [env.size(split) if start == "size" else start])
 
 
 # ---- conversations
 
 
 class PromptEnvironmentTestCase(GroupEnvironmentTestCase):
-    """Tests of environments that open a `PromptBatch`. Implement `make_env` and `complete`."""
+    """Tests of environments that make a `PromptBatch`. Implement `make_env` and `complete`."""
 
     @abstractmethod
     def complete(self, env: Any, rng: np.random.Generator) -> Sequence[int]:
@@ -165,7 +165,7 @@ class PromptEnvironmentTestCase(GroupEnvironmentTestCase):
 
         Args:
             env: The environment.
-            batch: An open batch.
+            batch: A batch of the environment.
             start_of_row: Position of each row's start in the batch.
             rows: Rows to complete together.
         """
@@ -200,13 +200,13 @@ class PromptEnvironmentTestCase(GroupEnvironmentTestCase):
 
     def conversations(self, env: Any) -> tuple[PromptBatch, list[Conversation]]:
         """Open 4 starts and complete 3 conversations for each."""
-        batch = env.open("train", range(4))
+        batch = env.make_batch("train", range(4))
         start_of_row = np.repeat(range(4), 3).tolist()
         found = self.converse(env, batch, start_of_row, range(12))
         return batch, [found[row] for row in range(12)]
 
     def test_prompts_are_token_ids_and_questions_text(self, env: Any) -> None:
-        batch = env.open("train", self.sample_starts(env, "train"))
+        batch = env.make_batch("train", self.sample_starts(env, "train"))
         assert isinstance(batch, PromptBatch)
         assert len(batch.prompts) == len(batch.questions) == len(self.sample_starts(env, "train"))
         for prompt in batch.prompts:
@@ -231,8 +231,8 @@ class PromptEnvironmentTestCase(GroupEnvironmentTestCase):
 
     def test_replies_depend_on_their_conversation_alone(self, env: Any) -> None:
         start_of_row = [0, 1, 2, 3, 0, 1]
-        together = self.converse(env, env.open("train", range(4)), start_of_row, range(6))
-        batch = env.open("train", range(4))
+        together = self.converse(env, env.make_batch("train", range(4)), start_of_row, range(6))
+        batch = env.make_batch("train", range(4))
         for row in (5, 3, 0, 4, 1, 2):
             assert self.converse(env, batch, start_of_row, [row])[row] == together[row]
 
@@ -397,7 +397,7 @@ class PlayedRow:
 
 
 class PlayedEnvironmentTestCase(GroupEnvironmentTestCase):
-    """Tests of environments that open a `StartBatch`, for a single agent or several.
+    """Tests of environments that make a `StartBatch`, for a single agent or several.
 
     Implement `make_env`.
 
@@ -423,7 +423,7 @@ class PlayedEnvironmentTestCase(GroupEnvironmentTestCase):
 
         Args:
             env: The environment.
-            starts: Training starts to open.
+            starts: Training starts of the batch.
             start_of_row: Position of each row's start in `starts`.
             members: Member of each row. Its row r uses the random numbers of (member, r),
                 regardless of other members.
@@ -440,7 +440,7 @@ class PlayedEnvironmentTestCase(GroupEnvironmentTestCase):
             name: PseudoRandomActor(spec.action_space) for name, spec in mapping.specs.items()
         }
         uniforms = None if greedy else noise
-        batch = env.open("train", starts)
+        batch = env.make_batch("train", starts)
         played = batch.play(actors, mapping, start_of_row, members, uniforms=uniforms)
         # 2. Collect the values of each row without padding, as bytes, which compare exactly.
         parts: list[list[Any]] = [[] for _ in members]

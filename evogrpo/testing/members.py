@@ -28,7 +28,7 @@ from evogrpo.validation import dump, validate
 
 SIZE = 3
 SAMPLES_PER_STEP = 8
-BLOCK = 4
+STARTS_PER_STEP = 4
 """Starts of a learning step: as many groups as fit into it with the smallest group size, 2."""
 
 
@@ -57,7 +57,10 @@ class MembersTestCase(ABC):
     def collect(self, population: Population, step: int = 0) -> RolloutBatch:
         """Collect the samples of one learning step."""
         return population.collect(
-            self.make_env(), step=step, samples_per_step=SAMPLES_PER_STEP, block=BLOCK
+            self.make_env(),
+            step=step,
+            samples_per_step=SAMPLES_PER_STEP,
+            starts_per_step=STARTS_PER_STEP,
         )
 
     def trained(self, size: int = SIZE) -> Population:
@@ -124,10 +127,10 @@ class MembersTestCase(ABC):
 
     def test_an_environment_of_another_kind_is_refused(self) -> None:
         class NoEnvironment:
-            def deal(self, step: int, count: int, block: int) -> tuple[int, ...]:
+            def select_starts(self, step: int, count: int, starts_per_step: int) -> tuple[int, ...]:
                 return tuple(range(count))
 
-            def open(self, split: str, starts: Sequence[int]) -> object:
+            def make_batch(self, split: str, starts: Sequence[int]) -> object:
                 return self
 
         with pytest.raises(ValueError, match="NoEnvironment"):

@@ -254,10 +254,10 @@ def time_rows(task: "Task", trainer: "Trainer") -> dict[str, str]:
 def _timed_step(task: "Task", trainer: "Trainer", samples: int, stop: Stop) -> TimedStep:
     """Take one learning step with this many samples of each member, and measure it."""
     population = trainer.population
-    block = trainer.run_state.block
+    starts_per_step = trainer.run_state.starts_per_step
     began = time.monotonic()
     sampled = population.collect(
-        trainer.env, step=0, samples_per_step=samples, block=block, stop=stop
+        trainer.env, step=0, samples_per_step=samples, starts_per_step=starts_per_step, stop=stop
     )
     sampled_at = time.monotonic()
     population.learn(sampled.experience, step=0, stop=stop)

@@ -72,8 +72,8 @@ class RunState:
         step_in_generation: Learning steps of the generation under way.
         samples_per_step: Current completions per member and learning step; 0 before the run began.
         steps_per_generation: Current learning steps per generation; 0 before the run began.
-        block: Number of starts (prompts or reset seeds) that each step takes from their order,
-            which never shrinks; 0 before the run began.
+        starts_per_step: Number of starts (prompts or reset seeds) that each step takes from their
+            order, which never shrinks; 0 before the run began.
         unplanned: The last generation was evaluated, but its plan was not applied.
         threads: Threads of torch, which affect rounding; 0 before the run began.
         seconds: Wall-clock time spent, over all parts of the run.
@@ -94,8 +94,8 @@ class RunState:
         longest_step: Seconds of the longest learning step so far.
         longest_evaluation: Seconds of the longest evaluation after a generation so far; before the
             first one, an estimate from that of the untrained base.
-        rollouts: Rewards of each slot in the generation under way: step, position of the start in
-            that step's block, and mean raw reward of the group.
+        rollouts: Rewards of each slot in the generation under way: step, position of the
+            start among those of the step, and mean raw reward of the group.
         examples: One completion of each member, from the last learning step.
         reflections: Completions of each slot in the generation under way that proposers see; empty
             without a proposer.
@@ -115,7 +115,7 @@ class RunState:
     step_in_generation: Count = 0
     samples_per_step: Samples = 0
     steps_per_generation: Annotated[int, Field(ge=0, le=MAX_STEPS)] = 0
-    block: Samples = 0
+    starts_per_step: Samples = 0
     unplanned: bool = False
     threads: Count = 0
     seconds: Real = 0.0

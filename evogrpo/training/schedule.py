@@ -177,7 +177,7 @@ class Schedule:
                     " are used."
                 )
 
-    def block(self, population: "Population") -> int:
+    def starts_per_step(self, population: "Population") -> int:
         """Return the maximum number of prompts (or reset seeds) that a member uses in a step.
 
         Members include those that may evolve.

@@ -300,7 +300,7 @@ class Trainer:
                             self.env,
                             step=state.step,
                             samples_per_step=state.samples_per_step,
-                            block=state.block,
+                            starts_per_step=state.starts_per_step,
                             stop=stop,
                         )
                         collected_at = clock.now()
@@ -581,10 +581,11 @@ class Trainer:
         state.steps_per_generation = (
             steps_per_generation or state.steps_per_generation or schedule.steps_per_generation
         )
-        # The block never shrinks, even after the members with the smallest groups are replaced: it
-        # determines which questions a step takes.
+        # `starts_per_step` never shrinks, even after the members with the smallest groups are
+        # replaced: it determines which questions a step takes.
         budget = replace(schedule, samples_per_step=state.samples_per_step)
-        state.block = max(state.block, budget.block(self.population))
+        needed = budget.starts_per_step(self.population)
+        state.starts_per_step = max(state.starts_per_step, needed)
 
     def _record_end(self) -> None:
         """Record why the run has ended, and by how much it exceeded its time limit."""

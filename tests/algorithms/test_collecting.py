@@ -48,16 +48,18 @@ def answers(slots, shared, **options):
     env = tiny_env(reward_funcs=record)
     evaluate(shared, slots, env, "validation", **options)
     size = len(seen) // len(slots)
-    prompts = env.open("validation", range(env.size("validation"))).prompts
+    prompts = env.make_batch("validation", range(env.size("validation"))).prompts
     return prompts, [seen[number * size : (number + 1) * size] for number in range(len(slots))]
 
 
 def test_members_answer_prefixes_of_one_block_at_equal_cost(population):
     env = tiny_env()
-    collected = population.collect(env, step=3, samples_per_step=16, block=8)
+    collected = population.collect(env, step=3, samples_per_step=16, starts_per_step=8)
     batch = collected.experience["default"]
-    assert collected.starts == env.deal(3, 8, 8)
-    assert batch.inputs.prompts == tuple(map(tuple, env.open("train", collected.starts).prompts))
+    assert collected.starts == env.select_starts(3, 8, 8)
+    assert batch.inputs.prompts == tuple(
+        map(tuple, env.make_batch("train", collected.starts).prompts)
+    )
     assert batch.member_ids.bincount().tolist() == [16, 16, 16]
     for agent in population:
         rows = batch.select_members([agent.slot])
@@ -71,7 +73,7 @@ def test_members_answer_prefixes_of_one_block_at_equal_cost(population):
         assert collected.tokens[agent.slot] == int(rows.present.sum()) + prompts
     assert len(batch.group_ids.unique()) == 8 + 2 + 4
     with pytest.raises(ValueError, match=r"divide samples_per_step=12.*got 8 \(member 1\)"):
-        population.collect(env, step=0, samples_per_step=12, block=6)
+        population.collect(env, step=0, samples_per_step=12, starts_per_step=6)
 
 
 def test_evaluation_is_greedy_on_equal_questions(population):
@@ -126,7 +128,7 @@ def fussy(completions, answer, **columns):
 
 
 def gathered(population, env=None, step=0):
-    return population.collect(env or tiny_env(), step=step, samples_per_step=16, block=8)
+    return population.collect(env or tiny_env(), step=step, samples_per_step=16, starts_per_step=8)
 
 
 def equal(batch):
@@ -141,12 +143,12 @@ def test_groups_without_signal_are_replaced_by_the_next_questions():
     before = gathered(population_of(), env, step).experience["default"]
     population = population_of(dynamic_sampling=3)
     after = gathered(population, env, step)
-    assert after.starts[:8] == env.deal(step, 8, 32)
-    assert after.starts == env.deal(step, len(after.starts), 32)
+    assert after.starts[:8] == env.select_starts(step, 8, 32)
+    assert after.starts == env.select_starts(step, len(after.starts), 32)
     batch = after.experience["default"]
     assert len(batch) == len(before) == 48
     assert float(equal(batch).float().mean()) < 0.7 * float(equal(before).float().mean())
-    answers = {start: env.open("train", [start]).rows[0]["answer"] for start in after.starts}
+    answers = {start: env.make_batch("train", [start]).rows[0]["answer"] for start in after.starts}
     for agent in population:
         rows = batch.select_members([agent.slot])
         first = 16 // agent.group_size
@@ -263,7 +265,9 @@ def test_step_rewards_and_components_reach_the_learner():
 
     env = tiny_env(reward_funcs=[inside, whole], reward_weights=[1.0, 0.5])
     population = population_of(advantage="return_to_go_timestep")
-    batch = population.collect(env, step=1, samples_per_step=64, block=32).experience["default"]
+    batch = population.collect(env, step=1, samples_per_step=64, starts_per_step=32).experience[
+        "default"
+    ]
     lengths = batch.present.sum(1)
     torch.testing.assert_close(batch.reward_components[:, 0], lengths.float())
     last = batch.group_ids != torch.cat([batch.group_ids[1:], torch.tensor([-1])])  # in its group

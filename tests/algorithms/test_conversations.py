@@ -37,8 +37,8 @@ class Talkative(Boxes):
 class Talks(GuessTwice):
     turns: int = 3
 
-    def open(self, split, starts):
-        return Talkative(**vars(super().open(split, starts)) | {"max_turns": self.turns})
+    def make_batch(self, split, starts):
+        return Talkative(**vars(super().make_batch(split, starts)) | {"max_turns": self.turns})
 
 
 def talks(turns=3):
@@ -52,7 +52,7 @@ def spoken(size=2, **options):
 
 
 def collected(population, env, step=0, samples=16):
-    return population.collect(env, step=step, samples_per_step=samples, block=4)
+    return population.collect(env, step=step, samples_per_step=samples, starts_per_step=4)
 
 
 def turns_of(batch, row):
@@ -97,7 +97,7 @@ def test_conversations_do_not_depend_on_other_members():
     batch = collected(together, talks()).experience["default"]
     for agent in together:
         clone = agent.clone()
-        separate = collect_alone(clone, talks(), block=4).experience["default"]
+        separate = collect_alone(clone, talks(), starts_per_step=4).experience["default"]
         rows = batch.select_members([agent.slot])
         beside = [turns_of(rows, row) for row in range(len(rows))]
         alone = [turns_of(separate, row) for row in range(len(separate))]
@@ -134,7 +134,7 @@ def test_the_room_for_turns_depends_on_the_own_prompt_only():
 
 def test_replies_have_no_gradient_but_are_context():
     agent = spoken(1, max_grad_norm=1e9)[0]
-    batch = collect_alone(agent, talks(2), samples=8, block=2).experience["default"]
+    batch = collect_alone(agent, talks(2), samples=8, starts_per_step=2).experience["default"]
     batch = replace(batch, rewards=torch.linspace(0, 1, len(batch)))
     hand = ByHand(peft_twin(agent), batch, agent.hyperparameters, agent.members.settings.objective)
     hand.loss(range(len(batch))).backward()

@@ -31,7 +31,7 @@ def test_rewards_of_a_population_equal_those_of_each_member_alone(way):
     env = tiny_env(reward_funcs=function, reward_workers=1 if "workers" in way else 0)
     population = population_of()
     # 1. A learning step.
-    collected = population.collect(env, step=0, samples_per_step=16, block=8)
+    collected = population.collect(env, step=0, samples_per_step=16, starts_per_step=8)
     for agent in population:
         own = (collected.member_ids == agent.slot).numpy()
         np.testing.assert_array_equal(
@@ -64,7 +64,7 @@ def test_calls_of_conversations_have_one_group():
         test_size=4,
     )
     population = population_of()
-    collected = population.collect(env, step=0, samples_per_step=16, block=8)
+    collected = population.collect(env, step=0, samples_per_step=16, starts_per_step=8)
     for agent in population:
         own = (collected.member_ids == agent.slot).numpy()
         np.testing.assert_array_equal(
@@ -82,5 +82,7 @@ def test_the_others_of_a_failing_completion_are_rewarded_together():
     env = tiny_env(reward_funcs=reward, on_reward_error="exclude")
     ids = env.tokenizer(["22", "1", "22", "333"], add_special_tokens=False)["input_ids"]
     with pytest.warns(UserWarning, match="1 of 4"):
-        rewards = env.open("train", [0]).score(single_turn_conversations([0] * 4, ids)).rewards
+        rewards = (
+            env.make_batch("train", [0]).score(single_turn_conversations([0] * 4, ids)).rewards
+        )
     np.testing.assert_allclose(rewards, [4 - 2 / 3, np.nan, 4 - 2 / 3, 4 - 1 / 3])

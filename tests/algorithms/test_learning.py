@@ -44,7 +44,7 @@ def test_truncated_completions_can_be_masked():
         1, objective=objective, optimizer=DAMPED, temperature=2.0, update_epochs=2
     )
     randomise_adapter(population[0])
-    collected = population.collect(tiny_env(), step=0, samples_per_step=16, block=4)
+    collected = population.collect(tiny_env(), step=0, samples_per_step=16, starts_per_step=4)
     batch = collected.experience["default"]
     assert 0 < int(collected.truncated.sum()) < 16
     assert not batch.action_mask[collected.truncated].any()
@@ -166,9 +166,9 @@ def test_minibatches_are_shuffled_by_step_member_and_seed():
 
 def test_a_batch_holds_rows_of_learning_members_only():
     population = tiny_population(3)
-    batch = population.collect(tiny_env(), step=0, samples_per_step=8, block=8).experience[
-        "default"
-    ]
+    batch = population.collect(
+        tiny_env(), step=0, samples_per_step=8, starts_per_step=8
+    ).experience["default"]
     with pytest.raises(ValueError, match=r"slots \[0, 2\]"):
         population.learn({"default": batch.select_members([0, 2])}, step=0)
     with pytest.raises(ValueError, match=r"slots \[0, 1, 2\]"):
@@ -270,9 +270,9 @@ def population_of(run):
 
 def experience(population, step, noise=0.2):
     """Act with all members and add random step rewards and sampler log-probabilities."""
-    batch = population.collect(tiny_env(), step=step, samples_per_step=8, block=4).experience[
-        "default"
-    ]
+    batch = population.collect(
+        tiny_env(), step=step, samples_per_step=8, starts_per_step=4
+    ).experience["default"]
     draws = torch.Generator().manual_seed(step)
     log_probs = batch.sampler_log_probs
     if population.members.settings.objective.importance_correction:

@@ -121,9 +121,9 @@ def test_ratios_compare_whole_distributions(options):
     population = random_population(
         2, lr=1e-12, batch_size=4, clip_low=0.01, clip_high=0.01, **options
     )
-    batch = population.collect(tiny_env(), step=0, samples_per_step=8, block=4).experience[
-        "default"
-    ]
+    batch = population.collect(
+        tiny_env(), step=0, samples_per_step=8, starts_per_step=4
+    ).experience["default"]
     assert batch.exact is (not options)
     trainer = population.members.banks["default"].log_probs(batch)
     gap = float((batch.sampler_log_probs - trainer)[batch.action_mask].max())

@@ -232,7 +232,7 @@ def test_returns_the_mean_greedy_reward_on_held_out_questions(agent):
     scores = []
     for split, loop in (("validation", 1), ("validation", 3), ("test", 1)):
         scores.append(agent.test(env, split=split, loop=loop))
-        rows = env.open(split, range(env.size(split))).rows
+        rows = env.make_batch(split, range(env.size(split))).rows
         assert set(seen) == {row["question"] for row in rows}
         assert len(seen) == loop * len(rows)
         seen.clear()

@@ -35,7 +35,7 @@ def population_for(env, size=3, **options):
 
 def train(population, env, steps, first=0):
     for step in range(first, first + steps):
-        collected = population.collect(env, step=step, samples_per_step=SAMPLES, block=8)
+        collected = population.collect(env, step=step, samples_per_step=SAMPLES, starts_per_step=8)
         reports = population.learn(collected.experience, step=step)
     return collected, reports
 
@@ -336,9 +336,9 @@ def test_incompatible_environments_and_batches_raise():
         population.check(GymnasiumGroups("CartPole-v1"))
     with pytest.raises(ValueError, match="observation_spaces"):
         population.evaluate(groups(joint_probes.Lives))
-    collected = population.collect(env, step=0, samples_per_step=SAMPLES, block=8)
+    collected = population.collect(env, step=0, samples_per_step=SAMPLES, starts_per_step=8)
     with pytest.raises(ValueError, match="group_size must divide samples_per_step"):
-        population.collect(env, step=0, samples_per_step=6, block=8)
+        population.collect(env, step=0, samples_per_step=6, starts_per_step=8)
     assert len(population[0].collect(env, 8.0).start_ids) == 8
     with pytest.raises(ValueError, match="samples_per_step must be at least 1"):
         population[0].collect(env, 0)
@@ -352,4 +352,4 @@ def test_incompatible_environments_and_batches_raise():
     for agent in population:
         agent.failed = "for a reason"
     with pytest.raises(ValueError, match="healthy"):
-        population.collect(env, step=0, samples_per_step=SAMPLES, block=8)
+        population.collect(env, step=0, samples_per_step=SAMPLES, starts_per_step=8)

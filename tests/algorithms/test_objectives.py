@@ -308,7 +308,7 @@ def test_an_exact_sampler_needs_no_correction(kind):
         agent = random_agent(
             max_grad_norm=1e9, temperature=1.3, min_output_tokens=3, objective=objective
         )
-        batch = collect_alone(agent, tiny_env(), samples=8, block=2).experience["default"]
+        batch = collect_alone(agent, tiny_env(), samples=8, starts_per_step=2).experience["default"]
         metrics = learn_from(agent, replace(batch, rewards=torch.arange(8.0))).metrics
         gradients.append(agent.state()["exp_avg"])
     assert equal_and_nonzero(*gradients)

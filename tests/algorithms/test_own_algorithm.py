@@ -53,7 +53,7 @@ def test_a_step_is_the_policy_gradient():
     """The loss is the mean of advantage times log-probability, leave-one-out."""
     env = cart_pole()
     population = small(1, env, max_grad_norm=1e9)
-    collected = population.collect(env, step=0, samples_per_step=8, block=2)
+    collected = population.collect(env, step=0, samples_per_step=8, starts_per_step=2)
     batch = collected.experience["default"]
     means = torch.stack([batch.rewards[(batch.group_ids == g)].mean() for g in batch.group_ids])
     expected = (batch.rewards - means) * 4 / 3  # r - (sum - r) / (n - 1), with n = 4
@@ -111,7 +111,7 @@ class Reports(Reinforce):
 def test_reports_that_a_journal_cannot_hold_are_refused(monkeypatch, name, value):
     env = cart_pole()
     population = Reports.population(2, env.observation_space, env.action_space, group_size=4)
-    collected = population.collect(env, step=0, samples_per_step=8, block=2)
+    collected = population.collect(env, step=0, samples_per_step=8, starts_per_step=2)
     monkeypatch.setattr(Reports, "wrong", {name: value})
     with pytest.raises(ValueError, match=f"LearnReport.{name}"):
         population.learn(collected.experience, step=0)

@@ -87,9 +87,9 @@ def test_a_retired_slot_is_empty_until_a_child_fills_it(population):
     new = tiny_agent().state()
     for agent, state in zip(population, (before[0], new, before[2], new), strict=True):
         assert equal_states(agent.state(), state)
-    batch = population.collect(tiny_env(), step=0, samples_per_step=8, block=4).experience[
-        "default"
-    ]
+    batch = population.collect(
+        tiny_env(), step=0, samples_per_step=8, starts_per_step=4
+    ).experience["default"]
     assert batch.member_ids.unique().tolist() == [0, 2]
     assert sorted(population.learn({"default": batch}, step=0)) == [0, 2]
     population.evaluate(tiny_env())

@@ -66,10 +66,10 @@ def test_members_together_equal_members_alone(make, options):
     for name in ("group_size", "advantage", "loss_type"):
         assert len({getattr(agent, name) for agent in population}) > 1
     for step in range(2):
-        collected = population.collect(env, step=step, samples_per_step=8, block=4)
+        collected = population.collect(env, step=step, samples_per_step=8, starts_per_step=4)
         reports = population.learn(collected.experience, step=step)
         for slot, clone in enumerate(clones):
-            alone = collect_alone(clone, env, step, samples=8, block=4)
+            alone = collect_alone(clone, env, step, samples=8, starts_per_step=4)
             together = own_rows(collected.experience["default"], slot)
             single = alone.experience["default"]
             assert torch.equal(together.present.sum(1), single.present.sum(1))
@@ -89,9 +89,9 @@ def test_members_together_equal_members_alone(make, options):
 def test_a_batch_holds_whole_episodes_of_the_dealt_seeds():
     env = cart_pole()
     agent = step_agent(env, group_size=4)
-    collected = collect_alone(agent, env, 3, samples=8, block=5)
+    collected = collect_alone(agent, env, 3, samples=8, starts_per_step=5)
     batch = collected.experience["default"]
-    assert (collected.starts, collected.questions) == (env.deal(3, 2, 5), ())
+    assert (collected.starts, collected.questions) == (env.select_starts(3, 2, 5), ())
     lengths = batch.present.sum(1)
     assert batch.rewards.tolist() == lengths.tolist()  # CartPole pays 1 a step
     assert batch.step_rewards.nan_to_num(nan=0.0).tolist() == batch.present.float().tolist()
@@ -126,7 +126,9 @@ def test_idle_groups_are_resampled_and_truncated_episodes_masked():
     assert idle[1] < idle[0]
     env = GymnasiumGroups(ConstantReward)
     agent = step_agent(env)
-    report = learn_from(agent, collect_alone(agent, env, samples=8, block=2).experience["default"])
+    report = learn_from(
+        agent, collect_alone(agent, env, samples=8, starts_per_step=2).experience["default"]
+    )
     assert (set(report.advantages), report.frac_reward_zero_std) == ({0.0}, 1.0)
     assert not agent.state()["exp_avg"].any()
 
@@ -150,13 +152,13 @@ def test_statistics_cover_all_observations_and_are_frozen_within_a_step():
     normalised = []
     for step in range(2):
         before = agent.members.policies["default"].statistics
-        batch = collect_alone(agent, env, step, samples=8, block=2).experience["default"]
+        batch = collect_alone(agent, env, step, samples=8, starts_per_step=2).experience["default"]
         normalised.append(batch.inputs.observations[batch.present].numpy())
         if step:  # observations of this step are normalised by earlier ones
             scale = np.sqrt(before.m2[0] / before.count[0] + 1e-8)
             seen.append(normalised[1] * scale + before.mean[0])
         else:
-            raw = collect_alone(blind, env, samples=8, block=2).experience["default"]
+            raw = collect_alone(blind, env, samples=8, starts_per_step=2).experience["default"]
             seen.append(raw.inputs.observations[raw.present].numpy())
             assert np.array_equal(normalised[0], seen[0])  # no statistics yet
     statistics = agent.members.policies["default"].statistics
@@ -171,7 +173,7 @@ def test_statistics_cover_all_observations_and_are_frozen_within_a_step():
 def test_statistics_are_inherited_and_part_of_the_policy():
     env = cart_pole()
     population = step_population(2, env, normalise_observations=True)
-    population.collect(env, step=0, samples_per_step=8, block=2)
+    population.collect(env, step=0, samples_per_step=8, starts_per_step=2)
     bank = population.members.banks["default"]
     body = population.members.policies["default"]
     bank.extra_stats[1] = bank.extra_stats[0] + 1

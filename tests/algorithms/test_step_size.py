@@ -112,7 +112,7 @@ KINDS = {"networks": (step_population, cart_pole), "language": (tiny_population,
 
 
 def step_of(population, env, step=0, **options):
-    rollout = population.collect(env, step=step, samples_per_step=16, block=4)
+    rollout = population.collect(env, step=step, samples_per_step=16, starts_per_step=4)
     return population.learn(rollout.experience, step=step, **options)
 
 
@@ -189,7 +189,7 @@ def own_divergence(population, batch, before, slot=0):
 
 def test_reported_kl_is_the_exact_one_over_the_vocabulary():
     population = tiny_population(1, group_size=4, target_kl=TARGET)
-    rollout = population.collect(tiny_env(), step=0, samples_per_step=16, block=4)
+    rollout = population.collect(tiny_env(), step=0, samples_per_step=16, starts_per_step=4)
     before = population.members.bank.state(0)
     report = population.learn(rollout.experience, step=0)[0]
     own = own_divergence(population, rollout.experience["default"], before)
@@ -238,7 +238,7 @@ def test_a_warning_says_that_an_own_clip_range_bounds_the_step():
         env = GymnasiumGroups("CartPole-v1", seed=seed)
         spaces = env.observation_space, env.action_space
         population = GRPO.population(1, *spaces, seed=seed, target_kl=0.01, clip_coef=0.1)
-        rollout = population.collect(env, step=0, samples_per_step=128, block=16)
+        rollout = population.collect(env, step=0, samples_per_step=128, starts_per_step=16)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             metrics = population.learn(rollout.experience, step=0)[0].metrics
@@ -397,7 +397,7 @@ def test_the_search_of_a_language_model_computes_its_first_gradient_once(monkeyp
 
     monkeypatch.setattr(bank, "gradients", counted)
     env = tiny_env(data_batch_size=8)
-    sampled = population.collect(env, step=0, samples_per_step=32, block=8)
+    sampled = population.collect(env, step=0, samples_per_step=32, starts_per_step=8)
     reports = population.learn(sampled.experience, step=0)
     assert min(report.metrics["step_passes"] for report in reports.values()) > 1
     assert len(counts) == 1

@@ -27,7 +27,7 @@ async def variety(completions, **_):
 def collected(function=None, stop=NEVER, **options):
     env = tiny_env(**({} if function is None else {"reward_funcs": function}), **options)
     try:
-        return writers().collect(env, step=0, samples_per_step=16, block=8, stop=stop)
+        return writers().collect(env, step=0, samples_per_step=16, starts_per_step=8, stop=stop)
     finally:
         env.close()
 

@@ -106,11 +106,11 @@ def compare_learning_steps(
     alone = tiny_agent(**given)
     passes = passes_of(together.members)
     own_passes = passes_of(alone.members)
-    found = together.collect(env, step=0, samples_per_step=SAMPLES, block=SAMPLES // 2)
+    found = together.collect(env, step=0, samples_per_step=SAMPLES, starts_per_step=SAMPLES // 2)
     if rewarded is not None:
         assert sum(processes().all_gather(len(rewarded))) == SAMPLES  # each completion once
     learner = alone.learner(0)
-    same = collect_alone(alone, env, samples=SAMPLES, block=SAMPLES // 2)
+    same = collect_alone(alone, env, samples=SAMPLES, starts_per_step=SAMPLES // 2)
     assert found.scores.completions == same.scores.completions
     assert found.scores.rewards.tolist() == same.scores.rewards.tolist()
     assert found.tokens == same.tokens
@@ -165,7 +165,7 @@ def play_together() -> None:
     env = cart_pole(wrappers=[Counting])
     population = step_population(1, env)
     Counting.played = 0
-    found = population.collect(env, step=0, samples_per_step=8, block=2)
+    found = population.collect(env, step=0, samples_per_step=8, starts_per_step=2)
     assert processes().all_gather((Counting.played, len(found.experience["default"]))) == [
         (4, 8),
         (4, 8),
@@ -225,7 +225,7 @@ def run_out_of_memory(beta: float) -> None:
     }
     together = tiny_population(1, **given)
     alone = tiny_agent(**given)
-    found = together.collect(tiny_env(), step=0, samples_per_step=8, block=4)
+    found = together.collect(tiny_env(), step=0, samples_per_step=8, starts_per_step=4)
     bank = together.members.banks["default"]
 
     @contextmanager

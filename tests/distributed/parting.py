@@ -78,12 +78,12 @@ def compare_learning_steps(
     together = sharded_population(3, base, architecture, **options)
     env = tiny_env()
     samples = 6
-    found = together.collect(env, step=0, samples_per_step=samples, block=samples // 2)
+    found = together.collect(env, step=0, samples_per_step=samples, starts_per_step=samples // 2)
     reports = together.learn(found.experience, step=0)
     for agent in together:
         agent_of_whole = tiny_agent(actor_network=whole, **options)
         agent_of_whole.index = agent.index
-        alone = collect_alone(agent_of_whole, env, samples=samples, block=samples // 2)
+        alone = collect_alone(agent_of_whole, env, samples=samples, starts_per_step=samples // 2)
         rows = found.experience["default"].select_members([agent.slot])
         assert torch.equal(rows.actions, alone.experience["default"].actions)
         report = agent_of_whole.learn_together(
@@ -103,8 +103,8 @@ def compare_with_idle_ranks(
     together = sharded_population(1, base, architecture, **options)
     agent_of_whole = tiny_agent(actor_network=whole, **options)
     env = GuessTwice(tokenizer=shared_tokenizer())
-    found = together.collect(env, step=0, samples_per_step=2, block=1)
-    alone = collect_alone(agent_of_whole, env, samples=2, block=1)
+    found = together.collect(env, step=0, samples_per_step=2, starts_per_step=1)
+    alone = collect_alone(agent_of_whole, env, samples=2, starts_per_step=1)
     assert found.scores.completions == alone.scores.completions
     together.learn(found.experience, step=0)
     agent_of_whole.learn_together(
@@ -121,11 +121,11 @@ def stop_on_one_rank(base: PreTrainedModel, architecture: str) -> None:
     together = sharded_population(2, base, architecture, micro_batch_tokens=24)
     env = tiny_env()
     stop = RunStop(processes())
-    found = together.collect(env, step=0, samples_per_step=8, block=2, stop=stop)
+    found = together.collect(env, step=0, samples_per_step=8, starts_per_step=2, stop=stop)
     if processes().rank == 1:
         stop.request("enough")
     for work in (
-        lambda: together.collect(env, step=0, samples_per_step=8, block=2, stop=stop),
+        lambda: together.collect(env, step=0, samples_per_step=8, starts_per_step=2, stop=stop),
         lambda: together.learn(found.experience, step=0, stop=stop),
     ):
         with pytest.raises(Interrupted):
@@ -143,7 +143,7 @@ def check_refused_calls(base: PreTrainedModel) -> None:
     with pytest.raises(ValueError, match="sampler"):
         start_run(population, tiny_env(), None, generations=1)  # before training
     with pytest.raises(ValueError, match="sampler"):
-        population.collect(tiny_env(), step=0, samples_per_step=4, block=1)
+        population.collect(tiny_env(), step=0, samples_per_step=4, starts_per_step=1)
     with pytest.raises(ValueError, match="model object"):
         load_base(tiny_model(), parts=2)
 

@@ -25,7 +25,7 @@ STILL = Rule(lambda seen: np.zeros(len(seen), np.int64))  # always the first act
 def play_rows(env, actor, starts, start_of_row, member_ids, *, split="train", **options):
     """Open starts of a split and play one episode per row; see `StartBatch.play`."""
     mapping = single_agent(env.observation_space, env.action_space)
-    played = env.open(split, starts).play(
+    played = env.make_batch(split, starts).play(
         {DEFAULT_POLICY: actor}, mapping, start_of_row, member_ids, **options
     )
     return played.episodes[DEFAULT_POLICY]

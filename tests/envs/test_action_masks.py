@@ -77,7 +77,7 @@ def play_each_with(agent, env):
     """Play the first training starts with an agent's own policy, sampled."""
     rows = range(6)
     noise = ActionNoise(0, "sample", streams=[()], rows=[6], width_of=lambda agent: 1)
-    played = env.open("train", rows).play(
+    played = env.make_batch("train", rows).play(
         agent.members.policies, agent.members.mapping, rows, [0] * 6, uniforms=noise
     )
     return played.episodes[DEFAULT_POLICY]

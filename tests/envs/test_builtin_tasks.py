@@ -117,7 +117,7 @@ def test_tasks_are_registered_and_build(tokenizer, encode):
     assert [env.size(split) for split in ("train", "validation", "test")] == [1065, 8, 16]
     assert not any(counts.duplicates or counts.held_out for counts in env.filtered.values())
     row = sequence_questions(4, 8, 16)["test"][2]
-    episodes = env.open("test", [2])
+    episodes = env.make_batch("test", [2])
     assert episodes.prompts == (encode(f"<u>{row['question']}<eos><a>"),)
     scores = episodes.score(
         single_turn_conversations([0, 0], [encode(row["answer"] + "<eos>"), encode("1000")])
@@ -157,7 +157,7 @@ def make(tokenizer):
 def test_tasks_use_their_own_score(make, tokenizer, encode, tag):
     env = make(min_digits=3, max_digits=4, answer_tag=tag, system_prompt="Tag it.")
     assert [env.size(split) for split in SIZES] == list(SIZES.values())
-    episodes = env.open("test", [0])
+    episodes = env.make_batch("test", [0])
     assert tokenizer.decode(episodes.prompts[0]).startswith("<s>Tag it.")
     assert "State the final answer" in tokenizer.decode(episodes.prompts[0])
     answer = episodes.rows[0]["answer"]

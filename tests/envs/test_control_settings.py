@@ -51,7 +51,7 @@ WALK = {"rewards": {"distance": distance, "time": "time"}, "settings": {"pull": 
 
 def play(env, settings, *, split="train", starts=(0, 1), members=None):
     """Play one episode from each start with each of the settings; return the episodes."""
-    opened = env.open(
+    opened = env.make_batch(
         split, [start for _ in settings for start in starts], [s for s in settings for _ in starts]
     )
     mapping = env._mapping()
@@ -155,13 +155,13 @@ def test_components_and_options_of_several_agents():
     mapping = map_policies(env.observation_spaces, env.action_spaces, "shared")
     (policy,) = mapping.specs
     actors = {policy: PseudoRandomActor(env.action_spaces["red_0"])}
-    played = env.open("train", [0, 0], own).play(actors, mapping, [0, 1], [0, 1])
+    played = env.make_batch("train", [0, 0], own).play(actors, mapping, [0, 1], [0, 1])
     episodes = played.episodes[policy]
     np.testing.assert_array_equal(episodes.own_rewards[:, 0], [3, 4, 5, 4, 3, 2])
     np.testing.assert_array_equal(episodes.team_rewards[:, 0], [12, 12, 12, 9, 9, 9])
     np.testing.assert_array_equal(episodes.components["number"], [1, 2, 3, 1, 2, 3])
     np.testing.assert_array_equal(played.rewards, [6, 15])
-    held_out = env.open("test", [0, 0], own).play(actors, mapping, [0, 1], [0, 1])
+    held_out = env.make_batch("test", [0, 0], own).play(actors, mapping, [0, 1], [0, 1])
     np.testing.assert_array_equal(held_out.rewards, [6, 6])
 
 

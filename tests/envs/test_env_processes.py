@@ -54,7 +54,7 @@ class First:
 gymnasium.register("Mine-v0", entry_point="__main__:Mine", max_episode_steps=5)
 with GymnasiumGroups("Mine-v0", vectorization="processes", num_envs=1) as env:
     mapping = single_agent(env.observation_space, env.action_space)
-    played = env.open("train", [0]).play({"default": First()}, mapping, [0], [0])
+    played = env.make_batch("train", [0]).play({"default": First()}, mapping, [0], [0])
     print("return", played.rewards.tolist())
 """
 

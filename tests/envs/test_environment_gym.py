@@ -159,7 +159,7 @@ def first_of(batch, position=0):
     ],
 )
 def test_the_model_reads_errors_of_its_calls(completion, error):
-    batch = gym().open("train", [0])
+    batch = gym().make_batch("train", [0])
     conversation = converse(batch, completion + "<eos>", "done<eos>")
     assert error in reply_texts(batch, conversation)[0]
     scores = batch.score([conversation])
@@ -168,7 +168,7 @@ def test_the_model_reads_errors_of_its_calls(completion, error):
 
 
 def test_calls_may_name_their_arguments_parameters():
-    batch = gym().open("train", [0])
+    batch = gym().make_batch("train", [0])
     completion = (
         call("add", amount=2)
         .replace("arguments", "parameters")
@@ -191,7 +191,7 @@ def test_calls_in_the_thinking_part_are_not_made(opening, completion):
     template = CHAT.replace(
         "{% if add_generation_prompt %}<a>", "{% if add_generation_prompt %}<a>" + opening
     )
-    batch = gym(template).open("train", [0])
+    batch = gym(template).make_batch("train", [0])
     assert batch.respond(
         [Conversation(row=0, start=0, completions=(encoded(batch, completion),))]
     ) == [None]
@@ -209,7 +209,7 @@ def test_results_follow_the_end_of_the_turn(name, marker):
     closing = "\n{% endif %}{% endfor %}"
     # The marker ends the assistant's turns.
     template = CHAT.replace(f"<eos>{closing}", f"{marker}{closing}")
-    batch = gym(template, reward_funcs=reward).open("train", [0])
+    batch = gym(template, reward_funcs=reward).make_batch("train", [0])
     conversation = converse(batch, call(name) + marker, f"done{marker}")
     (reply,) = conversation.replies
     assert batch.tokenizer.decode(reply).startswith("\n<u>=")
@@ -224,7 +224,7 @@ def test_reward_functions_get_messages_and_environments():
         seen.append((prompts, completions, first))
         return [len(environment.seen) for environment in environments]
 
-    batch = gym(reward_funcs=reward, reward_weights=[10.0]).open("train", [0])
+    batch = gym(reward_funcs=reward, reward_weights=[10.0]).make_batch("train", [0])
     conversation = converse(batch, "hm " + call("add", amount=1) + "<eos>", "done<eos>")
     scores = batch.score([conversation])
     first = first_of(batch)
@@ -247,7 +247,7 @@ def test_rewards_of_turns_are_at_their_last_tokens():
         def get_reward(self):
             return [*map(float, self.seen), 0.5]
 
-    batch = gym(environment_factory=Turns).open("train", [0])
+    batch = gym(environment_factory=Turns).make_batch("train", [0])
     conversation = converse(
         batch, call("add", amount=2) + "<eos>", call("add", amount=3) + "<eos>", "done<eos>"
     )
@@ -267,7 +267,7 @@ def test_rewards_may_be_booleans(value, reward):
         def get_reward(self):
             return value
 
-    batch = gym(environment_factory=Right).open("train", [0])
+    batch = gym(environment_factory=Right).make_batch("train", [0])
     assert batch.score([converse(batch, "x<eos>")]).rewards.tolist() == [reward]
 
 
@@ -276,13 +276,13 @@ def test_errors_of_environments_are_printable():
         def get_reward(self):
             raise ValueError("cannot judge \x1b[31mred\u202e")
 
-    batch = gym(environment_factory=Judge, on_reward_error="exclude").open("train", [0])
+    batch = gym(environment_factory=Judge, on_reward_error="exclude").make_batch("train", [0])
     with pytest.warns(UserWarning, match=r"cannot judge \\x1b\[31mred\\u202e"):
         batch.score([converse(batch, "x<eos>")])
 
 
 def test_environments_see_that_a_turn_ran_out_of_tokens():
-    batch = gym().open("train", [0])
+    batch = gym().make_batch("train", [0])
     cut = Conversation(row=0, start=0, completions=(encoded(batch, "long"),), truncated=True)
     assert batch.score([cut]).rewards.tolist() == [first_of(batch) - 100]
 
@@ -310,7 +310,7 @@ def test_functions_are_tools_of_prompt_datasets():
     rows = [{"prompt": [{"role": "user", "content": f"double {n}"}]} for n in range(30)]
     env = gym(rows=rows, environment_factory=None, tools=[double, later], reward_funcs=last)
     env.preflight()
-    batch = env.open("train", [0])
+    batch = env.make_batch("train", [0])
     conversation = converse(
         batch, call("double", number=4) + call("later", text="so") + "<eos>", "8<eos>"
     )
@@ -338,7 +338,7 @@ def test_a_column_names_the_environment():
     env = gym(
         rows=rows, environment_factory={"count": Counter, "other": Other}, reward_funcs=constant
     )
-    batch = env.open("train", range(env.size("train")))
+    batch = env.make_batch("train", range(env.size("train")))
     names = [row["environment"] for row in batch.rows]
     count = names.index("count")
     other = names.index("other")
@@ -365,7 +365,7 @@ def test_environments_share_a_reward_if_their_classes_have_the_same_name():
         return Local()
 
     rows = [{"first": n, "environment": "ab"[n % 2]} for n in range(40)]
-    batch = gym(rows=rows, environment_factory={"a": make, "b": make}).open("train", range(4))
+    batch = gym(rows=rows, environment_factory={"a": make, "b": make}).make_batch("train", range(4))
     assert {row["environment"] for row in batch.rows} == {"a", "b"}
     scores = batch.score([converse(batch, "x<eos>", row=row, start=row) for row in range(4)])
     assert (
@@ -401,7 +401,7 @@ def test_failed_environments_follow_on_reward_error(failing_part, monkeypatch):
     for mode in ("raise", "exclude"):
         monkeypatch.setattr(Fragile, "fails_in", None)
         env = gym(environment_factory=Fragile, on_reward_error=mode, environment_timeout=0.3)
-        batch = env.open("train", [0, 1])
+        batch = env.make_batch("train", [0, 1])
         healthy = converse(batch, "x<eos>", row=0, start=0)
         assert batch.score([healthy]).rewards.tolist() == [first_of(batch)]
         monkeypatch.setattr(Fragile, "fails_in", failing_part)
@@ -445,7 +445,7 @@ class Remote(Counter):
 def test_a_lost_server_excludes_its_conversation_and_is_reconnected_once(monkeypatch):
     monkeypatch.setattr(Remote, "made", 0)
     env = gym(environment_factory=Remote, on_reward_error="exclude", environment_workers=1)
-    batch = env.open("train", [0])
+    batch = env.make_batch("train", [0])
     began = converse(batch, call("ask") + "<eos>")
     assert reply_texts(batch, began) == ["=answer"]
     # 1. Lost in a conversation: it ends, and the model does not read the error. The next one gets a
@@ -465,7 +465,7 @@ def test_a_lost_server_excludes_its_conversation_and_is_reconnected_once(monkeyp
     # 2. Lost between conversations: another environment is made, once.
     del batch
     gc.collect()  # the environment is free again
-    batch = env.open("train", [0])
+    batch = env.make_batch("train", [0])
     monkeypatch.setattr(Remote, "lost", (1, 2))
     assert batch.score([converse(batch, "x<eos>")]).rewards.tolist() == [first_of(batch)]
     assert Remote.made == 3
@@ -480,7 +480,7 @@ def test_lost_environments_are_replaced_at_the_start_and_closed_after_an_error(m
     monkeypatch.setattr(Remote, "lost", (1,))
     env = gym(environment_factory=Remote, environment_workers=1)
     assert Remote.made == 2
-    batch = env.open("train", [0])
+    batch = env.make_batch("train", [0])
     began = [converse(batch, call("ask") + "<eos>", row=row) for row in range(2)]
     monkeypatch.setattr(Remote, "lost", (2, 3))
     monkeypatch.setattr(Counter, "closed", 0)
@@ -507,7 +507,7 @@ def test_environments_are_made_once_and_closed(monkeypatch):
 
     env = gym(environment_factory=Made, environment_workers=0)
     for _ in range(3):
-        batch = env.open("train", [0])
+        batch = env.make_batch("train", [0])
         batch.score([converse(batch, "x<eos>", row=row) for row in range(4)])
         del batch
     assert len(made) == 4
@@ -528,10 +528,10 @@ def test_starts_of_environments_without_a_dataset_are_seeded():
     env = gym(rows=40, environment_factory=Sampled)
     again = gym(rows=40, environment_factory=Sampled)
     assert env.size("train") + 4 + 4 == 40
-    prompts = [each.open("train", range(env.size("train"))).prompts for each in (env, again)]
+    prompts = [each.make_batch("train", range(env.size("train"))).prompts for each in (env, again)]
     assert prompts[0] == prompts[1]
     assert len(set(map(tuple, prompts[0]))) == len(prompts[0])
-    batch = env.open("train", [0, 1])
+    batch = env.make_batch("train", [0, 1])
     conversations = [converse(batch, "x<eos>", row=row, start=row // 4) for row in range(8)]
     rewards = batch.score(conversations).rewards.tolist()  # each group has one start
     assert [len(set(rewards[:4])), len(set(rewards[4:])), len(set(rewards))] == [1, 1, 2]
@@ -554,7 +554,7 @@ def test_a_reset_that_hangs_does_not_block_later_ones(monkeypatch):
     )
     for hangs in (True, False):
         monkeypatch.setattr(Hanging, "hangs", hangs)
-        batch = env.open("train", [0])
+        batch = env.make_batch("train", [0])
         if hangs:
             with pytest.warns(UserWarning, match="1 of 1 .*took longer"):
                 assert np.isnan(batch.score([converse(batch, "x<eos>")]).rewards).all()
@@ -630,7 +630,7 @@ def test_static_and_class_methods_are_tools():
             """Return the name of the class."""
             return cls.__name__
 
-    batch = gym(environment_factory=Methods).open("train", [0])
+    batch = gym(environment_factory=Methods).make_batch("train", [0])
     for name, result in (("fixed", "static"), ("shared", "Methods")):
         conversation = converse(batch, call(name), "<eos>")
         assert f"={result}" in batch.tokenizer.decode(conversation.replies[0])
@@ -754,7 +754,7 @@ def test_calls_masks_and_rewards_equal_those_of_trl(own_template, tmp_path, monk
         group_size=4,
     )
     population.sample_with(Forced(turns))
-    collected = population.collect(env, step=0, samples_per_step=4, block=1)
+    collected = population.collect(env, step=0, samples_per_step=4, starts_per_step=1)
     batch = collected.experience["default"]
     # 2. TRL's trainer does.
     tokenizer.response_template = template
@@ -775,7 +775,7 @@ def test_calls_masks_and_rewards_equal_those_of_trl(own_template, tmp_path, monk
         num_generations=4,
         **limits,
     )
-    row = {"prompt": ASK, "first": first_of(env.open("train", env.deal(0, 1, 1)))}
+    row = {"prompt": ASK, "first": first_of(env.make_batch("train", env.select_starts(0, 1, 1)))}
     trainer = Trainer(
         tiny_language_model(len(tokenizer)),
         [],
@@ -786,7 +786,7 @@ def test_calls_masks_and_rewards_equal_those_of_trl(own_template, tmp_path, monk
     )
     trl_outputs = trainer._generate_and_score_completions([row] * 4)
     # 3. Both have the same prompts, tokens, masks, calls and rewards.
-    (prompt,) = env.open("train", env.deal(0, 1, 1)).prompts
+    (prompt,) = env.make_batch("train", env.select_starts(0, 1, 1)).prompts
     for number in range(4):
         present = trl_outputs["completion_mask"][number].bool()
         assert trl_outputs["prompt_ids"][number][
@@ -847,7 +847,7 @@ def test_a_configuration_names_the_class(tmp_path):
     )
     config = load_config(tmp_path / "c.yaml")
     env = config.task.environment(build(CHAT), seed=0, max_prompt_length=None)
-    batch = env.open("train", [0])
+    batch = env.make_batch("train", [0])
     conversation = converse(batch, call("say", text=batch.rows[0]["word"]) + "<eos>", "done<eos>")
     assert batch.score([conversation]).rewards.tolist() == [1.0]
     assert config.task.label == "words.jsonl, echo.py:Echo"

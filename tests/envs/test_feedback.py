@@ -10,7 +10,7 @@ from tests.tiny_training import tiny_env
 
 
 def scores_of(env):
-    batch = env.open("train", [0])
+    batch = env.make_batch("train", [0])
     return env._score_samples(batch)
 
 

@@ -98,17 +98,18 @@ def test_starts_are_disjoint_and_stay_when_splits_grow():
     large = GymnasiumGroups(
         "CartPole-v1", train_size=5000, validation_size=70, test_size=80, seed=3
     )
-    seeds = {split: large.open(split, range(large.size(split))).seeds for split in SPLITS}
+    seeds = {split: large.make_batch(split, range(large.size(split))).seeds for split in SPLITS}
     assert [small.size(split) for split in SPLITS] == [500, 50, 60]
     all_seeds = set(chain.from_iterable(seeds.values()))
     assert len(all_seeds) == 5150
     assert all(0 <= seed < 2**31 for seed in all_seeds)
     for split in SPLITS:
         assert (
-            small.open(split, range(small.size(split))).seeds == seeds[split][: small.size(split)]
+            small.make_batch(split, range(small.size(split))).seeds
+            == seeds[split][: small.size(split)]
         )
     # Training starts of another run are disjoint from held-out starts as well.
-    other = GymnasiumGroups("CartPole-v1", seed=4).open("train", range(5000)).seeds
+    other = GymnasiumGroups("CartPole-v1", seed=4).make_batch("train", range(5000)).seeds
     assert max(*other, *seeds["train"]) < min(seeds["validation"] + seeds["test"])
     assert set(other) != set(seeds["train"])
 

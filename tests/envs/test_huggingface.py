@@ -71,7 +71,7 @@ FORMS = {
 
 
 def questions_of(env):
-    opened = {split: env.open(split, range(env.size(split))) for split in SPLITS}
+    opened = {split: env.make_batch(split, range(env.size(split))) for split in SPLITS}
     return {
         split: list(zip(each.questions, each.prompts, each.rows, strict=True))
         for split, each in opened.items()
@@ -120,7 +120,7 @@ def test_values_of_frames_become_plain(tokenizer):
     env = HuggingFaceGym(arrays, None, tokenizer, reward_funcs=level)
     plain = HuggingFaceGym(lists, None, tokenizer, reward_funcs=level)
     assert env.fingerprint() == plain.fingerprint()
-    assert env.open("train", [0]).questions[0].isdigit()
+    assert env.make_batch("train", [0]).questions[0].isdigit()
     env.preflight()
 
 
@@ -130,7 +130,7 @@ def test_values_of_frames_become_plain(tokenizer):
 def test_agilerl_form_renders_and_rewards(tokenizer, plain_tokenizer, encode):
     env = agilerl(tokenizer, conversation_template=TEMPLATE)
     assert env.size("train") + env.size("validation") == 30
-    episodes = env.open("test", [3, 1])
+    episodes = env.make_batch("test", [3, 1])
     assert episodes.questions == ("3*3?", "1*1?")  # without the template
     assert episodes.prompts == (
         encode("<s>Add.<eos><u>Q: 3*3?<eos><a>"),
@@ -140,7 +140,7 @@ def test_agilerl_form_renders_and_rewards(tokenizer, plain_tokenizer, encode):
     scores = episodes.score(single_turn_conversations([1, 0, 1, 0], texts))
     assert scores.rewards.tolist() == scores.components["exact"].tolist() == [1.0, 1.0, 0.0, 1.0]
     assert scores.completions == ("1", "9", "0", "9")
-    plain = agilerl(plain_tokenizer).open("test", [0])  # plain text without a chat template
+    plain = agilerl(plain_tokenizer).make_batch("test", [0])  # plain text without a chat template
     assert plain_tokenizer.decode(plain.prompts[0]) == "0*0?"
 
 
@@ -159,7 +159,7 @@ def test_the_question_of_a_conversation_is_its_last_user_message(tokenizer):
         tokenizer,
         reward_funcs=zero,
     )
-    assert env.open("test", [0]).questions == ("late",)
+    assert env.make_batch("test", [0]).questions == ("late",)
 
 
 # ---- questions and template options
@@ -184,7 +184,7 @@ def test_questions_may_be_any_json_value(tokenizer, make):
         return 1.0
 
     mixed = [*json.loads(json.dumps(table)), {"question": [], "answer": "z"}]
-    opened = HuggingFaceGym(mixed, test, tokenizer, reward_fn=reward).open("test", [0])
+    opened = HuggingFaceGym(mixed, test, tokenizer, reward_fn=reward).make_batch("test", [0])
     assert opened.questions == (str(make(100)),)
     opened.score(single_turn_conversations([0], [[3]]))
     assert seen == [make(100)]
@@ -212,7 +212,7 @@ def test_tool_calls_reach_the_template(content):
     rows = [
         {"prompt": [*calling(n, **content), {"role": "tool", "content": "2"}]} for n in range(9)
     ]
-    opened = HuggingFaceGym(rows, None, tokenizer, reward_funcs=zero).open("train", [0])
+    opened = HuggingFaceGym(rows, None, tokenizer, reward_funcs=zero).make_batch("train", [0])
     text = tokenizer.decode(opened.prompts[0])
     assert json.loads(text[text.index("[{") : text.index("}]") + 2]) == [CALL]
     assert opened.questions[0].endswith("?")
@@ -229,7 +229,7 @@ def test_template_options_of_a_row_override_those_of_the_environment():
 
     def prompts(**options):
         env = agilerl(tokenizer, table, test, **options)
-        return [tokenizer.decode(prompt) for prompt in env.open("test", [0, 1]).prompts]
+        return [tokenizer.decode(prompt) for prompt in env.make_batch("test", [0, 1]).prompts]
 
     assert prompts() == ["<u>a<eos><a>", "<u>b<eos><a>!"]
     silent = prompts(chat_template_kwargs={"enable_thinking": False})

@@ -13,7 +13,9 @@ from tests.envs.joint_probes import Contest, Favours
 def play(env, start_of_row=(0, 0)):
     mapping = map_policies(env.observation_spaces, env.action_spaces, "shared")
     actors = {name: PseudoRandomActor(spec.action_space) for name, spec in mapping.specs.items()}
-    return env.open("train", [0, 1]).play(actors, mapping, start_of_row, [0] * len(start_of_row))
+    return env.make_batch("train", [0, 1]).play(
+        actors, mapping, start_of_row, [0] * len(start_of_row)
+    )
 
 
 def lengths(env):

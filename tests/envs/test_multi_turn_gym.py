@@ -58,7 +58,7 @@ def encoded(env, text):
 
 def converse(env, *completions, start=0):
     """Hold a conversation with these completions about a training question."""
-    batch = env.open("train", [start])
+    batch = env.make_batch("train", [start])
     replies = []
     tokens = tuple(encoded(env, text) for text in completions)
     for turn in range(len(tokens)):
@@ -167,7 +167,7 @@ def test_replies_with_equal_tokens_keep_their_texts():
         return "é" if row["digit"] % 2 else "ü"  # both are unknown to the tokenizer
 
     env = gym(reply=accented)
-    batch = env.open("train", range(8))
+    batch = env.make_batch("train", range(8))
     completions = (encoded(env, "x<eos>"),)
     asked = [Conversation(row=number, start=number, completions=completions) for number in range(8)]
     replies = batch.respond(asked)
@@ -238,6 +238,6 @@ def test_invalid_replies_are_refused():
     with pytest.raises(ValueError, match=r"reply .* 7"):
         converse(gym(reply=lambda row, messages: 7), "x")
     with pytest.raises(ValueError, match="replies"):
-        gym().open("train", [0]).score(
+        gym().make_batch("train", [0]).score(
             [Conversation(row=0, start=0, completions=((9,), (9,)), replies=((9,),))]
         )

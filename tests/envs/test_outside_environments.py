@@ -58,7 +58,7 @@ def test_an_openenv_server_on_loopback_is_played():
             max_turns=21,
             on_reward_error="exclude",
         )
-        batch = env.open("train", [0, 1])
+        batch = env.make_batch("train", [0, 1])
         # 1. Play: several sessions at once, each with its own number.
         tries = [call("guess", value=number) + "<eos>" for number in range(1, 21)]
         played = [converse(batch, *tries, row=row, start=row) for row in range(2)]
@@ -74,7 +74,7 @@ def test_an_openenv_server_on_loopback_is_played():
         ]
         assert batch.score([*played, *reached]).rewards.tolist() == [0, 0, 1, 1]
         # 2. Lose the server in a conversation: it is excluded.
-        batch = env.open("train", [0])
+        batch = env.make_batch("train", [0])
         conversation = converse(batch, tries[0])
         server.kill()
         server.wait()
@@ -100,7 +100,7 @@ def test_a_textarena_game_is_played():
         "environment_workers": 0,
     }
     env = gym(rows=30, **options)
-    batch = env.open("train", [0])
+    batch = env.make_batch("train", [0])
     assert "between 1 and 20" in env.tokenizer.decode(batch.prompts[0])
     # Bisection finds the number; it is the same in every conversation of a start.
     low = 1

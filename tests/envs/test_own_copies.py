@@ -56,7 +56,7 @@ def test_rewards_do_not_depend_on_changes_by_other_calls(tokenizer, encode, form
     else:
         expected = [2 + 3] * 4
     for _ in range(2):
-        assert env.open("train", [3, 4]).score(conversations).rewards.tolist() == expected
+        assert env.make_batch("train", [3, 4]).score(conversations).rewards.tolist() == expected
     assert repr(table) == repr(rows())
     env.close()
 
@@ -82,7 +82,7 @@ def test_replies_may_change_row_and_messages(encode):
         test_size=4,
         validation_size=4,
     )
-    batch = env.open("train", [0])
+    batch = env.make_batch("train", [0])
     first = [
         Conversation(row=row, start=0, completions=(tuple(encode("abc")),)) for row in range(2)
     ]
@@ -118,7 +118,7 @@ def test_environments_may_change_the_arguments_of_reset(encode):
         test_size=4,
         validation_size=4,
     )
-    batch = env.open("train", [0])
+    batch = env.make_batch("train", [0])
     conversations = single_turn_conversations([0] * 3, [encode("x<eos>")] * 3)
     assert batch.score(conversations).rewards.tolist() == [2.0] * 3
     assert repr(table) == repr(rows())
@@ -134,7 +134,7 @@ def test_functions_may_return_the_same_list_from_every_call(tokenizer, encode):
         return kept
 
     env = HuggingFaceGym(rows(), None, tokenizer, reward_funcs=reward)
-    batch = env.open("train", [0, 1])
+    batch = env.make_batch("train", [0, 1])
     expected = [float(row["tests"]["cases"][0]) for row in batch.rows]
     assert (
         batch.score(single_turn_conversations([0, 1], [encode("a")] * 2)).rewards.tolist()

@@ -34,7 +34,7 @@ def play(env, policies="shared", *, starts=3, group_size=4, members=(0, 1)):
     )
     start_of_row = np.tile(np.repeat(range(starts), group_size), len(members)).tolist()
     member_of_row = np.repeat(members, rows).tolist()
-    batch = env.open("train", range(starts))
+    batch = env.make_batch("train", range(starts))
     return batch.play(actors, mapping, start_of_row, member_of_row, uniforms=noise)
 
 
@@ -86,7 +86,7 @@ def test_rewards_belong_to_the_last_action_before_them():
     parity = [env.reset_seed("train", start) % 2 for start in range(20)]
     starts = [parity.index(1), parity.index(0)]  # late_0 is not born on even seeds
     # All choose 0: short_0 ends with its second step.
-    played = env.open("train", starts).play(
+    played = env.make_batch("train", starts).play(
         {"shared": STILL}, mapping_of(env), [0, 1, 0, 1], [0] * 4
     )
     episodes = played.episodes["shared"]
@@ -197,7 +197,7 @@ def test_agents_without_a_legal_action_are_not_asked_for_actions():
 
 def test_a_time_limit_truncates_all_live_agents():
     env = PettingZooGroups(joint_probes.Lives, max_episode_steps=2)
-    played = env.open("train", [0]).play({"shared": STILL}, mapping_of(env), [0], [0])
+    played = env.make_batch("train", [0]).play({"shared": STILL}, mapping_of(env), [0], [0])
     episodes = played.episodes["shared"]
     assert episodes.agents == ("old_0", "short_0")
     assert episodes.truncated.tolist() == [True, False]
@@ -230,7 +230,7 @@ def test_agent_ids_are_appended_to_observations():
     assert mapping.specs["red"].observation_space.shape == (5,)
     assert mapping.specs["blue"].observation_space.shape == (3,)  # a single agent needs no id
     actors = {name: PseudoRandomActor(spec.action_space) for name, spec in mapping.specs.items()}
-    episodes = env.open("train", [0]).play(actors, mapping, [0, 0], [0, 0]).episodes["red"]
+    episodes = env.make_batch("train", [0]).play(actors, mapping, [0, 0], [0, 0]).episodes["red"]
     assert episodes.observations[:, 0, 3:].tolist() == [[1, 0], [0, 1]] * 2
     image = {agent: Box(0, 255, (8, 8, 3), np.uint8) for agent in ("a_0", "a_1")}
     space = map_policies(image, dict.fromkeys(image, Discrete(2)), agent_ids=True).specs["shared"]
@@ -272,7 +272,9 @@ def test_invalid_policy_mappings_raise():
     with pytest.raises(ValueError, match="has no policy"):
         play(env, "independent")
     with pytest.raises(ValueError, match="agent_ids"):
-        env.open("train", [0]).play({"shared": STILL}, mapping_of(env, agent_ids=True), [0], [0])
+        env.make_batch("train", [0]).play(
+            {"shared": STILL}, mapping_of(env, agent_ids=True), [0], [0]
+        )
 
 
 # ---- invalid environments

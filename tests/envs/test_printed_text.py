@@ -41,7 +41,7 @@ async def printing_later(completion, answer, question):
 @pytest.mark.parametrize("function", [printing, printing_later])
 def test_prints_are_escaped_and_streams_restored(tokenizer, function, capsys):
     before = sys.stdout, sys.stderr
-    HuggingFaceGym(QA, None, tokenizer, reward_fn=function).open("train", [0]).score(ONE)
+    HuggingFaceGym(QA, None, tokenizer, reward_fn=function).make_batch("train", [0]).score(ONE)
     assert (sys.stdout, sys.stderr) == before
     captured = capsys.readouterr()
     assert captured.out == f"out {ESCAPED}\n"

@@ -7,7 +7,7 @@ import pytest
 
 from evogrpo import HuggingFaceGym, MultiTurnGym
 from evogrpo.config.task_settings import NO_SETTINGS, TaskSettings
-from evogrpo.envs.protocol import SupportsTaskSettings, deal_for, open_for
+from evogrpo.envs.protocol import SupportsTaskSettings, make_batch_for, select_starts_for
 from evogrpo.envs.text.environment_gym import EnvironmentGym
 from evogrpo.records import single_turn_conversations
 from tests.envs.conftest import build
@@ -40,12 +40,12 @@ def single(tokenizer, **options):
 
 
 def texts(env, split, starts, settings=()):
-    return [env.tokenizer.decode(ids) for ids in env.open(split, starts, settings).prompts]
+    return [env.tokenizer.decode(ids) for ids in env.make_batch(split, starts, settings).prompts]
 
 
 def scored(env, split, settings=NO_SETTINGS, completion="7"):
     ids = env.tokenizer([completion], add_special_tokens=False)["input_ids"]
-    return env.open(split, [0], [settings]).score(single_turn_conversations([0], ids, [0]))
+    return env.make_batch(split, [0], [settings]).score(single_turn_conversations([0], ids, [0]))
 
 
 def chats(tokenizer, **options):
@@ -73,7 +73,7 @@ def test_only_declared_settings_are_fields_of_a_system_prompt(tokenizer):
 def test_templates_read_columns_and_settings(tokenizer):
     template = [{"role": "user", "content": "{style} {level}: {question} {{level}}"}]
     env = single(tokenizer, conversation_template=template, settings=STYLE)
-    row = env.open("train", [0]).rows[0]
+    row = env.make_batch("train", [0]).rows[0]
     expected = f"<u>Be brief. {row['level']}: {row['question']} {{level}}<eos><a>"
     assert texts(env, "train", [0]) == [expected]
     with pytest.raises(ValueError, match="style"):
@@ -86,10 +86,10 @@ def test_templates_read_columns_and_settings(tokenizer):
 
 def test_a_member_replaces_the_row_and_the_row_the_configured_value(tokenizer):
     env = single(tokenizer, system_prompt="{level}", settings={"level": "?", **STYLE})
-    (row,) = env.open("train", [0]).rows
+    (row,) = env.make_batch("train", [0]).rows
     assert texts(env, "train", [0])[0].startswith(f"<s>{row['level']}<eos>")
     member = TaskSettings({"task.level": "own"})
-    batch = env.open("train", [0], [member])
+    batch = env.make_batch("train", [0], [member])
     assert env.tokenizer.decode(batch.prompts[0]).startswith("<s>own<eos>")
     assert batch.rows[0]["level"] == "own"
 
@@ -97,7 +97,7 @@ def test_a_member_replaces_the_row_and_the_row_the_configured_value(tokenizer):
 def test_a_system_prompt_precedes_messages_of_a_column(tokenizer):
     env, lengths = chats(tokenizer, system_prompt="{style}", settings=STYLE)
     member = TaskSettings({"task.style": "Think."})
-    batch = env.open("train", [0, 1], [member, NO_SETTINGS])
+    batch = env.make_batch("train", [0, 1], [member, NO_SETTINGS])
     prompts = [env.tokenizer.decode(ids) for ids in batch.prompts]
     assert [text.partition("<eos>")[0] for text in prompts] == ["<s>Think.", "<s>Be brief."]
     assert batch.rows[0]["prompt"][0] == {"role": "system", "content": "Think."}
@@ -155,7 +155,7 @@ def test_only_settings_of_the_prompt_hold_on_held_out_questions(tokenizer):
         conversation_template=None,
     )
     member = TaskSettings({"task.style": "xx", "task.hint": "b"})
-    (row,) = env.open("validation", [0], [member]).rows
+    (row,) = env.make_batch("validation", [0], [member]).rows
     assert (row["style"], row["hint"]) == (STYLE["style"], "b")
     assert texts(env, "validation", [0], [member])[0].startswith("<s>b<eos>")
 
@@ -165,19 +165,19 @@ def test_only_settings_of_the_prompt_hold_on_held_out_questions(tokenizer):
 
 def test_data_weights_are_shares_of_values(tokenizer):
     env = single(tokenizer, data_column="level")
-    rows = env.open("train", range(env.size("train"))).rows
+    rows = env.make_batch("train", range(env.size("train"))).rows
     member = TaskSettings({"data_weights.hard": 3.0})
     other = TaskSettings({"data_weights.hard": 0.0})
-    dealt = [start for step in range(40) for start in env.deal(step, 10, 10, member)]
-    levels = [rows[start]["level"] for start in dealt]
+    selected = [start for step in range(40) for start in env.select_starts(step, 10, 10, member)]
+    levels = [rows[start]["level"] for start in selected]
     share = levels.count("hard") / len(levels)
     assert share == pytest.approx(0.75, abs=4 * math.sqrt(0.75 * 0.25 / len(levels)))
-    easy = [start for step in range(40) for start in env.deal(step, 10, 10, other)]
+    easy = [start for step in range(40) for start in env.select_starts(step, 10, 10, other)]
     assert all(rows[start]["level"] == "easy" for start in easy)
     # Members share the start wherever they get the same value.
-    assert all(a == b for a, b in zip(dealt, easy, strict=True) if rows[a]["level"] == "easy")
-    assert env.deal(3, 4, 10, member) == env.deal(3, 10, 10, member)[:4]
-    assert env.deal(3, 4, 10) == single(tokenizer).deal(3, 4, 10)
+    assert all(a == b for a, b in zip(selected, easy, strict=True) if rows[a]["level"] == "easy")
+    assert env.select_starts(3, 4, 10, member) == env.select_starts(3, 10, 10, member)[:4]
+    assert env.select_starts(3, 4, 10) == single(tokenizer).select_starts(3, 4, 10)
     # All rows of a value are visited.
     assert len(set(easy)) == sum(row["level"] == "easy" for row in rows)
 
@@ -258,7 +258,7 @@ def test_settings_are_columns_of_replies_and_arguments_of_resets(tokenizer):
         test_size=4,
     )
     member = TaskSettings({"task.style": "Think."})
-    env.open("train", [0], [member]).respond(single_turn_conversations([0], [[9]], [0]))
+    env.make_batch("train", [0], [member]).respond(single_turn_conversations([0], [[9]], [0]))
     assert seen == [("Think.", {"role": "system", "content": "Think."})]
 
 
@@ -294,7 +294,7 @@ def test_resets_take_settings_in_training(system_prompt, held_out):
     member = TaskSettings({"task.level": 5})
     env.check_settings({"task.level": (1, 5)})
     for split, level in (("train", 5), ("validation", held_out)):
-        batch = env.open(split, [0, 0], [member, NO_SETTINGS])
+        batch = env.make_batch(split, [0, 0], [member, NO_SETTINGS])
         own, configured = [env.tokenizer.decode(ids) for ids in batch.prompts]
         assert f"at level {level}" in own
         assert "at level 1" in configured
@@ -311,6 +311,6 @@ def test_members_with_settings_need_an_environment_that_reads_them(tokenizer):
         """Environment without task settings."""
 
     with pytest.raises(ValueError, match=r"Without has no task settings.*task\.style"):
-        open_for(Without(), "train", [0], [member])
+        make_batch_for(Without(), "train", [0], [member])
     with pytest.raises(ValueError, match=r"Without has no task settings"):
-        deal_for(Without(), 0, 1, 1, member)
+        select_starts_for(Without(), 0, 1, 1, member)

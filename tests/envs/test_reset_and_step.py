@@ -52,7 +52,7 @@ def test_step_returns_rewards_and_the_next_batch(env):
         torch.equal(prompt["attention_mask"], torch.ones_like(prompt["input_ids"]))
         for prompt in prompts
     )
-    assert served == {"split": "train", "starts": env.deal(0, 3, 3)}
+    assert served == {"split": "train", "starts": env.select_starts(0, 3, 3)}
     groups = respond(env, prompts, "=", "long wrong", "=")
     groups[1] = groups[1].flip(0)[1:].repeat(2, 1)[:3]  # wrong, right, wrong
     after, rewards, terminated, truncated, report = env.step(groups)
@@ -63,7 +63,7 @@ def test_step_returns_rewards_and_the_next_batch(env):
     assert not truncated.any()
     assert report["rewards/exact"].tolist() == rewards.tolist()
     assert report["completions"][0][1] == report["completions"][1][0] == "long wrong"
-    assert report["starts"] == env.deal(1, 3, 3)
+    assert report["starts"] == env.select_starts(1, 3, 3)
     assert questions_of(env, after) != questions_of(env, prompts)
 
 
@@ -91,7 +91,7 @@ def test_eval_mode_keeps_the_training_position(env, split):
             held_out = env.step(respond(env, held_out, ""))[0]
     assert len(env) == len(QA)
     # The current batch is still the one before eval_mode, and the next batch follows it.
-    assert env.step(respond(env, prompts, "=", "2"))[4]["starts"] == env.deal(2, 3, 3)
+    assert env.step(respond(env, prompts, "=", "2"))[4]["starts"] == env.select_starts(2, 3, 3)
 
 
 def test_eval_mode_starts_at_the_first_question_and_takes_single_completions(env):

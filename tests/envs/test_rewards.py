@@ -211,7 +211,7 @@ def test_trainer_arguments_are_passed_by_name(plain_tokenizer):
     )
     env.set_progress(7, 20)
     ids = plain_tokenizer(["ab", "c", "def"])["input_ids"]
-    scores = env.open("train", [0, 1]).score(single_turn_conversations([1, 1, 1], ids))
+    scores = env.make_batch("train", [0, 1]).score(single_turn_conversations([1, 1, 1], ids))
     offered = {"trainer_state", "log_extra", "log_metric"}
     assert seen == [
         (TrainerState, 7, 20),
@@ -246,7 +246,7 @@ def test_values_logged_by_repeated_calls_are_kept_and_lists_of_another_length_ar
         PROMPTS, None, plain_tokenizer, reward_funcs=reward, on_reward_error="exclude"
     )
     with pytest.warns(UserWarning, match="1 of 3"):
-        scores = env.open("train", [0, 1]).score(single_turn_conversations([0, 1, 1], ids))
+        scores = env.make_batch("train", [0, 1]).score(single_turn_conversations([0, 1, 1], ids))
     assert scores.columns == {"text": ("1", None, "3")}
     assert scores.metrics == {"mean": 2.0}
 
@@ -255,7 +255,7 @@ def test_values_logged_by_repeated_calls_are_kept_and_lists_of_another_length_ar
 
     env = HuggingFaceGym(PROMPTS, None, plain_tokenizer, reward_funcs=short)
     with pytest.raises(RewardError, match="log_extra"):
-        env.open("train", [0, 1]).score(single_turn_conversations([0, 1, 1], ids))
+        env.make_batch("train", [0, 1]).score(single_turn_conversations([0, 1, 1], ids))
 
 
 # ---- sums and values

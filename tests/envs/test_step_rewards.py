@@ -22,7 +22,7 @@ def scored(tokenizer, *functions, texts, weights=None):
     test = [{"prompt": "9*9", "answer": "81"}]
     env = HuggingFaceGym(ROWS, test, tokenizer, reward_funcs=functions, reward_weights=weights)
     ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-    return env.open("test", [0]).score(single_turn_conversations([0] * len(ids), ids))
+    return env.make_batch("test", [0]).score(single_turn_conversations([0] * len(ids), ids))
 
 
 def returning(*values):

@@ -59,7 +59,7 @@ def open_batch(make_env, encode):
         env, log = make_env(rewards, form, workers, **options)
         log.write_text("")
         return (
-            env.open(split, [0, 1, 2]),
+            env.make_batch(split, [0, 1, 2]),
             single_turn_conversations(STARTS, [encode(text) for text in texts]),
             log,
         )

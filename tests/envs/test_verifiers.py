@@ -336,7 +336,11 @@ def test_environments_score_in_workers_that_end_with_them(tokenizer, encode):
         conversations = single_turn_conversations(
             [0, 1, 1], [encode(text) for text in ("a", "bb", "ccc")]
         )
-        assert env.open("train", [0, 1]).score(conversations).rewards.tolist() == [1.0, 2.0, 3.0]
+        assert env.make_batch("train", [0, 1]).score(conversations).rewards.tolist() == [
+            1.0,
+            2.0,
+            3.0,
+        ]
         processes = [
             worker.process for worker in env._runner.pool.workers if worker.process is not None
         ]

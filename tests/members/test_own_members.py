@@ -13,7 +13,7 @@ from evogrpo import EvolvableAlgorithm, HyperparameterConfig, RLParameter, evolv
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.objective import Objective
 from evogrpo.distributed import Processes
-from evogrpo.envs.protocol import Scores, deal_starts
+from evogrpo.envs.protocol import Scores, shuffled_starts
 from evogrpo.evolution import Tournament
 from evogrpo.members.bank import check_parents, check_train_state
 from evogrpo.members.members import Members
@@ -35,8 +35,8 @@ class Bandit:
     observation_space = spaces.Discrete(CONTEXTS)
     action_space = spaces.Discrete(ARMS)
 
-    def deal(self, step: int, count: int, block: int) -> tuple[int, ...]:
-        return deal_starts(0, CONTEXTS, step, count, block)
+    def select_starts(self, step: int, count: int, starts_per_step: int) -> tuple[int, ...]:
+        return shuffled_starts(0, CONTEXTS, step, count, starts_per_step)
 
     def size(self, split: str) -> int:
         return CONTEXTS
@@ -44,7 +44,7 @@ class Bandit:
     def fingerprint(self) -> dict[str, str]:
         return {"task": "bandit"}
 
-    def open(self, split: str, starts: Sequence[int]) -> np.ndarray:
+    def make_batch(self, split: str, starts: Sequence[int]) -> np.ndarray:
         return np.array(starts)
 
 
@@ -84,7 +84,7 @@ class TableMembers(Members):
         return (logits.softmax(1).cumsum(1) < uniforms[:, None]).sum(1).clamp(max=ARMS - 1)
 
     def sample(self, env, starts, request) -> RolloutBatch:
-        contexts = torch.from_numpy(env.open("train", starts))[request.start_ids]
+        contexts = torch.from_numpy(env.make_batch("train", starts))[request.start_ids]
         drawn = [
             generator(self.settings.seed, request.purpose, *stream).random(count, dtype=np.float32)
             for stream, count in zip(request.streams, request.counts, strict=True)
@@ -120,7 +120,9 @@ class TableMembers(Members):
         )
 
     def evaluate(self, env, request):
-        contexts = torch.from_numpy(env.open(request.split, request.starts))[request.start_ids]
+        contexts = torch.from_numpy(env.make_batch(request.split, request.starts))[
+            request.start_ids
+        ]
         uniforms = None
         if request.answers is not None:
             drawn = [

@@ -178,7 +178,7 @@ def test_agents_sample_learn_evaluate_and_generate_up_to_stop_strings():
         return float(len(completion))
 
     env = tiny_env(reward_fn=reward)
-    population.collect(env, step=0, samples_per_step=24, block=6)
+    population.collect(env, step=0, samples_per_step=24, starts_per_step=6)
     population.evaluate(env)
     assert any("5" in text for text in seen)
     assert not any("5" in text[:-1] for text in seen)
@@ -203,7 +203,7 @@ def test_turns_of_conversations_end_with_stop_strings():
     population = GRPO.population(
         1, actor_network=tiny_model(), **tiny_options(stop_strings=DIGITS, max_output_tokens=12)
     )
-    rollout = population.collect(env, step=0, samples_per_step=24, block=6)
+    rollout = population.collect(env, step=0, samples_per_step=24, starts_per_step=6)
     assert turns
     assert sum(turn[-1:] in DIGITS for turn in turns) > len(turns) / 2
     assert not any(character in DIGITS for turn in turns for character in turn[:-1])

@@ -496,7 +496,7 @@ def test_members_of_a_population_learn_and_stay_marked_until_they_are_loaded(tmp
     with serving(model=tiny_model()) as server:
         population.sample_with(VLLMSampler(server.url, tmp_path))
         for step in range(2):
-            collected = population.collect(env, step=step, samples_per_step=8, block=4)
+            collected = population.collect(env, step=step, samples_per_step=8, starts_per_step=4)
             assert members.changed_slots == []
             batch = collected.experience["default"]
             assert not batch.exact
@@ -508,7 +508,7 @@ def test_members_of_a_population_learn_and_stay_marked_until_they_are_loaded(tmp
             assert members.changed_slots == [0, 1]
         server.max_lora_rank = 1
         with pytest.raises(VLLMError):
-            population.collect(env, step=2, samples_per_step=8, block=4)
+            population.collect(env, step=2, samples_per_step=8, starts_per_step=4)
         assert members.changed_slots == [0, 1]
         server.max_lora_rank = 16
         population.evaluate(env)

@@ -270,11 +270,11 @@ class SettingsCartPole(GymnasiumGroups):
     def check_settings(self, values):
         """Accept all settings."""
 
-    def deal(self, step, count, block, settings=NO_SETTINGS):
-        return super().deal(step, count, block)
+    def select_starts(self, step, count, starts_per_step, settings=NO_SETTINGS):
+        return super().select_starts(step, count, starts_per_step)
 
-    def open(self, split, starts, settings=()):
-        return super().open(split, starts)
+    def make_batch(self, split, starts, settings=()):
+        return super().make_batch(split, starts)
 
 
 def test_a_run_stores_and_shows_the_settings_of_its_members(tmp_path, capsys):

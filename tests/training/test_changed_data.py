@@ -127,7 +127,14 @@ class Silent:
 
     def __init__(self, env):
         self._env = env
-        for name in ("observation_space", "action_space", "deal", "size", "open", "tokenizer"):
+        for name in (
+            "observation_space",
+            "action_space",
+            "select_starts",
+            "size",
+            "make_batch",
+            "tokenizer",
+        ):
             setattr(self, name, getattr(env, name))
 
 

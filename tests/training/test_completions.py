@@ -50,7 +50,7 @@ def test_every_step_writes_completions_rewards_and_advantages(tmp_path):
     assert sorted(path.name for path in (tmp_path / "run" / "completions").iterdir()) == names
     questions = {}
     for split in SPLITS:
-        for row in env.open(split, range(env.size(split))).rows:
+        for row in env.make_batch(split, range(env.size(split))).rows:
             questions[row["prompt"]] = row["answer"]
     for step in range(4):
         rows = rows_of(tmp_path / "run", step)
@@ -79,7 +79,9 @@ def test_every_step_writes_completions_rewards_and_advantages(tmp_path):
     # Repeat the first step: the same rows with the members' advantages.
     first = rows_of(tmp_path / "run", 0)
     assert Counter(row["index"] for row in first) == {0: 4, 1: 3, 2: 3}
-    learned = same.learn(same.collect(env, step=0, samples_per_step=8, block=4).experience, step=0)
+    learned = same.learn(
+        same.collect(env, step=0, samples_per_step=8, starts_per_step=4).experience, step=0
+    )
     for slot in range(3):
         advantages = [row["advantage"] for row in first if row["index"] == slot]
         assert advantages == pytest.approx(learned[slot].advantages[: len(advantages)], abs=1e-5)

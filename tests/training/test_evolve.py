@@ -132,7 +132,7 @@ def test_costs_are_recorded_and_equal_for_equal_group_sizes():
             assert 3 * tokens == sum(step.tokens for step in taken)
             # Sampled once; one pass for the reference and two epochs over the same prompts and
             # completions.
-            prompt = len(tiny_env().open("train", [0]).prompts[0])
+            prompt = len(tiny_env().make_batch("train", [0]).prompts[0])
             assert tokens == 2 * 4 * (2 * prompt + 8 * 6)
             assert sum(member.seconds for member in report.members) == pytest.approx(
                 sum(s.seconds for s in taken)
@@ -173,7 +173,7 @@ def test_the_test_can_be_skipped():
         return len(set(completion)) / 8
 
     env = tiny_env(reward_fn=reward)
-    held_out = {row["question"] for row in env.open("test", range(env.size("test"))).rows}
+    held_out = {row["question"] for row in env.make_batch("test", range(env.size("test"))).rows}
     reports = finish(
         tiny_run(None, env=env, generations=1, steps_per_generation=1, test_questions=0)
     )

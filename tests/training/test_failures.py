@@ -262,7 +262,7 @@ def test_failed_calls_are_retried_on_held_out_questions_only():
     assert set(calls.values()) <= {2, 4}
     calls.clear()
     with pytest.warns(UserWarning, match="completions excluded"):
-        random_population(1).collect(env, step=0, samples_per_step=4, block=1)
+        random_population(1).collect(env, step=0, samples_per_step=4, starts_per_step=1)
     assert min(calls.values()) == 1
 
 

@@ -40,7 +40,7 @@ def population_of(*, only: int | None = None) -> Any:
 
 
 def collected(population: Any) -> Any:
-    return population.collect(settings_env(), step=2, samples_per_step=16, block=8)
+    return population.collect(settings_env(), step=2, samples_per_step=16, starts_per_step=8)
 
 
 def test_members_together_equal_members_alone() -> None:
@@ -84,10 +84,12 @@ def test_each_setting_changes_what_it_should_and_nothing_else() -> None:
     styled, other = member({"task.style": "3"})
     assert styled.starts == before.starts
     env = settings_env()
-    expected = env.open("train", before.starts, [TaskSettings({"task.style": "3"})] * 4).prompts
+    expected = env.make_batch(
+        "train", before.starts, [TaskSettings({"task.style": "3"})] * 4
+    ).prompts
     assert list(other.inputs.prompts) == [tuple(prompt) for prompt in expected]
-    dealt, data = member({"data_weights.5": 50.0})
-    assert dealt.starts != before.starts
+    selected, data = member({"data_weights.5": 50.0})
+    assert selected.starts != before.starts
     assert {len(prompt) for prompt in data.inputs.prompts} == {
         len(prompt) for prompt in batch.inputs.prompts
     }

@@ -86,7 +86,7 @@ def test_tokens_of_evaluations_count_prompts_once():
     rollouts = []
     wrapped = members.sampler.sample
     questions = validation((0, 1, 2), (1, 2), answers=2)
-    opened = env.open("validation", questions.questions)
+    opened = env.make_batch("validation", questions.questions)
 
     class Listening:
         def sample(self, rows, *, base=False, on_finished=None):
@@ -153,7 +153,8 @@ def unequal():
     population = step_population(3, env, lr=0.1)
     for step in range(6):
         population.learn(
-            population.collect(env, step=step, samples_per_step=16, block=4).experience, step=step
+            population.collect(env, step=step, samples_per_step=16, starts_per_step=4).experience,
+            step=step,
         )
     population.members.inherit([0, None, None])
     return population.members, env
@@ -372,8 +373,8 @@ def test_discarded_groups_of_dynamic_sampling_count():
     constant = tiny_env(
         reward_fn=lambda completion, answer, question: float(question.startswith(("1", "2", "3")))
     )
-    collected = population.collect(constant, step=0, samples_per_step=16, block=8)
-    starts = constant.open("train", collected.starts[:4]).questions
+    collected = population.collect(constant, step=0, samples_per_step=16, starts_per_step=8)
+    starts = constant.make_batch("train", collected.starts[:4]).questions
     expected = {
         index: float(question.startswith(("1", "2", "3"))) for index, question in enumerate(starts)
     }

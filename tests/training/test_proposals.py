@@ -83,7 +83,7 @@ def test_a_proposer_sees_training_completions_of_the_parent_only():
     env = run.trainer.env
     held_out = set()
     for split in ("validation", "test"):
-        held_out |= set(env.open(split, range(env.size(split))).questions)
+        held_out |= set(env.make_batch(split, range(env.size(split))).questions)
     records = [record for _, dataset, _ in calls for record in dataset["style"]]
     assert records
     for record in records:

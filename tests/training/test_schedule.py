@@ -38,7 +38,7 @@ def test_the_block_holds_the_questions_of_the_smallest_group_size(group_size, sp
     population = tiny_population(2, group_size=4, hp_config=hp_config, samples_per_step=32)
     population[0].group_size = group_size
     population[1].group_size = 16
-    assert Schedule(generations=1, samples_per_step=32).block(population) == expected
+    assert Schedule(generations=1, samples_per_step=32).starts_per_step(population) == expected
 
 
 CLIP = {"clip_coef": RLParameter(min=0.1, max=0.3)}

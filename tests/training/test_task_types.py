@@ -174,7 +174,8 @@ class TestEnvironments(TaskTypeTestCase):
 
     def test_each_start_has_its_own_task(self, built):
         prompts = [
-            built.env.tokenizer.decode(each) for each in built.env.open("train", range(20)).prompts
+            built.env.tokenizer.decode(each)
+            for each in built.env.make_batch("train", range(20)).prompts
         ]
         tasks = {prompt.partition("<u>")[2] for prompt in prompts}
         assert tasks <= {f"Increment the counter by {number}.<eos>\n<a>" for number in range(1, 7)}

@@ -82,7 +82,7 @@ def test_a_video_shows_every_state_of_the_episode(tmp_path):
 def test_cart_pole_is_played_as_in_evaluation(tmp_path):
     env = cart_pole(max_episode_steps=12)
     agent = step_agent(env, normalise_observations=True)
-    collect_alone(agent, env, samples=8, block=2)  # for observation statistics
+    collect_alone(agent, env, samples=8, starts_per_step=2)  # for observation statistics
     before = state_of(agent)
     next_draw = agent.clone().predict(np.zeros(4, np.float32))
     (record,) = record_video(agent, env, tmp_path / "best.mp4")

@@ -347,7 +347,7 @@ class SingleEnvironment:
         self._episodes = episodes
         self.max_episode_steps = limit or DEFAULT_MAX_EPISODE_STEPS
 
-    def deal(self, step: int, count: int, block: int) -> tuple[int, ...]:
+    def select_starts(self, step: int, count: int, starts_per_step: int) -> tuple[int, ...]:
         """Return the first `count` starts."""
         return tuple(range(count))
 
@@ -358,7 +358,7 @@ class SingleEnvironment:
     def check_settings(self, values: Mapping[str, Sequence[SettingValue]]) -> None:
         """Accept all task settings: they have no effect on held-out episodes."""
 
-    def open(
+    def make_batch(
         self, split: Split, starts: Sequence[int], settings: Sequence[TaskSettings] = ()
     ) -> StartBatch:
         """Open starts, which are reset seeds. Task settings have no effect."""

@@ -16,7 +16,7 @@ from evogrpo.envs.control.rollout import EpisodeRequest, StartBatch, play_episod
 from evogrpo.envs.control.single_env import EndForkedChildren
 from evogrpo.envs.control.vector_env import VectorEnv
 from evogrpo.envs.fingerprint import canonical
-from evogrpo.envs.protocol import SPLITS, Split, deal_starts
+from evogrpo.envs.protocol import SPLITS, Split, shuffled_starts
 from evogrpo.randomness import generator
 from evogrpo.records import Actor
 from evogrpo.text import shown
@@ -232,7 +232,7 @@ class SeededGroups(ABC):
         seed = self.reset_seed("train", 0)
         check_read(self.name, self._create_unset, {**self.settings, **options}, seed)
 
-    def open(
+    def make_batch(
         self, split: Split, starts: Sequence[int], settings: Sequence[TaskSettings] = ()
     ) -> StartBatch:
         """Open starts of a split, each in [0, size(split)); starts may be repeated.
@@ -285,14 +285,14 @@ class SeededGroups(ABC):
             )
         return played
 
-    def deal(
-        self, step: int, count: int, block: int, settings: TaskSettings = NO_SETTINGS
+    def select_starts(
+        self, step: int, count: int, starts_per_step: int, settings: TaskSettings = NO_SETTINGS
     ) -> tuple[int, ...]:
-        """Return the first `count` training starts of learning step `step`; see `deal_starts`.
+        """Return the first `count` training starts of learning step `step`; see `shuffled_starts`.
 
         Task settings have no effect, because starts have no columns that data weights could name.
         """
-        return deal_starts(self.seed, self.size("train"), step, count, block)
+        return shuffled_starts(self.seed, self.size("train"), step, count, starts_per_step)
 
     def fingerprint(self) -> dict[str, str]:
         """Return short texts that identify starts and environment.

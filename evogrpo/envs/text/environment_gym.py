@@ -313,10 +313,10 @@ class EnvironmentGym(PromptEnvironment):
         super().close()
         self._pool.close()
 
-    def open(
+    def make_batch(
         self, split: Split, starts: Sequence[int], settings: Sequence[TaskSettings] = ()
     ) -> EnvironmentBatch:
-        """Return a batch of prompts of a split; see `PromptEnvironment.open`.
+        """Return a batch of prompts of a split; see `PromptEnvironment.make_batch`.
 
         Raises:
             ValueError: If the split or an index does not exist.

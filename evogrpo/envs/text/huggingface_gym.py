@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evogrpo.envs.protocol import SPLITS, Split, deal_starts
+from evogrpo.envs.protocol import SPLITS, Split, shuffled_starts
 from evogrpo.envs.text.datasets import DEFAULT_SIZES, AnyTable
 from evogrpo.envs.text.prompt_batch import SingleTurnBatch
 from evogrpo.envs.text.prompt_environment import PromptEnvironment, PromptOptions
@@ -345,7 +345,9 @@ class HuggingFaceGym(PromptEnvironment):
         """Return the cursor with the batch at its position."""
         size = self.size(cursor.split)
         if cursor.split == "train":
-            starts = deal_starts(cursor.seed, size, cursor.step, self._batch_size, self._batch_size)
+            starts = shuffled_starts(
+                cursor.seed, size, cursor.step, self._batch_size, self._batch_size
+            )
             # The number of all steps of an own loop is unknown.
             self.set_progress(cursor.step, 0)
         else:
@@ -354,7 +356,7 @@ class HuggingFaceGym(PromptEnvironment):
             num_batches = -(-size // self._batch_size)
             first = cursor.step % num_batches * self._batch_size
             starts = tuple(range(first, min(first + self._batch_size, size)))
-        return replace(cursor, starts=starts, batch=self.open(cursor.split, starts))
+        return replace(cursor, starts=starts, batch=self.make_batch(cursor.split, starts))
 
     def _observation(self) -> list[PromptTensors]:
         assert self._cursor.batch is not None

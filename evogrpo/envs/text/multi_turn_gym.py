@@ -233,10 +233,10 @@ class MultiTurnGym(PromptEnvironment):
     def _check_read(self, name: str, functions: Sequence[Reward]) -> None:
         """Accept every setting: `reply` gets the whole row."""
 
-    def open(
+    def make_batch(
         self, split: Split, starts: Sequence[int], settings: Sequence[TaskSettings] = ()
     ) -> MultiTurnBatch:
-        """Return a batch of prompts of a split; see `PromptEnvironment.open`.
+        """Return a batch of prompts of a split; see `PromptEnvironment.make_batch`.
 
         Raises:
             ValueError: If the split or an index does not exist.

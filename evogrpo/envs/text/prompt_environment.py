@@ -12,7 +12,7 @@ import numpy as np
 from evogrpo.chat_templates import end_of_turn_ids
 from evogrpo.config.task_settings import NO_SETTINGS, SettingValue, TaskSettings
 from evogrpo.envs.fingerprint import canonical, code_hash, short_hash
-from evogrpo.envs.protocol import SPLITS, Scores, Split, deal_starts
+from evogrpo.envs.protocol import SPLITS, Scores, Split, shuffled_starts
 from evogrpo.envs.text.datasets import (
     AnyTable,
     PromptSplit,
@@ -26,7 +26,7 @@ from evogrpo.envs.text.prompt_batch import SingleTurnBatch
 from evogrpo.envs.text.prompt_settings import (
     check_data_weights,
     configured_values,
-    deal_by_weights,
+    select_by_weights,
     starts_by_value,
 )
 from evogrpo.envs.text.reward_functions import (
@@ -318,18 +318,18 @@ class PromptEnvironment:
         refuse_unknown("split", [split], SPLITS)
         return len(self._splits[split].rows)
 
-    def deal(
-        self, step: int, count: int, block: int, settings: TaskSettings = NO_SETTINGS
+    def select_starts(
+        self, step: int, count: int, starts_per_step: int, settings: TaskSettings = NO_SETTINGS
     ) -> tuple[int, ...]:
         """Return the first `count` training prompts of learning step `step`.
 
-        See `deal_starts`, and `deal_by_weights` for members with data weights.
+        See `shuffled_starts`, and `select_by_weights` for members with data weights.
         """
         weights = settings.weights("data_weights")
         if not weights:
-            return deal_starts(self.seed, self.size("train"), step, count, block)
-        positions = range(step * block, step * block + count)
-        return deal_by_weights(self.seed, self._by_value, weights, positions)
+            return shuffled_starts(self.seed, self.size("train"), step, count, starts_per_step)
+        positions = range(step * starts_per_step, step * starts_per_step + count)
+        return select_by_weights(self.seed, self._by_value, weights, positions)
 
     def fingerprint(self) -> dict[str, str]:
         """Return hashes of questions, prompts and reward functions; see `SupportsFingerprint`."""
@@ -377,7 +377,7 @@ class PromptEnvironment:
 
     # ---- batches and rewards
 
-    def open(
+    def make_batch(
         self, split: Split, starts: Sequence[int], settings: Sequence[TaskSettings] = ()
     ) -> SingleTurnBatch:
         """Return a batch of prompts of a split, each index in [0, size(split)).
@@ -545,7 +545,7 @@ class PromptEnvironment:
         for split in SPLITS if longest else ():
             starts = range(self.size(split))
             settings = [TaskSettings({"task": longest})] * len(starts)
-            prompts_of_split = self.open(split, starts, settings).prompts
+            prompts_of_split = self.make_batch(split, starts, settings).prompts
             self.longest_of_members = max(self.longest_of_members, *map(len, prompts_of_split))
             self._largest = max(self._largest, *map(max, prompts_of_split))
 
@@ -596,10 +596,10 @@ class PromptEnvironment:
         Raises:
             RewardError: If a function fails.
         """
-        batch = self.open("train", [0])
+        batch = self.make_batch("train", [0])
         rewards = self._tried(batch)
         if self._metric is not self._rewards:
-            for name, value in self._tried(self.open("validation", [0])).items():
+            for name, value in self._tried(self.make_batch("validation", [0])).items():
                 rewards[f"metric {name}"] = value
         (prompt,) = batch.prompts
         text = str(self.tokenizer.decode(prompt))

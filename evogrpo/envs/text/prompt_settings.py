@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from evogrpo.config.task_settings import SettingValue, TaskSettings
-from evogrpo.envs.protocol import deal_starts
+from evogrpo.envs.protocol import shuffled_starts
 from evogrpo.envs.text.reward_functions import (
     AGILERL_ARGUMENTS,
     ENVIRONMENTS,
@@ -49,7 +49,7 @@ def starts_by_value(rows: Sequence[Any], column: str) -> dict[str, list[int]]:
     return dict(sorted(starts.items()))
 
 
-def deal_by_weights(
+def select_by_weights(
     seed: int,
     starts: Mapping[str, Sequence[int]],
     weights: Mapping[str, float],
@@ -58,7 +58,7 @@ def deal_by_weights(
     """Return the training starts at positions of an endless order with these shares of values.
 
     The value at a position follows from a random number that all members share, and the start from
-    the value's own endless order (see `deal_starts`). Members with equal weights therefore get
+    the value's own endless order (see `shuffled_starts`). Members with equal weights therefore get
     equal starts, and others the same start wherever they get the same value.
 
     Args:
@@ -73,14 +73,14 @@ def deal_by_weights(
     ends = shares.cumsum()
     # Rounding must not select a value behind the last one with a share.
     last = np.flatnonzero(shares)[-1]
-    dealt = []
+    selected = []
     for position in positions:
         point = generator(seed, "data weights", position).random() * ends[-1]
         value = values[min(last, np.searchsorted(ends, point, side="right"))]
         own = starts[value]
-        (number,) = deal_starts(seed, len(own), position, 1, 1)
-        dealt.append(own[number])
-    return tuple(dealt)
+        (number,) = shuffled_starts(seed, len(own), position, 1, 1)
+        selected.append(own[number])
+    return tuple(selected)
 
 
 def check_data_weights(

@@ -319,7 +319,7 @@ class AdapterBank(AdapterSampler):
             yield log_probs.to(device), entropies.to(device)
 
     def _own_parts(self, parts: int) -> list[tuple[int, bool]]:
-        """Return the numbers of this rank's micro-batches, dealt round robin.
+        """Return the numbers of this rank's micro-batches, assigned round robin.
 
         In lockstep, a rank without a micro-batch in the last round repeats the last one, marked
         with False.

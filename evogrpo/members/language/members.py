@@ -19,7 +19,7 @@ from evogrpo.config.agent import LanguageSettings
 from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.config.task_settings import TaskSettings
 from evogrpo.distributed import Processes
-from evogrpo.envs.protocol import GroupEnvironment, PromptBatch, Scores, Split, open_for
+from evogrpo.envs.protocol import GroupEnvironment, PromptBatch, Scores, Split, make_batch_for
 from evogrpo.envs.text.prompt_batch import SingleTurnBatch
 from evogrpo.envs.text.templates import check_messages, tokenize
 from evogrpo.interruption import Stop
@@ -238,9 +238,9 @@ class LanguageMembers(BankMembers):
 
     def check(self, env: Any) -> None:
         """Raise ValueError for environments without prompts, unknown tokens and long prompts."""
-        opened = self._open(env, "train", [0])
-        largest = getattr(env, "largest_token", max(max(prompt) for prompt in opened.prompts))
-        longest = getattr(env, "longest_prompt", max(len(prompt) for prompt in opened.prompts))
+        batch = self._make_batch(env, "train", [0])
+        largest = getattr(env, "largest_token", max(max(prompt) for prompt in batch.prompts))
+        longest = getattr(env, "longest_prompt", max(len(prompt) for prompt in batch.prompts))
         check_token_ids(self.bank.base.model, [largest], "tokens of prompts")
         check_context(self.bank.base.context, longest + self.settings.max_output_tokens)
 
@@ -252,7 +252,7 @@ class LanguageMembers(BankMembers):
         # A tokenizer may have more tokens than the model's vocabulary.
         return {token for token in space.end_ids if token < vocabulary_of(model)}
 
-    def _open(
+    def _make_batch(
         self,
         env: Any,
         split: Split,
@@ -264,7 +264,7 @@ class LanguageMembers(BankMembers):
         From then on, completions also end with the tokens that end a turn in the environment, and
         stop strings are decoded by its tokenizer.
         """
-        batch = open_for(env, split, starts, settings)
+        batch = make_batch_for(env, split, starts, settings)
         if not isinstance(batch, PromptBatch):
             raise ValueError(
                 f"Language models need an environment of prompts, but {class_name(env)} is played"
@@ -290,7 +290,7 @@ class LanguageMembers(BankMembers):
 
     @cached_property
     def _stop_strings(self) -> StopStrings | None:
-        # Replaced when an environment is opened.
+        # Replaced with every batch of an environment.
         return self._stop_strings_in(self.action_space)
 
     def sample(
@@ -307,7 +307,7 @@ class LanguageMembers(BankMembers):
             request: The rows.
         """
         # 1. Sample.
-        prompts = self._open(env, "train", starts, request.settings)
+        prompts = self._make_batch(env, "train", starts, request.settings)
 
         def uniforms(turn: int) -> Tensor:
             drawn = self._draw(request.purpose, turn, request.streams, request.counts)
@@ -347,7 +347,7 @@ class LanguageMembers(BankMembers):
         question); from the second turn on, the turn's number is appended to the purpose. External
         samplers draw their own random numbers.
         """
-        prompts = self._open(env, request.split, request.starts, request.start_settings)
+        prompts = self._make_batch(env, request.split, request.starts, request.start_settings)
 
         def uniforms(turn: int) -> Tensor:
             # Greedy rows ignore their numbers, but the width is the maximum length.

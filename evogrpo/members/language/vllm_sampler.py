@@ -95,7 +95,7 @@ def vllm_command(
 class VLLMSampler:
     """Samples completions on vLLM servers over HTTP; see `evogrpo.members.bank.Sampler`.
 
-    Members are dealt out over the servers. Each server has the base model and one adapter per
+    Members are divided among the servers. Each server has the base model and one adapter per
     member. Changed adapters are written to a new folder, and the server loads them under a new
     name, so cached prefixes of old weights are never used. `Population.sample_with` connects the
     sampler and checks the servers. If VLLM_API_KEY is set, it is sent to these addresses only:

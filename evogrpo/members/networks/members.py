@@ -20,7 +20,7 @@ from evogrpo.envs.control.conversion import can_act, legal_actions, to_environme
 from evogrpo.envs.control.episodes import Episodes
 from evogrpo.envs.control.normalisation import ObservationStatistics
 from evogrpo.envs.control.policy_mapping import AGENT, PolicyMapping, map_policies, single_agent
-from evogrpo.envs.protocol import Scores, open_for
+from evogrpo.envs.protocol import Scores, make_batch_for
 from evogrpo.evolution.history import ArchitectureChange
 from evogrpo.members.devices import check_stored_size, choose_device
 from evogrpo.members.members import BankMembers, SavedMembers
@@ -182,7 +182,7 @@ class NetworkMembers(BankMembers):
             rows=request.counts,
             width_of=self._width_of,
         )
-        played: Episodes = open_for(env, "train", starts, request.settings).play(
+        played: Episodes = make_batch_for(env, "train", starts, request.settings).play(
             self.policies,
             self.mapping,
             request.start_ids.tolist(),
@@ -239,8 +239,8 @@ class NetworkMembers(BankMembers):
             return noise(agents, rows % request.rows_per_slot, t)
 
         greedy = request.answers is None
-        opened = open_for(env, request.split, request.starts, request.start_settings)
-        played: Episodes = opened.play(
+        batch = make_batch_for(env, request.split, request.starts, request.start_settings)
+        played: Episodes = batch.play(
             self.policies,
             self.mapping,
             request.start_ids.tolist(),

@@ -171,7 +171,7 @@ class LanguageTask:
         members = config.population.size
         model = self.outline.model
         samples = config.schedule.samples_per_step
-        batch = self.env.open("train", range(self.env.size("train")))
+        batch = self.env.make_batch("train", range(self.env.size("train")))
         lengths = [len(prompt) for prompt in batch.prompts]
         # Members may have longer texts in their prompts than the configured ones.
         lengths.append(longest_prompt(self.env, lengths))
@@ -265,7 +265,7 @@ class LanguageTask:
                 others[name] = next(value for value in possible if value != own)
         if not others:
             return {}
-        batch = self.env.open("train", [0], [TaskSettings(others)])
+        batch = self.env.make_batch("train", [0], [TaskSettings(others)])
         (tokens,) = batch.prompts
         text = shorten(str(self.outline.tokenizer.decode(tokens)), 400)
         names = ", ".join(f"{name}={shorten(str(value), 40)!r}" for name, value in others.items())
@@ -315,7 +315,7 @@ class LanguageTask:
     @property
     def longest_sample(self) -> int:
         """Maximum number of tokens of a completion or conversation, without its prompt."""
-        turns = self.env.open("train", range(1)).max_turns
+        turns = self.env.make_batch("train", range(1)).max_turns
         return max_row_tokens(self.config.agent, turns, 0, context_of(self.outline.model))
 
     def mean_length(self, sampled: RolloutBatch) -> float:
@@ -520,7 +520,7 @@ def memory_need(population: Population, env: Any, schedule: Schedule) -> MemoryN
     members: Any = population.members
     model = members.bank.base.model
     device = str(members.device)
-    prompts = env.open("train", range(env.size("train")))
+    prompts = env.make_batch("train", range(env.size("train")))
     memory = peak_memory(
         model,
         agent=members.settings,
