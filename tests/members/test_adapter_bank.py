@@ -7,6 +7,7 @@ import torch
 
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.optimizer import Optimizer
+from evogrpo.members.language.adapters import LoraAdapters
 from evogrpo.members.language.bank import AdapterBank
 from evogrpo.records import SamplingBatch
 from evogrpo.testing.samplers import (
@@ -158,3 +159,18 @@ def test_rollouts_are_exact_in_float32_only(monkeypatch):
     monkeypatch.undo()
     bank.base.autocast = lambda: torch.autocast("cpu", dtype=torch.bfloat16)
     assert not bank.sample(rows).exact
+
+
+@pytest.mark.parametrize("slots", [[0, 1], [0, 3]], ids=["adjacent", "apart"])
+def test_a_module_keeps_its_own_matrices_only(slots):
+    """Decoding keeps the matrices of all modules: copies of whole members would take gigabytes."""
+    bank = tiny_bank(4)
+    before = bank.weights.untyped_storage().nbytes()
+    adapters = LoraAdapters(bank.targets, bank.weights, 1.0)
+    hook = adapters.hook(torch.tensor(slots))
+    for name in adapters.targets:
+        (part,) = hook.stacked((name,), len(slots), torch.float32)
+        for kept in (part.a, part.b[0][2]):
+            storage = kept.untyped_storage()
+            own = storage.data_ptr() != bank.weights.untyped_storage().data_ptr()
+            assert storage.nbytes() == (kept.nbytes if own else before)

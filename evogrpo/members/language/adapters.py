@@ -176,23 +176,20 @@ class LoraHook:
             transposed: Lay matrices out for products with their transposes. Otherwise they may be
                 views of the weights, valid until the next optimizer step.
         """
-        # 1. Weights of the slots of the pass: a view if slots are adjacent.
-        slots = self.slots
-        weights = self.adapters.weights
-        if slots[-1] - slots[0] + 1 == len(slots):
-            weights = weights[slots[0] : slots[-1] + 1]
-        else:
-            weights = weights[slots]
-        # 2. Matrices of each module with adapters: A `[s, r, in]`, B `[s, out, r]`.
+        # 1. Matrices of each module with adapters: A `[s, r, in]`, B `[s, out, r]`. They are views
+        #    if slots are adjacent, else copies of the module's own matrices.
+        chosen: slice | Sequence[int] = self.slots
+        if self.slots[-1] - self.slots[0] + 1 == len(self.slots):
+            chosen = slice(self.slots[0], self.slots[-1] + 1)
         numbers = []
         every_a = []
         every_b = []
         for number, name in enumerate(modules):
             if name in self.adapters.targets:
-                a, b = self.adapters.targets[name].matrices(weights)
+                a, b = self.adapters.targets[name].matrices(self.adapters.weights)
                 numbers.append(number)
-                every_a.append(a)
-                every_b.append(b.to(dtype))
+                every_a.append(a[chosen])
+                every_b.append(b[chosen].to(dtype))
         if not numbers:
             return []
         rank = every_a[0].shape[1]
@@ -204,7 +201,7 @@ class LoraHook:
         if transposed:
             a = a.mT.contiguous().mT
             every_b = [b.mT.contiguous().mT for b in every_b]
-        # 3. One product for each run of segments with equally many tokens. The segments are the
+        # 2. One product for each run of segments with equally many tokens. The segments are the
         #    slots' tokens. Rows of `by_token` are tokens, which may be followed by more padding
         #    tokens than there are rows.
         per_row = tokens // self._all_rows
