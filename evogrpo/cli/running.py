@@ -61,7 +61,7 @@ from evogrpo.training.console import (
     spinner,
 )
 from evogrpo.training.display import RunDisplay
-from evogrpo.training.forecast import available_memory, gigabytes, time_rows
+from evogrpo.training.forecast import available_memory, gigabytes, selection_row, time_rows
 from evogrpo.training.run_dir import BEST, JOURNAL, RunDir
 from evogrpo.training.schedule import LIMITS, Schedule
 from evogrpo.training.start import LOCATION_KEYS, ended, ignored_settings, read_run, start
@@ -93,14 +93,15 @@ def start_run(config: Config, args: argparse.Namespace, name: str) -> int:
         console.print(f"{reason}Resuming the run in {requested}", soft_wrap=True)
         return resume_run(requested, _adopted(config, requested), args, given=config)
     with ExitStack() as stack:
-        # 2. Create the run directory.
-        run_dir = processes().run_section(
-            lambda: (
-                stack.enter_context(_new_folder(name, requested))
-                if processes().is_rank_zero
-                else None
-            )
-        )[0]
+        # 2. Create the run directory; a dry run only chooses its name.
+        def choose_folder() -> Path | None:
+            if not processes().is_rank_zero:
+                return None
+            if args.dry_run:
+                return _unused_folder(name, requested)
+            return stack.enter_context(_new_folder(name, requested))
+
+        run_dir = processes().run_section(choose_folder)[0]
         assert run_dir is not None  # the result of rank 0
 
         # 3. Check the configuration, show the plan, and create the population.
@@ -137,24 +138,12 @@ def start_run(config: Config, args: argparse.Namespace, name: str) -> int:
 
 @contextmanager
 def _new_folder(name: str, requested: Path | None) -> Iterator[Path]:
-    """Create the directory of a new run, and return its absolute path.
+    """Create the directory of a new run, and return its absolute path; see `_unused_folder`.
 
     It is removed afterwards if nothing was written.
-
-    Args:
-        name: Name of the run: the first of `runs/NAME`, `runs/NAME-2`, ... that does not exist is
-            created.
-        requested: Directory to use instead, which may exist; None = choose one by `name`.
-
-    Raises:
-        ValueError: If the given directory holds a run or cannot be used.
     """
-    if requested is not None:
-        RunDir(requested).check_unused()
-    for number in itertools.count(1):
-        numbered = name if number == 1 else f"{name}-{number}"
-        # Absolute, because user code may change the working directory.
-        folder = (requested or Path("runs", numbered)).absolute()
+    while True:
+        folder = _unused_folder(name, requested)
         # Innermost first.
         missing = [path for path in (folder, *folder.parents) if not path.exists()]
         try:
@@ -163,17 +152,34 @@ def _new_folder(name: str, requested: Path | None) -> Iterator[Path]:
         except FileExistsError:  # created by another process
             if requested is not None:
                 raise
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise ValueError(
-            f"Files in {folder} cannot be written. Change its permissions, or choose another"
-            " folder."
-        )
     try:
         yield folder
     finally:
         with suppress(OSError):  # raised by the first folder that is not empty
             for path in missing:
                 path.rmdir()
+
+
+def _unused_folder(name: str, requested: Path | None) -> Path:
+    """Return the absolute path of a directory for a new run, without creating it.
+
+    Args:
+        name: Name of the run: the first of `runs/NAME`, `runs/NAME-2`, ... that does not exist is
+            chosen.
+        requested: Directory to use instead, which may exist; None = choose one by `name`.
+
+    Raises:
+        ValueError: If the directory holds a run or cannot be used.
+    """
+    folder = requested or Path("runs", name)
+    if requested is None:
+        for number in itertools.count(2):
+            if not folder.exists():
+                break
+            folder = Path("runs", f"{name}-{number}")
+    RunDir(folder).check_unused()
+    # Absolute, because user code may change the working directory.
+    return folder.absolute()
 
 
 def _adopted(config: Config, run_dir: Path) -> list[str]:
@@ -410,6 +416,8 @@ def show_plan(console: Console, task: Task, run_dir: Path, *, preset: bool = Fal
     rows |= labels.rows
     rows["objective"] = _objective_text(config.agent.objective)
     rows["schedule"] = _schedule_text(config)
+    step = task.forecast().step
+    rows |= selection_row(config, step, "if all samples have the maximum length")
     rows["run directory"] = relative_path(run_dir)
     rows |= config.task.facts()
     print_rows(console, rows)

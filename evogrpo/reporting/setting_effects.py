@@ -3,13 +3,14 @@
 import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean, stdev
 from typing import Any
 
 from evogrpo.config.hyperparameters import Value
 from evogrpo.config.search_space import RLParameter
+from evogrpo.evolution.founders import changed_together
 from evogrpo.reporting.setting_labels import short_name
 from evogrpo.reporting.summary import RunSummary
 from evogrpo.text import number_text, score_text
@@ -105,20 +106,45 @@ def setting_effects(summary: RunSummary, names: Sequence[str]) -> tuple[SettingE
         for index, value in fitness.items():
             if value is not None:
                 relative[index, generation.generation] = value - fmean(healthy)
-    return tuple(_setting_effect(summary, name, relative) for name in names)
+    compared = {index for index, _ in relative}
+    columns = {}
+    effects = []
+    for name in names:
+        texts = _value_texts(name, summary)
+        own = {}
+        for index, history in summary.histories.items():
+            own[index] = texts[history.results[0].hyperparameters.get(name)]
+        columns[name] = [own[index] for index in sorted(compared)]
+        effects.append(_setting_effect(summary, name, texts, own, relative))
+    # Settings whose effects cannot be separated.
+    for name, others in changed_together(columns).items():
+        number = list(names).index(name)
+        labels = ", ".join(map(summary.labels.name, others))
+        finding = f"{effects[number].finding}, always changed together with {labels}"
+        effects[number] = replace(effects[number], finding=finding)
+    return tuple(effects)
 
 
 def _setting_effect(
-    summary: RunSummary, name: str, relative: Mapping[tuple[int, int], float]
+    summary: RunSummary,
+    name: str,
+    texts: Mapping[Value, str],
+    own: Mapping[int, str],
+    relative: Mapping[tuple[int, int], float],
 ) -> SettingEffect:
-    """Return the effect of one setting, from the relative fitness by member and generation."""
-    # 1. The value of each member as text, and what it, or its first ancestor with this value,
-    #    inherited with another value. Parents come before their children.
-    texts = _value_texts(name, summary)
-    own: dict[int, str] = {}
+    """Return the effect of one setting.
+
+    Args:
+        summary: The run.
+        name: Name of the setting.
+        texts: Its values in order, each as text.
+        own: Value of each member as text.
+        relative: Relative fitness by member and generation.
+    """
+    # 1. What each member, or its first ancestor with its value, inherited with another value.
+    #    Parents come before their children.
     inherited: dict[int, float] = {}
     for index, history in summary.histories.items():
-        own[index] = texts[history.results[0].hyperparameters.get(name)]
         inherited[index] = 0.0
         origin = history.origin
         if origin is not None and own[origin.index] == own[index]:

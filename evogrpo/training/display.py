@@ -217,6 +217,9 @@ class RunDisplay(Callback):
         self._texts_shown.update(texts)
         # 4. Selection and completions.
         shown += plan_lines(report, labels)
+        if report.plan is None and len(report.members) > 1:
+            reason = trainer.limits.reached()
+            shown.append(Text(f"selection: none, as the run ends: {reason}", "dim"))
         completions = completions_table(report.examples, report.best_index, width)
         if completions is not None:
             shown += ["", completions]
@@ -632,10 +635,16 @@ def plan_lines(report: GenerationReport, labels: SettingLabels = NO_LABELS) -> l
             birth = f"#{members[child.slot]} is replaced by #{child.index}"
         origin = origin_text(child.parent, labels.changes(child.changes))
         lines.append(Text.assemble((f"selection: {birth}", "cyan"), f", a {origin}"))
+    # 4. Otherwise the reasons why members stay, without details; the best one always does.
     if not lines:
-        close = any("within noise" in reason for reason in plan.reasons)
-        why = ", all differences are within noise" if close else ""
-        lines.append(Text(f"selection: no member replaced{why}", "dim"))
+        reasons = {}
+        for member in report.members:
+            if member.index != report.best_index:
+                reason = plan.reasons[member.slot].removeprefix("kept: ")
+                reasons[printable(reason.partition(",")[0])] = None
+        if len({member.fitness for member in report.members}) == 1:
+            reasons[f"all have fitness {number_text(report.members[0].fitness)}"] = None
+        lines.append(Text(f"selection: no member replaced ({'; '.join(reasons)})", "dim"))
     return lines
 
 

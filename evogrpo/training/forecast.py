@@ -5,13 +5,14 @@ import socket
 import threading
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from evogrpo.distributed import processes
 from evogrpo.envs.protocol import SPLITS, GroupEnvironment
 from evogrpo.envs.text.reward_functions import RewardError
-from evogrpo.evolution.strategies import SuccessiveHalving
+from evogrpo.evolution.strategies import SuccessiveHalving, selects
 from evogrpo.interruption import Interrupted, Stop
 from evogrpo.members.devices import device_memory, single_threaded
 from evogrpo.text import count_text, duration_text, pluralize, user_line
@@ -60,10 +61,12 @@ class Forecast:
     Attributes:
         rows: Rows of the plan: label -> text.
         memory: Peak memory.
+        step: Maximum timesteps and tokens of a learning step of all members, by name.
     """
 
     rows: dict[str, str]
     memory: MemoryNeed
+    step: dict[str, int]
 
 
 # ---- work
@@ -138,6 +141,24 @@ def possible_values(config: Config, name: str) -> list[int]:
         parameter = space[name]
         values.update(map(int, parameter.numbers or parameter.bounds))
     return sorted(values)
+
+
+def selection_row(config: Config, step: Mapping[str, float], condition: str) -> dict[str, str]:
+    """Return the row of the plan on a run that ends before its first selection; empty if none.
+
+    Args:
+        config: Configuration of the run.
+        step: Timesteps, tokens and seconds of a learning step of all members, by name.
+        condition: Condition under which a learning step takes so much.
+    """
+    schedule = config.schedule
+    if config.population.size == 1 or not selects(config.strategy):
+        return {}
+    if schedule.generations == 1:
+        return {"selection": "none, as the run has one generation. Set generations to 2 or more."}
+    cost = {name: schedule.steps_per_generation * amount for name, amount in step.items()}
+    reason = schedule.end_before_selection(cost)
+    return {} if reason is None else {"selection": f"none {condition}: {reason}"}
 
 
 # ---- memory
@@ -304,7 +325,12 @@ def _time_rows(task: "Task", trainer: "Trainer", step: TimedStep) -> dict[str, s
         " These members are discarded"
     )
     longest = f"The upper bound is for samples of the maximum length {task.longest_sample}"
-    return {"measured": measured, "time": f"{text}. {longest}"}
+    # 3. The first selection, at the speed and length of the measured step.
+    cost = {"seconds": seconds * whole / step.samples}
+    if trainer.population.members.step_based:
+        cost["timesteps"] = step.length * len(trainer.population) * whole
+    selection = selection_row(task.config, cost, "at the cost of the measured step")
+    return {"measured": measured, "time": f"{text}. {longest}", **selection}
 
 
 def _seconds(seconds: float) -> str:

@@ -1,14 +1,14 @@
 """Schedule: length and limits of a run."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.search_space import MAX_SAMPLES, HyperparameterConfig, check_group_size
-from evogrpo.text import pluralize
+from evogrpo.text import count_text, duration_text, pluralize
 from evogrpo.validation import (
     MAX_COUNT,
     MAX_STEPS,
@@ -28,9 +28,8 @@ if TYPE_CHECKING:
     from evogrpo.evolution.fitness import FitnessConfig
 
     # A configuration is checked before torch and numpy are imported.
-    from evogrpo.evolution.strategies import (
-        Strategy,
-    )
+    from evogrpo.evolution.strategies import Strategy
+    from evogrpo.training.configuration.sections import Config
 
 LIMITS = (
     "generations",
@@ -149,14 +148,28 @@ class Schedule:
                 return f"{name} {shown} reached"
         return None
 
-    def check_held_out(self, env: "GroupEnvironment") -> None:
-        """Check the sizes of the held-out splits.
+    def end_before_selection(self, cost: Mapping[str, float]) -> str | None:
+        """Return the limit that ends a run in its first generation, and what to change, or None.
 
-        Warn if a split has fewer questions than the schedule uses.
+        Members are selected after each generation but the last.
 
-        Raises:
-            ValueError: If a split that is used has fewer than two questions.
+        Args:
+            cost: "timesteps", "tokens" and "seconds" of a generation of all members.
         """
+        for name, amount in cost.items():
+            limit = getattr(self, f"max_{name}")
+            if limit is not None and amount >= limit:
+                needed = f"{count_text(amount)} {name}"
+                if name == "seconds":
+                    needed = duration_text(amount)
+                return (
+                    f"a generation takes {needed}, and max_{name} is {limit:,}. Lower"
+                    f" steps_per_generation or samples_per_step, or raise max_{name}."
+                )
+        return None
+
+    def check_held_out(self, env: "GroupEnvironment") -> None:
+        """Raise ValueError if a held-out split that is used has fewer than two questions."""
         held_out: dict[Split, int | None] = {
             "validation": self.validation_questions,
             "test": self.test_questions,
@@ -170,11 +183,6 @@ class Schedule:
                 raise ValueError(
                     f"the {split} split must hold at least 2 questions (or reset seeds), got"
                     f" {size}. Increase {split}_size{alternative}."
-                )
-            if questions is not None and questions > size:
-                warn(
-                    f"{split}_questions={questions} exceeds the {split} split. All {size} questions"
-                    " are used."
                 )
 
     def starts_per_step(self, population: "Population") -> int:
@@ -204,14 +212,28 @@ class Schedule:
         return samples // min(sizes)
 
 
-def warn_of_missing_metric(space: HyperparameterConfig, env: object) -> None:
-    """Warn if reward weights evolve, but fitness is the sum of the rewards."""
+def warn_of_task(space: HyperparameterConfig, schedule: Schedule, env: "GroupEnvironment") -> None:
+    """Warn if reward weights evolve without a metric, or a held-out split is small.
+
+    Without a metric, fitness is the sum of the rewards.
+    """
     weighted = any(name.startswith("reward_weights.") for name in space.task_settings)
     if weighted and getattr(env, "rewards_are_metric", False):
         warn(
             "Reward weights evolve without a metric, so fitness is the sum of all rewards with"
             " their configured weights. Give metric, the function that measures success."
         )
+    used: dict[Split, int | None] = {
+        "validation": schedule.validation_questions,
+        "test": schedule.test_questions,
+    }
+    for split, questions in used.items():
+        size = env.size(split)
+        if questions is not None and questions > size:
+            warn(
+                f"{split}_questions={questions} exceeds the {split} split. All {size} questions are"
+                " used."
+            )
 
 
 def warn_without_effect(
@@ -225,6 +247,7 @@ def warn_without_effect(
         strategy: Rule of selection and mutation; None = settings that depend on it are not checked.
     """
     from evogrpo.config.objective import without_effect
+    from evogrpo.evolution.founders import changed_together, level
 
     # 1. Evolution.
     space = population.space
@@ -236,6 +259,17 @@ def warn_without_effect(
             architectures = population.members.evolves
             _warn_unused_evolution(strategy, space, architectures=architectures)
         _warn_first_guess(strategy, agents[0].hyperparameters, space, step_based=step_based)
+        # Mutation would separate them.
+        if not strategy.mutates:
+            columns = {}
+            for name, parameter in space.task_settings.items():
+                values = [agent.hyperparameters.get(name) for agent in agents]
+                columns[name] = [level(parameter, value) for value in values]
+            for name, others in list(changed_together(columns).items())[:1]:
+                warn(
+                    f"{name} and {', '.join(others)} always change together in {len(agents)}"
+                    " members, so the run cannot say which of them helped. Use more members."
+                )
     # 2. The objective, which an algorithm of the user may not use.
     if "objective" in population.algorithm.unused_options:
         return
@@ -316,6 +350,21 @@ def check_run(
     check_schedule(
         schedule, fitness, sizes, population.space, step_based=population.members.step_based
     )
+
+
+def check_task(config: "Config", env: "GroupEnvironment") -> None:
+    """Check an environment against a configuration, before members are built.
+
+    Raises:
+        ValueError: If the environment does not read a task setting, training rewards cannot be the
+            fitness, or a held-out split is too small.
+    """
+    from evogrpo.algorithms.population import check_settings
+
+    members = [config.hyperparameters, *(config.founders or ())]
+    check_settings(env, config.search_space, members)
+    check_fitness(config.fitness, config.search_space, env)
+    config.schedule.check_held_out(env)
 
 
 def check_fitness(fitness: "FitnessConfig", space: HyperparameterConfig, env: object) -> None:

@@ -25,6 +25,7 @@ from evogrpo.training.configuration.user_code import (
     make_sampler,
 )
 from evogrpo.training.forecast import check_memory
+from evogrpo.training.proposals import check_proposer
 from evogrpo.training.run_dir import RunDir, StoredRun, open_run
 from evogrpo.training.run_state import RunState
 from evogrpo.training.schedule import LIMITS, Schedule
@@ -81,12 +82,7 @@ def start(
         with progress("checking the configuration"):
             task = task_type_of(config.task).build(config, env)
         stack.callback(task.env.close)
-        # 2. Show the plan, and check the memory before the weights are loaded.
-        if show is not None:
-            show(task)
-        if not skip_memory_check:
-            check_memory(task.forecast().memory)
-        # 3. Open the run directory. Nothing is written yet.
+        # 2. Check data, strategy and proposer, and open the run directory. Nothing is written yet.
         config = task.config
         values = {**config.to_json(), "run_dir": None if run_dir is None else str(run_dir)}
         changed: tuple[str, ...] = ()
@@ -99,6 +95,13 @@ def start(
             dump_json(values, what="configuration")
             check_resumable(config.strategy)
             folder = RunDir(run_dir, config.logging, config=values if env is None else None)
+        proposer = None if config.proposer is None else make_proposer(config.proposer)
+        check_proposer(config.search_space, proposer)
+        # 3. Show the plan, and check the memory before the weights are loaded.
+        if show is not None:
+            show(task)
+        if not skip_memory_check:
+            check_memory(task.forecast().memory)
         # 4. Build the members, or restore them from the checkpoint.
         run_state: RunState | None = None
         if stored is None:
@@ -125,7 +128,7 @@ def start(
             description=description,
             changed_data=changed,
             callbacks=callbacks,
-            proposer=None if config.proposer is None else make_proposer(config.proposer),
+            proposer=proposer,
             trackers=config.logging.trackers,
         )
         # 6. Write the configuration.

@@ -15,7 +15,7 @@ from evogrpo.envs.protocol import GroupEnvironment, SupportsDate, SupportsProgre
 from evogrpo.envs.text.prompt_environment import PromptEnvironment
 from evogrpo.evolution.fitness import FitnessConfig
 from evogrpo.evolution.plan import Plan
-from evogrpo.evolution.strategies import Strategy
+from evogrpo.evolution.strategies import Strategy, selects
 from evogrpo.interruption import STOPPED, Interrupted
 from evogrpo.members.requests import RolloutBatch
 from evogrpo.records import LearnReport
@@ -69,7 +69,7 @@ from evogrpo.training.run_state import Clock, Limits, RunState, as_generation
 from evogrpo.training.schedule import (
     Schedule,
     check_run,
-    warn_of_missing_metric,
+    warn_of_task,
     warn_without_effect,
 )
 from evogrpo.training.trackers import Trackers
@@ -245,7 +245,7 @@ class Trainer:
             self.known_proposals = stored_proposals(read_bytes(self.run_dir.path / JOURNAL))
         if run_state is None:
             warn_without_effect(population, schedule, strategy)
-            warn_of_missing_metric(population.space, env)
+            warn_of_task(population.space, schedule, env)
             population.members.prepare_sampling()  # raises an error before there is a run directory
             # Create the directory and lock it; an error stops all ranks.
             processes.run_section(lambda: None if self.run_dir is None else self.run_dir.create())
@@ -476,7 +476,22 @@ class Trainer:
                 )
         self._learning_signal.update(learned)
         self._sampler_check.update(learned)
+        if report.step == 0:
+            self._warn_of_early_end()
         return report
+
+    def _warn_of_early_end(self) -> None:
+        """Warn after the first learning step if the run will end before its first selection."""
+        state = self.run_state
+        steps = state.steps_per_generation
+        cost = {
+            "timesteps": steps * state.latest_timesteps,
+            "tokens": steps * state.latest_tokens,
+            "seconds": steps * state.longest_step + state.longest_evaluation,
+        }
+        reason = self.schedule.end_before_selection(cost)
+        if reason is not None and len(self.population) > 1 and selects(self.strategy):
+            warn(f"Members will not be selected: at the cost of the first learning step, {reason}")
 
     def _end_generation(self) -> GenerationReport:
         """Evaluate, plan, apply and save."""

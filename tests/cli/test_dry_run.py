@@ -49,6 +49,7 @@ CASES = [
     ("networks", "agent.objective.loss_type=grpo"),
     ("networks", "agent.objective.reference=old"),
     ("networks", "task.test_size=1"),
+    ("networks", "search_space={task: {low: {min: 0, max: 1}, nonsense: {min: 0, max: 1}}}"),
     ("team", "task.policies=nonsense"),
     ("language", "agent.eos_token_ids=[99999]"),
     ("language", "agent.objective.kl_estimator=full"),
@@ -69,9 +70,10 @@ def run_command(project, workdir, capsys):
 
 @pytest.mark.parametrize(("kind", "wrong"), CASES)
 def test_a_dry_run_refuses_what_a_run_refuses(run_command, kind, wrong):
-    status, _, error = run_command(*KINDS[kind], wrong)
+    status, output, error = run_command(*KINDS[kind], wrong)
     assert status == 2
     assert error.startswith("error: ")
+    assert "population" not in output or wrong.startswith("agent")  # refused before the plan
     dry_status, _, dry_error = run_command(*KINDS[kind], wrong, "--dry-run")
     assert (dry_status, dry_error) == (status, error)
     assert not Path("runs").exists()
@@ -85,6 +87,21 @@ def test_a_valid_dry_run_trains_and_writes_nothing(run_command, kind):
     assert [path.name for path in Path().iterdir()] == ["strategies.py"]
     assert re.search(r"measured +one learning step of \d members?", output)
     assert re.search(r"time +[\d.e-]+ (s|min|h).* per learning step", output)
+
+
+@pytest.mark.parametrize(
+    ("changed", "limit"),
+    [
+        ("schedule.generations=1", "generations"),
+        ("schedule.max_timesteps=200", "max_timesteps"),
+        ("schedule.max_seconds=0.001", "max_seconds"),
+    ],
+)
+def test_the_plan_says_that_no_selection_will_take_place(run_command, changed, limit):
+    words = [*KINDS["networks"], "schedule.generations=4", "--dry-run"]
+    assert "selection  " not in run_command(*words)[1]
+    plan = re.sub(r"\s+", " ", run_command(*words, changed)[1])
+    assert re.search(rf"selection none.*{limit}", plan)
 
 
 # ---- damaged models

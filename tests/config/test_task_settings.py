@@ -1,6 +1,7 @@
 """Task settings: names, values, search space, mutation and plain values."""
 
 import json
+from itertools import combinations
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from evogrpo import HyperparameterConfig, RLParameter
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.task_settings import TaskSettings
-from evogrpo.evolution.founders import spread_founders
+from evogrpo.evolution.founders import changed_together, level, spread_founders
 from evogrpo.evolution.history import changes_between
 from evogrpo.evolution.mutation import Mutation
 from evogrpo.validation import validate
@@ -83,11 +84,25 @@ def test_every_setting_is_mutated_within_its_values():
     assert changed <= set(SPACE)
 
 
-def test_founders_cover_the_choices():
-    founders = spread_founders(
-        SPACE.first({}, {}), SPACE, 5, np.random.default_rng(0), samples_per_step=8
+def test_founders_are_a_balanced_design():
+    """Four members with three settings of two values: half a factorial design."""
+    space = HyperparameterConfig(
+        reward_weights={"digits": [0, 1], "length": (-1, 1)}, task={"style": ["short", "long"]}
     )
-    assert {founder["task.style"] for founder in founders} == {"short", "long"}
+    first = space.first({}, {})
+    for seed in range(10):
+        rng = np.random.default_rng(seed)
+        founders = spread_founders(first, space, 4, rng, samples_per_step=8)
+        columns = []
+        for name, parameter in space.items():
+            columns.append([level(parameter, founder[name]) for founder in founders])
+        for one, other in combinations(columns, 2):
+            assert len(set(zip(one, other, strict=True))) == 4
+
+
+def test_settings_that_change_together_are_found():
+    columns = {"a": [0, 0, 1, 1], "b": [1, 1, 0, 0], "c": [0, 1, 0, 1], "d": [2, 2, 2, 2]}
+    assert changed_together(columns) == {"a": ["b"], "b": ["a"]}
 
 
 def test_values_survive_json():

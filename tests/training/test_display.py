@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import re
 import sys
 from itertools import product
 
@@ -9,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from evogrpo import evolve, resume
+from evogrpo.evolution import SuccessiveHalving
 from evogrpo.reporting.records import LANGUAGE, GenerationReport, MemberStep, StepReport
 from evogrpo.training.display import RunDisplay, generation_table, rewards_text
 from tests.cli.project import CONTROL, Terminal
@@ -50,6 +52,28 @@ def test_nothing_is_shown_without_a_terminal_or_if_not_wanted(monkeypatch, capfd
     assert terminal.getvalue() == ""
     with pytest.raises(ValueError, match="progress must be True, False or None"):
         quick_run(progress="yes")
+
+
+def floor(completion, answer, question):
+    return 0.0
+
+
+def test_a_run_at_the_floor_says_why_no_member_was_stopped(monkeypatch):
+    terminal = on_a_terminal(monkeypatch)
+    options = {"strategy": "successive_halving", "test_questions": 0, "progress": True}
+    finish(evolve(tiny_population(2), tiny_env(reward_fn=floor), **QUICK, **options).trainer)
+    shown = re.sub(r"\x1b\[[0-9;?]*\w|\s+", " ", terminal.getvalue())
+    assert shown.count("all have fitness 0") == 2
+    assert "the run ends: 3 generations" in shown
+
+
+def test_a_run_that_ends_before_its_first_selection_warns_after_the_first_step():
+    limits = QUICK | {"max_tokens": 100}
+    run = tiny_run(None, strategy=SuccessiveHalving(), **limits)
+    with pytest.warns(UserWarning, match="max_tokens") as caught:
+        finish(run)
+    assert len(caught) == 1
+    assert run.result.generations == 1
 
 
 def test_a_terminal_shows_the_run(monkeypatch, tmp_path):

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from evogrpo.config.task_settings import TaskSettings
 from evogrpo.envs.control.action_noise import Uniforms
 from evogrpo.envs.control.conversion import to_environment
 from evogrpo.envs.control.episodes import EpisodeRecorder, Episodes
@@ -42,9 +43,8 @@ class EpisodeRequest:
         temperature: `[n]` sampling temperatures; None = 1.
         base: Use the untrained base policy.
         stop: Checked before each step of all environments.
-        options: Options of the reset of each row besides the configured ones; empty = none.
-        components: Terms of the training reward; None = the environment's reward alone.
-        weights: `[n, f]` weights of these terms for each row; None without components.
+        settings: Task settings of each row. Empty = the environment's reward alone, and the
+            configured options of reset.
     """
 
     seeds: NDArray[np.int64]
@@ -55,9 +55,7 @@ class EpisodeRequest:
     temperature: NDArray[np.float32] | None
     base: bool
     stop: Stop
-    options: Sequence[Options] = ()
-    components: RewardComponents | None = None
-    weights: NDArray[np.float64] | None = None
+    settings: Sequence[TaskSettings] = ()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -67,16 +65,12 @@ class StartBatch:
     Attributes:
         env: The environment, whose method `play_request` plays the rows.
         seeds: Reset seed of each opened start.
-        options: Options of the reset of each start besides the configured ones; empty = none.
-        components: Terms of the training reward; None = the environment's reward alone.
-        weights: `[s, f]` weights of these terms for each start; None without components.
+        settings: Task settings of each start; see `EpisodeRequest`.
     """
 
     env: Any
     seeds: tuple[int, ...]
-    options: tuple[Options, ...] = ()
-    components: RewardComponents | None = None
-    weights: NDArray[np.float64] | None = None
+    settings: Sequence[TaskSettings] = ()
 
     def play(
         self,
@@ -130,9 +124,7 @@ class StartBatch:
             temperature=temperature,
             base=base,
             stop=stop,
-            options=[self.options[start] for start in starts] if self.options else (),
-            components=self.components,
-            weights=None if self.weights is None else self.weights[starts],
+            settings=[self.settings[start] for start in starts] if self.settings else (),
         )
         played: Episodes = self.env.play_request(actors, mapping, request)
         return played
@@ -145,6 +137,7 @@ def play_episodes(
     mapping: PolicyMapping,
     request: EpisodeRequest,
     max_episode_steps: int | None,
+    components: RewardComponents | None = None,
 ) -> Episodes:
     """Play one episode per row, at most `num_envs` in parallel; return them in the order of rows.
 
@@ -157,14 +150,20 @@ def play_episodes(
         mapping: Maps agents to policies.
         request: Episodes to play.
         max_episode_steps: Limit that the environment enforces; None = unknown.
+        components: Terms of the training reward, of requests with settings.
 
     Raises:
         ValueError: If a reward or an observation is not finite, or an episode does not end.
     """
-    terms = () if request.components is None else tuple(request.components.weights)
+    env.components = components if request.settings else None
+    terms: tuple[str, ...] = ()
+    options: list[Options] = [{}] * len(request.seeds)
+    if env.components is not None:
+        terms = tuple(env.components.weights)
+        options = [own.group("task") for own in request.settings]
+        weights = np.array([env.components.weight_row(own) for own in request.settings])
     recorder = EpisodeRecorder(mapping, request.groups, terms)
     env.stop = request.stop
-    env.components = request.components
     members = request.member_ids
     max_steps = max(max_episode_steps or 0, DEFAULT_STEP_LIMIT)
     # Members alternate in the queue, so that all have similar numbers of environments: the first
@@ -188,10 +187,8 @@ def play_episodes(
         if free:
             new = queue[:free]
             queue = queue[free:]
-            options: list[Options] = [{}] * len(new)
-            if request.options:
-                options = [request.options[row] for row in new]
-            env.add(request.seeds[new].tolist(), request.replicas[new].tolist(), options)
+            own_options = [options[row] for row in new]
+            env.add(request.seeds[new].tolist(), request.replicas[new].tolist(), own_options)
             rows = np.concatenate([rows, new])
             t = np.concatenate([t, np.zeros_like(new)])
             order = np.lexsort((rows, members[rows]))
@@ -224,12 +221,12 @@ def play_episodes(
         step = env.step(actions)
         seeds = request.seeds[rows]
         check_finite_rewards(step, seeds, t)
-        if request.components is None or request.weights is None:
+        if env.components is None:
             recorder.record_step(rows, t, step)
         else:
-            values = request.components.terms(step, seeds, t)
+            values = env.components.terms(step, seeds, t)
             rewarded = slice(None) if step.positions is None else step.positions
-            weighted = weighted_sum(values, request.weights[rows][rewarded])
+            weighted = weighted_sum(values, weights[rows][rewarded])
             check_finite_rewards(step._replace(rewards=weighted), seeds, t)
             recorder.record_step(rows, t, step, values, weighted)
         t = t + 1

@@ -252,13 +252,7 @@ class SeededGroups(ABC):
         if split != "train" or (self.components.is_default and not any(settings)):
             return StartBatch(env=self, seeds=seeds)
         own = settings or [NO_SETTINGS] * len(seeds)
-        return StartBatch(
-            env=self,
-            seeds=seeds,
-            options=tuple(each.group("task") for each in own),
-            components=self.components,
-            weights=np.array([self.components.weight_row(each) for each in own]),
-        )
+        return StartBatch(env=self, seeds=seeds, settings=own)
 
     def play_request(
         self, actors: Mapping[str, Actor], mapping: PolicyMapping, request: EpisodeRequest
@@ -268,7 +262,13 @@ class SeededGroups(ABC):
             self._vector_env = self._create_vector_env()
         try:
             played = play_episodes(
-                self._vector_env, self._num_envs, actors, mapping, request, self.max_episode_steps
+                self._vector_env,
+                self._num_envs,
+                actors,
+                mapping,
+                request,
+                self.max_episode_steps,
+                self.components,
             )
         except BaseException:
             # The next call must not see unfinished episodes.

@@ -70,6 +70,11 @@ def strategy_from_json(
     return build_from_settings(kind, name, settings)
 
 
+def selects(strategy: object) -> bool:
+    """Return False for built-in strategies that compare no members."""
+    return not isinstance(strategy, Fixed | MutationOnly | RandomSearch | Replay)
+
+
 def default_strategy(
     members: int, space: HyperparameterConfig, *, networks: bool, evolve_network: bool
 ) -> Strategy:

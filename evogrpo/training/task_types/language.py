@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from evogrpo.algorithms.grpo import GRPO
-from evogrpo.algorithms.population import Population, check_settings
+from evogrpo.algorithms.population import Population
 from evogrpo.config.agent import LanguageOptions
 from evogrpo.config.task_settings import TaskSettings
 from evogrpo.distributed import processes
@@ -59,7 +59,7 @@ from evogrpo.training.forecast import (
 )
 from evogrpo.training.run_dir import StoredRun
 from evogrpo.training.run_state import RunState
-from evogrpo.training.schedule import Schedule, check_fitness
+from evogrpo.training.schedule import Schedule, check_task
 from evogrpo.validation import plain
 
 if TYPE_CHECKING:
@@ -209,12 +209,13 @@ class LanguageTask:
             device=self.device,
         )
         # 3. Rows of the plan.
+        tokens, limits = self._step_tokens(lengths, batch.max_turns)
         in_base = sum(weights.numel() for weights in model.parameters())
         rows = {
             **self._trial_rows(),
             **work_rows(config, self.env, "completions"),
             "optimizer": f"{steps} per member and learning step, in micro-batches of {size}",
-            "tokens": self._tokens_row(lengths, batch.max_turns),
+            "tokens": limits,
             "parameters": (
                 f"{_millions_text(in_base)} in the base,"
                 f" {_millions_text(self.trained.size)} in each member"
@@ -226,7 +227,8 @@ class LanguageTask:
                 f" {gigabytes(memory.sampling)} (KV cache); without Python and its libraries"
             ),
         }
-        return Forecast(rows=rows, memory=_memory_need(memory, self.device))
+        need = _memory_need(memory, self.device)
+        return Forecast(rows=rows, memory=need, step={"tokens": tokens})
 
     def _trial_rows(self) -> dict[str, str]:
         """Return the rows of the plan on the first prompt, its rewards and the end tokens."""
@@ -272,8 +274,10 @@ class LanguageTask:
         length = pluralize(len(tokens), "token")
         return {"other prompt": f"{text!r}, {length}, of a member with {names}"}
 
-    def _tokens_row(self, lengths: Sequence[int], turns: int) -> str:
-        """Return the row of the plan on the tokens of sampling, updates and the reference pass.
+    def _step_tokens(self, lengths: Sequence[int], turns: int) -> tuple[int, str]:
+        """Return the tokens of a learning step, and the row of the plan on them.
+
+        They are those of sampling, updates and the reference pass.
 
         Args:
             lengths: Tokens of each prompt.
@@ -307,10 +311,11 @@ class LanguageTask:
             if config.agent.max_episode_tokens is None:
                 bound = "about"
                 limits += ": replies as long as completions, without max_episode_tokens"
-        return (
+        text = (
             f"{bound} {count_text(tokens)} per learning step{in_all} (prompts of at most"
             f" {longest}, {limits}; updates included, evaluations left out)"
         )
+        return tokens, text
 
     @property
     def longest_sample(self) -> int:
@@ -399,9 +404,7 @@ def build(config: Config, env: PromptEnvironment | None = None) -> LanguageTask:
         )
     assert env is not None
     # 4. Check the task settings, try the reward functions, and check all tokens against the model.
-    members = [config.hyperparameters, *(config.founders or ())]
-    check_settings(env, config.search_space, members)
-    check_fitness(config.fitness, config.search_space, env)
+    check_task(config, env)
     try:
         trial = env.preflight()
     except RewardError as error:

@@ -40,7 +40,7 @@ from evogrpo.training.forecast import (
 )
 from evogrpo.training.run_dir import StoredRun
 from evogrpo.training.run_state import RunState
-from evogrpo.training.schedule import Schedule
+from evogrpo.training.schedule import Schedule, check_task
 from evogrpo.training.video import RecordedEpisode, record_video
 
 COPIES = 3.5
@@ -186,7 +186,8 @@ class NetworkTask:
                 " libraries come on top"
             ),
         }
-        return Forecast(rows=rows, memory=need)
+        most = {"timesteps": per_member * members, "tokens": (1 + epochs) * per_member * members}
+        return Forecast(rows=rows, memory=need, step=most)
 
     @property
     def longest_sample(self) -> int:
@@ -259,6 +260,7 @@ class NetworkTaskType:
         if env is None:
             env = config.task.environment(seed=config.task_seed)
         assert env is not None
+        check_task(config, env)
         device = "cpu" if config.device is None else available_device(config.device)
         # A population of one member shows whether the settings fit, and the size of a network.
         example: Any = _population(config, env, 1, "cpu").members
