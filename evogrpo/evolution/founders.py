@@ -3,13 +3,12 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
-from itertools import combinations_with_replacement, permutations
+from itertools import combinations_with_replacement
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from evogrpo.config.hyperparameters import Hyperparameters, Value, is_integer
+from evogrpo.config.hyperparameters import Hyperparameters, is_integer
 from evogrpo.config.search_space import HyperparameterConfig, RLParameter, check_group_size
 from evogrpo.config.task_settings import is_task_setting
 from evogrpo.evolution.mutation import element_at, quantile
@@ -19,8 +18,8 @@ from evogrpo.validation import whole_number
 
 DESIGNS = 200
 """Number of draws of the founders' task settings, of which the least confounded one counts."""
-MAX_DRAWN = 20_000
-"""Maximum number of founders of all these draws: large populations need fewer of them."""
+MAX_DRAWN = 10_000
+"""Maximum number of founders in all these draws."""
 
 
 def spread_founders(
@@ -35,9 +34,9 @@ def spread_founders(
 
     The range of each evolving hyperparameter is divided into strata of equal width on its scale,
     one per member, so that a small population covers every range; each value is (log-)uniform.
-    Categories are shared evenly. Task settings are drawn `DESIGNS` times, and the draw in which
-    they are least confounded counts (see `confounding`). Of two equal points, the later one is
-    redrawn from the whole space until no free point is left.
+    Categories are shared evenly. Of `DESIGNS` draws of the task settings, the least confounded one
+    counts. Of two equal points, the later one is redrawn from the whole space until no free point
+    is left.
 
     Args:
         defaults: Values of all other hyperparameters. Also the first member, even if it lies
@@ -65,17 +64,15 @@ def spread_founders(
     first = tuple(given)[:size] or (defaults,)
     remaining = size - len(first)
     # 2. Draw the other members from a Latin hypercube, the task settings several times.
-    strata = _strata(space, remaining, rng)
+    others = _latin_hypercube(space, defaults, remaining, rng)
     settings = space.task_settings
     if settings:
-        designs = [{name: strata[name] for name in settings}]
+        designs = [others]
         while len(designs) < min(DESIGNS, MAX_DRAWN // size):
-            designs.append(_strata(settings, remaining, rng))
-        strata |= min(designs, key=partial(_confounding_of, settings, first))
-    others = []
-    for position in range(remaining):
-        fractions = {name: float(column[position]) for name, column in strata.items()}
-        others.append(point_at(space, defaults, fractions))
+            drawn = _latin_hypercube(settings, defaults, remaining, rng)
+            pairs = zip(others, drawn, strict=True)
+            designs.append([own.with_values(new.task_settings) for own, new in pairs])
+        others = min(designs, key=lambda design: confounding(settings, [*first, *design]))
     # 3. Redraw duplicates last, so that the others do not change. Without a free point, a duplicate
     #    stays.
     taken: set[tuple[int | None, Hyperparameters]] = {(None, founder) for founder in first}
@@ -94,72 +91,39 @@ def spread_founders(
     return *first, *others
 
 
-def _strata(
-    space: Mapping[str, RLParameter], size: int, rng: np.random.Generator
-) -> dict[str, NDArray[np.float64]]:
-    """Return fractions `[size]` of each range: a random permutation assigns the strata."""
+def _latin_hypercube(
+    space: Mapping[str, RLParameter], base: Hyperparameters, size: int, rng: np.random.Generator
+) -> list[Hyperparameters]:
+    """Draw points: a random permutation assigns one stratum of each range to each of them."""
     strata = {}
     for name in space:
         strata[name] = (rng.permutation(size) + rng.random(size)) / max(size, 1)
-    return strata
+    points = []
+    for position in range(size):
+        fractions = {name: float(column[position]) for name, column in strata.items()}
+        points.append(point_at(space, base, fractions))
+    return points
 
 
-def _confounding_of(
-    settings: Mapping[str, RLParameter],
-    first: Sequence[Hyperparameters],
-    design: Mapping[str, NDArray[np.float64]],
-) -> int:
-    """Return the confounding of task settings among the first members and those of a design."""
-    columns = []
-    for name, parameter in settings.items():
-        values = [member.get(name) for member in first]
-        values += [_value_at(name, parameter, float(fraction)) for fraction in design[name]]
-        columns.append([level(parameter, value) for value in values])
-    return confounding(columns)
+def confounding(space: Mapping[str, RLParameter], members: Sequence[Hyperparameters]) -> int:
+    """Return how far members are from a balanced design; less is better.
 
-
-def level(parameter: RLParameter, value: Value) -> Value | bool:
-    """Return the level of a value in a design: a choice, or True in the upper half of a range."""
-    if parameter.choices is not None or value is None:
-        return value
-    return float(value) >= float(parameter.first)
-
-
-def confounding(columns: Sequence[Sequence[object]]) -> int:
-    """Return how far the levels of settings are from a balanced design; less is better.
-
-    In a balanced design, levels of a setting are equally frequent, and so are all pairs of levels
+    In a balanced design, values of a setting are equally frequent, and so are all pairs of values
     of two settings. The mean effect of one then does not depend on the other. The sum of the
-    squared frequencies of all pairs, over all pairs of settings, is then at its minimum.
-
-    Args:
-        columns: Level of each member, by setting.
+    squared frequencies of all pairs, over all pairs of settings, is then at its minimum. A range
+    counts as two values: its halves.
     """
+    columns = []
+    for name, parameter in space.items():
+        levels = [member.get(name) for member in members]
+        if parameter.choices is None:
+            levels = [float(value or 0.0) < float(parameter.first) for value in levels]
+        columns.append(levels)
     total = 0
     for one, other in combinations_with_replacement(columns, 2):
         frequencies = Counter(zip(one, other, strict=True)).values()
         total += sum(frequency**2 for frequency in frequencies)
     return total
-
-
-def changed_together(columns: Mapping[str, Sequence[object]]) -> dict[str, list[str]]:
-    """Return the settings whose effects cannot be separated from that of each setting.
-
-    Two settings always change together if members have equal values of one exactly if they have
-    equal values of the other.
-
-    Args:
-        columns: Level of each member, by setting.
-
-    Returns:
-        Names of such settings, by name; a setting without any is left out.
-    """
-    together: dict[str, list[str]] = {}
-    for one, other in permutations(columns, 2):
-        pairs = len(set(zip(columns[one], columns[other], strict=True)))
-        if 1 < pairs == len(set(columns[one])) == len(set(columns[other])):
-            together.setdefault(one, []).append(other)
-    return together
 
 
 def warm_start_founders(
@@ -218,14 +182,14 @@ def random_founder(
 
 
 def point_at(
-    space: HyperparameterConfig, base: Hyperparameters, fractions: Mapping[str, float]
+    space: Mapping[str, RLParameter], base: Hyperparameters, fractions: Mapping[str, float]
 ) -> Hyperparameters:
     """Return the point of the space at quantiles, in [0, 1), of the founders' ranges by name."""
-    return base.with_values({name: _value_at(name, space[name], fractions[name]) for name in space})
-
-
-def _value_at(name: str, parameter: RLParameter, fraction: float) -> float | str:
-    """Return the quantile `fraction` of the founders' values of a hyperparameter."""
-    if parameter.names:
-        return element_at(parameter.names, fraction)
-    return quantile(parameter, fraction, integer=is_integer(name))
+    values: dict[str, Any] = {}
+    for name, parameter in space.items():
+        fraction = fractions[name]
+        if parameter.names:
+            values[name] = element_at(parameter.names, fraction)
+        else:
+            values[name] = quantile(parameter, fraction, integer=is_integer(name))
+    return base.with_values(values)

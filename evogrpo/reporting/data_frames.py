@@ -11,7 +11,6 @@ from evogrpo.evolution.fitness import ROLLOUTS
 from evogrpo.extras import require
 from evogrpo.reporting.lineage import lineage_of
 from evogrpo.reporting.records import Estimate
-from evogrpo.reporting.setting_effects import setting_effects
 from evogrpo.reporting.summary import RunSummary, read_summary
 
 if TYPE_CHECKING:
@@ -91,32 +90,6 @@ COLUMNS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "old_name": (TEXT, "its parent's value, if a name"),
         "new_name": (TEXT, "its own value, if a name"),
     },
-    # Measured means.
-    "effects": {
-        "name": (TEXT, "task setting or evolving hyperparameter"),
-        "value": (TEXT, "its value; for a range, one of three intervals"),
-        "members": (WHOLE, "number of members with this value"),
-        "lineages": (
-            WHOLE,
-            "number of founders that these members descend from; only these are independent",
-        ),
-        "fitness": (
-            REAL,
-            (
-                "fitness relative to the mean of the healthy members of the generation, without"
-                " what a clone inherited with another value, in reward units: mean over lineages;"
-                " generations in which all members have the same value are left out"
-            ),
-        ),
-        "standard_error": (
-            REAL,
-            "standard error of that mean over lineages; missing for a single one",
-        ),
-        "finding": (
-            TEXT,
-            "comparison of its best value with the others, in words; the same for all its values",
-        ),
-    },
     "evaluations": {
         "split": (TEXT, "validation, test, or train where fitness is measured by training rewards"),
         "measure": (TEXT, "greedy, sampled or rollouts"),
@@ -152,7 +125,6 @@ class RunFrames:
         steps: One row per member and learning step.
         births: One row per member.
         changes: One row per hyperparameter that changed at a birth.
-        effects: One row per value of each evolving hyperparameter and task setting.
         evaluations: One row per measured mean.
         best: Index of the best member; None before the first evaluation.
         stopped: Reason of the run's end; None if it is active or was killed.
@@ -164,7 +136,6 @@ class RunFrames:
     steps: "DataFrame"
     births: "DataFrame"
     changes: "DataFrame"
-    effects: "DataFrame"
     evaluations: "DataFrame"
     best: int | None
     stopped: str | None
@@ -195,7 +166,6 @@ def read_run(run_dir: str | Path) -> RunFrames:
         "steps": _steps(summary),
         "births": _births(summary),
         "changes": _changes(summary),
-        "effects": _effects(summary),
         "evaluations": _evaluations(summary),
     }
     frames = {name: _frame(pd, name, list(each)) for name, each in rows.items()}
@@ -310,14 +280,6 @@ def _changes(summary: RunSummary) -> Iterator[dict[str, Any]]:
                 else:
                     row[column] = value
             yield row
-
-
-def _effects(summary: RunSummary) -> Iterator[dict[str, Any]]:
-    """Yield one row per value of each evolving hyperparameter and task setting."""
-    for effect in setting_effects(summary, summary.shown_names):
-        for value in effect.values:
-            row = _documented(value, "effects")
-            yield {**row, "name": effect.name, "finding": effect.finding}
 
 
 def _evaluations(summary: RunSummary) -> Iterator[dict[str, Any]]:

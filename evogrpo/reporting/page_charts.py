@@ -168,7 +168,7 @@ def _effect_plot(effect: SettingEffect) -> Plot:
         counts = pluralize(value.members, "member")
         if value.lineages != value.members:
             counts += f" of {pluralize(value.lineages, 'lineage')}"
-        ticks.append(f"{_escaped(value.label)}<br>{counts}")
+        ticks.append(f"{_escaped(value.value)}<br>{counts}")
     shared = {"mode": "markers", "hoverinfo": "x"}
     small = {"color": BASE, "size": 5, "opacity": 0.7}
     bars = {"array": errors, "thickness": 2, "color": BEST}

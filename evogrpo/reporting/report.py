@@ -260,21 +260,11 @@ def _scores(summary: RunSummary) -> Iterator[Row]:
         yield row("paired difference, test", test.gain, test.questions)
 
 
-def _effects(summary: RunSummary) -> Iterator[tuple[Row, list[Row]]]:
-    """Yield a row with the finding on each task setting, and rows of its values."""
+def _effects(summary: RunSummary) -> Iterator[Row]:
+    """Yield a row with the finding on each task setting."""
     for effect in setting_effects(summary, summary.task_settings):
-        rows = []
-        for value in effect.values:
-            cells = {
-                "setting": short_name(effect.name),
-                "value": value.label,
-                "relative fitness ± SE": score_text(value.fitness, value.standard_error),
-                "members": value.members,
-                "lineages": value.lineages,
-            }
-            rows.append(Row(cells, best=value is effect.better))
         finding = {"setting": short_name(effect.name), "result": effect.finding}
-        yield Row(finding, best=effect.better is not None), rows
+        yield Row(finding, best=effect.better is not None)
 
 
 def _phases(summary: RunSummary) -> dict[str, float]:

@@ -1,24 +1,20 @@
 """Effect of each setting on fitness: which values helped, and how sure that is."""
 
 import math
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from statistics import fmean, stdev
 from typing import Any
 
 from evogrpo.config.hyperparameters import Value
 from evogrpo.config.search_space import RLParameter
-from evogrpo.evolution.founders import changed_together
 from evogrpo.reporting.setting_labels import short_name
 from evogrpo.reporting.summary import RunSummary
 from evogrpo.text import number_text, score_text
 
 MIN_LINEAGES = 3
 """Number of lineages behind each side of a comparison from which on it is more than a hint."""
-INTERVALS = 3
-"""Number of intervals of a range, equally wide on its scale."""
 FINDINGS_TITLE = "Effect of task settings on fitness, relative to the mean of each generation"
 """Title of the findings in a terminal."""
 
@@ -31,8 +27,7 @@ class ValueEffect:
     generations follow each other, so it counts once: as the mean of its results with this value.
 
     Attributes:
-        value: The value as text; for a range, one of `INTERVALS` intervals.
-        label: The value as short text.
+        value: The value as short text; for a range, one of its halves.
         members: Number of members with this value.
         lineage_means: For each lineage, its mean difference from the mean fitness of all healthy
             members of the generation, without what was inherited with another value, in reward
@@ -40,7 +35,6 @@ class ValueEffect:
     """
 
     value: str
-    label: str
     members: int
     lineage_means: tuple[float, ...]
 
@@ -116,12 +110,17 @@ def setting_effects(summary: RunSummary, names: Sequence[str]) -> tuple[SettingE
             own[index] = texts[history.results[0].hyperparameters.get(name)]
         columns[name] = [own[index] for index in sorted(compared)]
         effects.append(_setting_effect(summary, name, texts, own, relative))
-    # Settings whose effects cannot be separated.
-    for name, others in changed_together(columns).items():
-        number = list(names).index(name)
-        labels = ", ".join(map(summary.labels.name, others))
-        finding = f"{effects[number].finding}, always changed together with {labels}"
-        effects[number] = replace(effects[number], finding=finding)
+    # Effects of two settings cannot be separated if each value of one has its own of the other.
+    for number, effect in enumerate(effects):
+        others = []
+        for other in names:
+            pairs = set(zip(columns[effect.name], columns[other], strict=True))
+            sizes = {len(set(columns[effect.name])), len(set(columns[other])), len(pairs)}
+            if other != effect.name and len(sizes) == 1 and len(pairs) > 1:
+                others.append(summary.labels.name(other))
+        if others:
+            finding = f"{effect.finding}, always changed together with {', '.join(others)}"
+            effects[number] = replace(effect, finding=finding)
     return tuple(effects)
 
 
@@ -163,12 +162,8 @@ def _setting_effect(
             for index, fitness in found.items():
                 results.setdefault(own[index], []).append((index, fitness))
     # 3. Means by lineage.
-    labels = summary.labels.by_setting.get(name, {})
-    effects = {}
-    for text in dict.fromkeys(texts.values()):
-        if text in results:
-            effects[text] = _effect(summary, text, labels.get(text, text), results[text])
-    values = tuple(effects.values())
+    present = [text for text in dict.fromkeys(texts.values()) if text in results]
+    values = tuple(_effect(summary, text, results[text]) for text in present)
     if len(values) < 2:
         return SettingEffect(name=name, values=values)
     # 4. The best value against all others.
@@ -176,25 +171,22 @@ def _setting_effect(
     rest = [value for value in values if value is not best]
     label = "the others"
     if len(rest) == 1:
-        label = rest[0].label
+        label = rest[0].value
     pooled = []
     for value in rest:
         pooled += results[value.value]
-    others = _effect(summary, label, label, pooled)
+    others = _effect(summary, label, pooled)
     better, finding = _compared(best, others)
     return SettingEffect(name=name, values=values, finding=finding, better=better)
 
 
-def _effect(
-    summary: RunSummary, value: str, label: str, results: Sequence[tuple[int, float]]
-) -> ValueEffect:
+def _effect(summary: RunSummary, value: str, results: Sequence[tuple[int, float]]) -> ValueEffect:
     """Return the effect of a value from results of members: pairs of index and fitness."""
     by_founder: dict[int, list[float]] = {}
     for index, fitness in results:
         by_founder.setdefault(summary.founders[index], []).append(fitness)
     return ValueEffect(
         value=value,
-        label=label,
         members=len({index for index, _ in results}),
         lineage_means=tuple(fmean(each) for each in by_founder.values()),
     )
@@ -215,48 +207,32 @@ def _compared(best: ValueEffect, others: ValueEffect) -> tuple[ValueEffect | Non
     evidence = f"{score_text(difference, error)} ({counts[0]} and {counts[1]} {unit})"
     # 3. The words.
     if error is None or min(counts) < MIN_LINEAGES:
-        return None, f"too few members to tell: {best.label} above {others.label} by {evidence}"
+        return None, f"too few members to tell: {best.value} above {others.value} by {evidence}"
     if difference <= 2 * error:
-        return None, f"no clear difference: {best.label} above {others.label} by {evidence}"
-    return best, f"{best.label} is better than {others.label} by {evidence}"
+        return None, f"no clear difference: {best.value} above {others.value} by {evidence}"
+    return best, f"{best.value} is better than {others.value} by {evidence}"
 
 
 def _value_texts(name: str, summary: RunSummary) -> dict[Value, str]:
-    """Return the values of a setting in order, each as text; numbers of a range by interval."""
+    """Return the values of a setting in order, each as text; numbers of a range by its halves."""
     values = {member.hyperparameters.get(name) for member in summary.members}
     numbers = sorted(value for value in values if isinstance(value, int | float))
     space = summary.evolvable.get(name, {})
     texts: dict[Value, str] = {}
-    if "choices" in space or len(numbers) <= INTERVALS:
-        texts.update({number: number_text(number) for number in numbers})
-    else:
-        texts.update(_intervals(numbers, space))
-    # Texts in the order of choices, which that of their labels is; then those without labels.
-    names = sorted(value for value in values if isinstance(value, str))
-    order = [*summary.labels.by_setting.get(name, ()), *names]
-    texts.update({text: text for text in order if text in values})
-    return {**texts, None: "not set"}
-
-
-def _intervals(numbers: Sequence[float], space: Mapping[str, Any]) -> dict[Value, str]:
-    """Return the interval of each number of a range, as text. Numbers are ascending."""
-    low = numbers[0]
-    high = numbers[-1]
-    log = False
-    try:
+    for number in numbers:
+        texts[number] = number_text(number)
+    if "choices" not in space and len(numbers) > 2:
+        middle: Any = fmean([numbers[0], numbers[-1]])
         # The search space in a journal is untrusted.
-        parameter = RLParameter(**space)
-    except (TypeError, ValueError):
-        pass
-    else:
-        low = min(low, parameter.bounds[0])
-        high = max(high, parameter.bounds[1])
-        log = parameter.scale == "log" and low > 0
-    # A number at an inner end belongs to the interval above it.
-    if log:
-        factor = math.log(high / low)
-        ends = [low * math.exp(factor * part / INTERVALS) for part in range(INTERVALS + 1)]
-    else:
-        ends = [low + (high - low) * part / INTERVALS for part in range(INTERVALS + 1)]
-    texts = [f"{number_text(start)} to {number_text(end)}" for start, end in pairwise(ends)]
-    return {number: texts[bisect_right(ends[1:-1], number)] for number in numbers}
+        with suppress(TypeError, ValueError):
+            middle = RLParameter(**space).first
+        for number in numbers:
+            half = "below" if number < middle else "at least"
+            texts[number] = f"{half} {number_text(middle)}"
+    # Texts in the order of choices, which that of their labels is; then those without labels.
+    labels = summary.labels.by_setting.get(name, {})
+    names = sorted(value for value in values if isinstance(value, str))
+    for text in [*labels, *names]:
+        if text in values:
+            texts[text] = labels.get(text, text)
+    return {**texts, None: "not set"}

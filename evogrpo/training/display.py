@@ -637,7 +637,7 @@ def plan_lines(report: GenerationReport, labels: SettingLabels = NO_LABELS) -> l
         lines.append(Text.assemble((f"selection: {birth}", "cyan"), f", a {origin}"))
     # 4. Otherwise the reasons why members stay, without details; the best one always does.
     if not lines:
-        reasons = {}
+        reasons: dict[str, None] = {}
         for member in report.members:
             if member.index != report.best_index:
                 reason = plan.reasons[member.slot].removeprefix("kept: ")

@@ -247,7 +247,6 @@ def warn_without_effect(
         strategy: Rule of selection and mutation; None = settings that depend on it are not checked.
     """
     from evogrpo.config.objective import without_effect
-    from evogrpo.evolution.founders import changed_together, level
 
     # 1. Evolution.
     space = population.space
@@ -259,17 +258,6 @@ def warn_without_effect(
             architectures = population.members.evolves
             _warn_unused_evolution(strategy, space, architectures=architectures)
         _warn_first_guess(strategy, agents[0].hyperparameters, space, step_based=step_based)
-        # Mutation would separate them.
-        if not strategy.mutates:
-            columns = {}
-            for name, parameter in space.task_settings.items():
-                values = [agent.hyperparameters.get(name) for agent in agents]
-                columns[name] = [level(parameter, value) for value in values]
-            for name, others in list(changed_together(columns).items())[:1]:
-                warn(
-                    f"{name} and {', '.join(others)} always change together in {len(agents)}"
-                    " members, so the run cannot say which of them helped. Use more members."
-                )
     # 2. The objective, which an algorithm of the user may not use.
     if "objective" in population.algorithm.unused_options:
         return

@@ -322,17 +322,16 @@ class EnvironmentGym(PromptEnvironment):
             ValueError: If the split or an index does not exist.
         """
         values = self._values(split, starts, settings)
-        self._observe(split, starts, values)
+        if len(self._observed) > CACHED_PROMPTS:
+            self._observed.clear()
+        observations = self._observations(split, starts, values)
         fields = self._batch_fields(split, starts, settings)
         # What each conversation begins with, for its own reset.
         openings = []
-        for start, own in zip(starts, values, strict=True):
+        for start, own, observation in zip(starts, values, observations, strict=True):
             row = self._unobserved(split, start)
-            opening = Opening(
-                name=self._name(row),
-                arguments=self._reset_arguments(row, own),
-                observation=self._observation(split, start, own),
-            )
+            arguments = self._reset_arguments(row, own)
+            opening = Opening(name=self._name(row), arguments=arguments, observation=observation)
             openings.append(opening)
         return EnvironmentBatch(
             **fields,
@@ -363,12 +362,12 @@ class EnvironmentGym(PromptEnvironment):
         row: Mapping[str, Any] = questions.table.table[questions.rows[start]]
         return row
 
-    def _observe(
+    def _observations(
         self, split: Split, starts: Sequence[int], values: Sequence[Mapping[str, SettingValue]]
-    ) -> None:
-        """Get the observations of starts with values of members that `reset` takes."""
-        if len(self._observed) > CACHED_PROMPTS:
-            self._observed.clear()
+    ) -> list[str | None]:
+        """Return the observations of starts, with values of members that `reset` takes."""
+        questions = self._splits[split]
+        found = []
         missing = {}
         for start, own in zip(starts, values, strict=True):
             row = self._unobserved(split, start)
@@ -376,30 +375,17 @@ class EnvironmentGym(PromptEnvironment):
             key = (split, start, *taken.items())
             if taken and key not in self._observed:
                 missing[key] = partial(self._first_observation, row, taken)
-        observations = self._pool.run(list(missing.values()))
-        for key, observation in zip(missing, observations, strict=True):
+            found.append((key, questions.table.observations[questions.rows[start]]))
+        for key, observation in zip(missing, self._pool.run(list(missing.values())), strict=True):
             _check_observation(observation, f"A row of {split} with {shown(key[2:])}")
             self._observed[key] = observation
-
-    def _observation(
-        self, split: Split, start: int, values: Mapping[str, SettingValue]
-    ) -> str | None:
-        """Return the observation of a start with a member's values."""
-        questions = self._splits[split]
-        taken = self._taken(self._name(self._unobserved(split, start)), values)
-        if taken:
-            key = (split, start, *taken.items())
-            if key not in self._observed:
-                self._observe(split, [start], [values])
-            return self._observed[key]
-        observation: str | None = questions.table.observations[questions.rows[start]]
-        return observation
+        return [self._observed.get(key, configured) for key, configured in found]
 
     def _row(
         self, split: Split, start: int, values: Mapping[str, SettingValue]
     ) -> Mapping[str, Any]:
         questions = self._splits[split]
-        observation = self._observation(split, start, values)
+        (observation,) = self._observations(split, [start], [values])
         row = questions.table.observed(questions.rows[start], observation)
         return self._with_settings(row, values)
 

@@ -229,9 +229,14 @@ class PromptEnvironment:
         elif metric_weights is not None:
             raise ValueError(f"metric_weights requires metric, got {shown(metric_weights)} alone.")
         self._progress = (0, 0)
-        # Hashes of the code before the first call, which may change it.
-        self._code = {reward.name: code_hash(reward.function) for reward in rewards}
-        self._metric_code = {reward.name: code_hash(reward.function) for reward in self._metric}
+        # What decides about rewards: weights, and hashes of the code before the first call, which
+        # may change it.
+        self._code: dict[str, str] = {}
+        for kind, functions in (("metric", self._metric), ("reward", rewards)):
+            for reward in functions:
+                code = f"weight {reward.weight:g}, code {code_hash(reward.function)}"
+                if kind == "reward" or functions is not rewards:
+                    self._code[f"{kind} {reward.name}"] = code
         # 2. Columns of each dataset.
         self._datasets: dict[Split, AnyTable] = {}
         for split, given in tables_by_split(
@@ -337,14 +342,7 @@ class PromptEnvironment:
         for split in SPLITS:
             hashes = [each.row for each in self._splits[split].hashes]
             fingerprint[f"{split} questions"] = f"{len(hashes)}, content {short_hash(*hashes)}"
-        for reward in self._rewards:
-            # What decides about rewards: the weight and the function's code.
-            code = f"weight {reward.weight:g}, code {self._code[reward.name]}"
-            fingerprint[f"reward {reward.name}"] = code
-        if self._metric is not self._rewards:
-            for reward in self._metric:
-                code = f"weight {reward.weight:g}, code {self._metric_code[reward.name]}"
-                fingerprint[f"metric {reward.name}"] = code
+        fingerprint |= self._code
         for name, value in self._settings.items():
             fingerprint[f"setting {name}"] = short_hash(repr(value))
         if self._data_column is not None:
@@ -424,17 +422,13 @@ class PromptEnvironment:
         size = self.size(split)
         if not all(0 <= start < size for start in starts):
             raise ValueError(f"starts of {split} must be in [0, {size - 1}], got {list(starts)}.")
-        if not settings:
-            return [{} for _ in starts]
-        values = [own.group("task") for own in settings]
-        if split == "train":
-            return values
-        # Only what belongs to the policy: texts of prompts.
-        of_policy = []
-        for own in values:
-            names = own.keys() & self._prompt_settings
-            of_policy.append({name: own[name] for name in sorted(names)})
-        return of_policy
+        values = []
+        for settings_of_start in settings or [NO_SETTINGS] * len(starts):
+            own = settings_of_start.group("task")
+            if split != "train":  # only what belongs to the policy: texts of prompts
+                own = {name: own[name] for name in own if name in self._prompt_settings}
+            values.append(own)
+        return values
 
     def _row(
         self, split: Split, start: int, values: Mapping[str, SettingValue]
@@ -466,27 +460,22 @@ class PromptEnvironment:
         values: Sequence[Mapping[str, SettingValue]],
     ) -> tuple[list[int], ...]:
         """Return the prompts of starts. Those that a member's values change are rendered again."""
-        keys: list[tuple[Any, ...]] = []
-        changed = {}
+        if len(self._rendered) > CACHED_PROMPTS:
+            self._rendered.clear()
+        prompts = []
         for start, row, own in zip(starts, rows, values, strict=True):
             in_prompt = [(name, own[name]) for name in own if self._changes_prompt(name)]
             key = (split, start, *in_prompt)
-            keys.append(key)
-            if in_prompt:
-                changed[key] = row
-        if len(self._rendered) > CACHED_PROMPTS:
-            self._rendered.clear()
-        missing = [key for key in changed if key not in self._rendered]
-        if missing:
-            prompts = [self._render(changed[key], f"A row of {split}") for key in missing]
-            ids = tokenize(prompts, self.tokenizer, split, check=False)
-            self._rendered.update(zip(missing, ids, strict=True))
-        questions = self._splits[split]
-        prompts_of_starts = []
-        for start, key in zip(starts, keys, strict=True):
-            prompt = self._rendered[key] if key in changed else questions.prompts[start]
-            prompts_of_starts.append(prompt.tolist())
-        return tuple(prompts_of_starts)
+            if not in_prompt:
+                prompt = self._splits[split].prompts[start]
+            elif key in self._rendered:
+                prompt = self._rendered[key]
+            else:
+                rendered = self._render(row, f"A row of {split}")
+                (prompt,) = tokenize([rendered], self.tokenizer, split, check=False)
+                self._rendered[key] = prompt
+            prompts.append(prompt.tolist())
+        return tuple(prompts)
 
     # ---- check of task settings
 

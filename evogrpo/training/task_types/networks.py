@@ -186,8 +186,10 @@ class NetworkTask:
                 " libraries come on top"
             ),
         }
-        most = {"timesteps": per_member * members, "tokens": (1 + epochs) * per_member * members}
-        return Forecast(rows=rows, memory=need, step=most)
+        steps = per_member * members
+        return Forecast(
+            rows=rows, memory=need, step={"timesteps": steps, "tokens": (1 + epochs) * steps}
+        )
 
     @property
     def longest_sample(self) -> int:
