@@ -264,7 +264,8 @@ def _parameter(name: str, value: Any) -> RLParameter:
         default = NETWORK_RANGES.get(name, RLParameter(min=0, max=1))
         return RLParameter(min=value[0], max=value[1], scale=default.scale)
     raise ValueError(
-        f"expected an RLParameter, a pair (min, max) or a list of choices, got {shown(value)}."
+        "expected a list of choices, a range {min: ..., max: ...} or a pair (min, max), got"
+        f" {shown(value)}."
     )
 
 

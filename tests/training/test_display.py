@@ -62,7 +62,7 @@ def test_a_run_at_the_floor_says_why_no_member_was_stopped(monkeypatch):
     terminal = on_a_terminal(monkeypatch)
     options = {"strategy": "successive_halving", "test_questions": 0, "progress": True}
     finish(evolve(tiny_population(2), tiny_env(reward_fn=floor), **QUICK, **options).trainer)
-    shown = re.sub(r"\x1b\[[0-9;?]*\w|\s+", " ", terminal.getvalue())
+    shown = " ".join(re.sub(CONTROL, "", terminal.getvalue()).split())
     assert shown.count("all have fitness 0") == 2
     assert "the run ends: 3 generations" in shown
 

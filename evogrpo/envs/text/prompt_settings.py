@@ -29,14 +29,16 @@ def configured_values(given: Mapping[str, Any] | None) -> dict[str, SettingValue
     """Return the configured values of task settings by name.
 
     Raises:
-        ValueError: If a name is no identifier or reserved, or a value is neither number nor text.
+        ValueError: If a name is reserved or no identifier, or a value is neither number nor text.
     """
     values = TaskSettings({"task": given or {}}).group("task")
     for name in values:
-        if not name.isidentifier() or name in RESERVED_SETTINGS:
+        if name in RESERVED_SETTINGS:
+            raise ValueError(f"task.{name} cannot be a setting: {name} has another use. Rename it.")
+        if not name.isidentifier():
             raise ValueError(
-                f"settings must have names that fields and arguments can have, got {shown(name)}."
-                " Rename it."
+                "settings must have names that fields and arguments can have, got"
+                f" {shown(name)}. Rename it."
             )
     return values
 

@@ -560,7 +560,10 @@ def weighted_rewards(
         factors = [factors.get(name, 1.0) for name in named]
     factors = plain_list(factors)
     if factors is None or len(factors) != len(named):
-        raise ValueError(f"{kind} must be {len(named)} finite numbers, got {shown(weights)}.")
+        raise ValueError(
+            f"{kind} must have one finite number for each of {', '.join(named)}, got"
+            f" {shown(weights)}."
+        )
     rewards = []
     for (name, function), factor in zip(named.items(), factors, strict=True):
         weight = float(finite_number(f"each of {kind}", factor))
