@@ -111,7 +111,7 @@ def stopped(history, strategy=None, seed=0):
 
 def test_no_member_stops_at_the_floor_and_all_others_once_one_has_left_it():
     floor = [FLOOR] * 4
-    risen = [FLOOR, FLOOR, (1.0, 1.0, *FLOOR[2:]), FLOOR]
+    risen = [FLOOR, FLOOR, (1.0,) * 5 + FLOOR[5:], FLOOR]
     for generations in range(1, 6):
         assert stopped(history_of(*[floor] * generations)) == ()
         left = len(stopped(history_of(*[floor] * generations, risen)))
@@ -120,11 +120,19 @@ def test_no_member_stops_at_the_floor_and_all_others_once_one_has_left_it():
     assert stopped(history_of([FLOOR, None, FLOOR, FLOOR])) == (1,)
 
 
-@pytest.mark.parametrize(("solved", "halved"), [(1, False), (2, True)])
-def test_one_solved_question_is_noise(solved, halved):
-    """The difference is then exactly one standard error."""
+@pytest.mark.parametrize(("solved", "stops"), [(1, False), (2, False), (5, True)])
+def test_few_solved_questions_are_noise(solved, stops):
+    """Two of eight are 1.5 standard errors, five 3.4."""
     better = (1.0,) * solved + FLOOR[solved:]
-    assert bool(stopped(history_of([FLOOR, better]))) == halved
+    assert bool(stopped(history_of([FLOOR, better]))) == stops
+
+
+def test_members_as_good_as_the_best_stay_while_none_has_improved():
+    best = (1.0,) * 6 + FLOOR[6:]
+    close = (1.0,) * 5 + FLOOR[5:]
+    assert stopped(history_of([close, FLOOR, best, close])) == (1,)
+    # Members that have improved are halved.
+    assert len(stopped(history_of([FLOOR] * 4, [close, FLOOR, best, close]))) == 3
 
 
 def test_members_that_improved_alike_are_halved():

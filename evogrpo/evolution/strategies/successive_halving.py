@@ -8,11 +8,11 @@ from pydantic import Field
 
 from evogrpo.evolution.history import History
 from evogrpo.evolution.plan import Choice, Plan, Stateless
-from evogrpo.evolution.selection import ranked_by_chance, shows_progress
+from evogrpo.evolution.selection import as_good_as_best, ranked_by_chance, shows_progress
 from evogrpo.validation import WHOLE, settings
 
 Grow = Literal["steps_per_generation", "samples_per_step"]
-NOISE = 1.0
+NOISE = 2.0
 """Standard errors that a difference must exceed before members are stopped."""
 
 
@@ -26,9 +26,10 @@ class SuccessiveHalving(Stateless):
     values that no founder has are never found. Founders should therefore be spread over the search
     space.
 
-    While no member is better than another or than in the first generation by more than the noise,
-    no healthy member is stopped: none may have learned anything yet. The next rung then also stops
-    the members that the postponed ones left. Equal members are stopped in random order.
+    While no member is better than in the first generation by more than the noise, members are
+    stopped only if they are worse than the best by more than the noise: the others may not have
+    learned anything yet. The next rung then also stops those that stayed for this reason. Equal
+    members are stopped in random order.
 
     All rungs get the same number of generations if `every` is generations / (1 + log_eta(members)).
 
@@ -60,11 +61,13 @@ class SuccessiveHalving(Stateless):
         survivors = ranked_by_chance(last, rng)
         if remainder:
             kept = "no halving in this generation"
-        elif not shows_progress(history, NOISE):
-            kept = "all members are equal up to noise"
-        else:
+        elif shows_progress(history, NOISE):
             kept = "among the best"
             survivors = survivors[:survivor_count]
+        else:
+            kept = "as good as the best up to noise"
+            equal = as_good_as_best(last, survivors, NOISE)
+            survivors = sorted({*survivors[:survivor_count], *equal}, key=survivors.index)
         # 2. Retire the others, and give their budget to those that stay.
         choices = []
         for slot, record in enumerate(last.slots):
