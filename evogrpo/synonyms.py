@@ -68,6 +68,7 @@ _SYNONYMS: Mapping[str, str] = {
     "stop_strings": "stop stop_words stop_sequences generation_kwargs",
     "max_episode_tokens": "max_model_len max_seq_length max_length vllm_max_model_length",
     "micro_batch_tokens": "micro_batch_size_per_gpu micro_batch_size ppo_max_token_len_per_gpu",
+    "gradient_checkpointing": "activation_checkpointing enable_gradient_checkpointing recompute",
     "data_batch_size": "data_batch_size_per_gpu",
     # Agents and populations.
     "observation_spaces": "observation_space",
@@ -221,7 +222,7 @@ _ADVICE: Mapping[str, str] = {
     "{batch_size} samples make an optimizer step, and passes are divided to fit in memory": (
         "gradient_accumulation_steps micro_train_batch_size micro_rollout_batch_size"
         " ppo_micro_batch_size_per_gpu use_dynamic_bsz gradient_checkpointing*"
-        " activation_checkpointing* auto_find_batch_size per_device_eval_batch_size"
+        " activation_checkpointing_* auto_find_batch_size per_device_eval_batch_size"
         " use_memory_efficient_params packing_samples"
     ),
     # The objective.

@@ -4,10 +4,11 @@
 """
 
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from evogrpo.config import keywords
 from evogrpo.config.agent import (
@@ -90,6 +91,8 @@ def _type(hint: Any) -> str:
     arguments = get_args(hint)
     if get_origin(hint) in (Union, UnionType):
         return " | ".join(map(_type, arguments))
+    if get_origin(hint) is Literal:
+        return f"Literal[{', '.join(map(json.dumps, arguments))}]"
     if get_origin(hint) is tuple:
         return f"tuple[{', '.join('...' if each is ... else _type(each) for each in arguments)}]"
     return "None" if hint is NoneType else str(hint.__name__)

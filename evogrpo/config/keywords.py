@@ -51,6 +51,7 @@ class LanguageKeywords(TypedDict, total=False):
     calc_position_embeddings: bool
     reduce_memory_peak: bool
     micro_batch_tokens: int | None
+    gradient_checkpointing: Literal["auto"] | bool
 
 
 class NetworkKeywords(TypedDict, total=False):

@@ -205,11 +205,19 @@ def free_memory(device: "torch.device") -> int | None:
         return None
     free, _ = module.mem_get_info(device)
     unused = module.memory_reserved(device) - module.memory_allocated(device)
+    return int(free // ranks_per_device(module.device_count()) + unused)
+
+
+def ranks_per_device(devices: int) -> int:
+    """Return the number of ranks of this machine that share one of its devices.
+
+    Args:
+        devices: Number of devices that the ranks use.
+    """
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
-    sharing = 1
-    if ranks.isdigit():
-        sharing = max(1, math.ceil(int(ranks) / module.device_count()))
-    return int(free // sharing + unused)
+    if not ranks.isdigit():
+        return 1
+    return max(1, math.ceil(int(ranks) / devices))
 
 
 def process_memory(

@@ -23,9 +23,8 @@ MODEL = tiny_model("llama")
 @pytest.mark.parametrize(("reduced", "logits"), [(True, 256), (False, 2048)])
 def test_default_size_follows_the_memory_estimate(reduced, logits, monkeypatch):
     bank = different_members(MODEL, 2, reduce_memory_peak=reduced)
-    taken = sizing.base_bytes(MODEL) + 3 * sum(
-        bank.state_tensor(0, name).nbytes for name in bank.state_keys
-    )
+    # Weights and two moments of each member, and a gradient.
+    taken = sizing.base_bytes(MODEL) + (2 * 3 + 1) * bank.weights[0].nbytes
     enough = taken + 2 * sizing.learning_bytes(MODEL, 2048, logits, 4)
     for memory, size in (
         (enough, 2048),
@@ -37,7 +36,7 @@ def test_default_size_follows_the_memory_estimate(reduced, logits, monkeypatch):
         monkeypatch.setattr(
             sizing, "device_memory", lambda device, memory=memory: (memory, "memory")
         )
-        assert size_for_memory(bank, MODEL) == size
+        assert size_for_memory(bank) == size
 
 
 ODD = (

@@ -7,6 +7,7 @@ import pytest
 from evogrpo import GRPO, GymnasiumGroups, NetworkConfig, evolve
 from evogrpo.config.agent import LanguageAgent
 from evogrpo.members.devices import process_memory
+from evogrpo.members.language.sizing import learning_bytes
 from evogrpo.training.forecast import MemoryNeed, available_memory, check_memory
 from evogrpo.training.task_types.language import peak_memory
 from tests.tiny_models import tiny_model
@@ -85,13 +86,39 @@ def test_kept_caches_are_limited(turns):
         "base": 0,
         "device": "cuda:0",
     }
-    agent = LanguageAgent(max_output_tokens=72, max_episode_tokens=72)
+    agent = LanguageAgent(max_output_tokens=72, max_episode_tokens=72, gradient_checkpointing=False)
     for samples, rows in ((64, 128), (10**6, 256)):
         memory = peak_memory(
             tiny_model(), agent=agent, samples=samples, turns=turns, longest_prompt=56, **sizes
         )
         bytes_per_token = 2 * 2 * (2 * 8) * 4  # layers, keys and values, their width, float32
         assert memory.sampling == (1 if turns == 1 else 3) * rows * 128 * bytes_per_token
+
+
+def test_gradient_checkpointing_counts():
+    """Rows of 4,096 tokens are longer than a micro-batch; they are checkpointed where needed."""
+    model = tiny_model()
+    plain, less = (
+        learning_bytes(model, 4096, 256, 4, recompute=recompute) for recompute in (False, True)
+    )
+    sizes = {"members": 1, "samples": 8, "validation": 1, "weights": 10, "precision": 4}
+    for setting, base, expected in (
+        (True, 0, less),
+        (False, 0, plain),
+        ("auto", 0, plain),
+        ("auto", process_memory() - plain, less),
+    ):
+        memory = peak_memory(
+            model,
+            agent=LanguageAgent(max_output_tokens=4000, gradient_checkpointing=setting),
+            turns=1,
+            longest_prompt=96,
+            base=base,
+            device="cpu",
+            **sizes,
+        )
+        assert memory.learning == expected + 10 * 4
+        assert memory.recompute == (expected == less)
 
 
 class Pictures(gymnasium.Env):

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, silu
+from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import Cache
 
 from evogrpo.functional.log_probs import row_tiles
@@ -373,13 +374,24 @@ class FastLlama:
         _, last = recorded[-1]
         return near(_normed(last, decoder.norm), final, last)
 
-    def run(self, ids: Tensor, mask: Tensor, cache: Cache | None, hook: LoraHook | None) -> Tensor:
-        """Return final hidden states `[n, t, h]`; see `CausalModel.run`."""
+    def run(
+        self,
+        ids: Tensor,
+        mask: Tensor,
+        cache: Cache | None,
+        hook: LoraHook | None,
+        *,
+        recompute: bool = False,
+    ) -> Tensor:
+        """Return final hidden states `[n, t, h]`; see `CausalModel.run`.
+
+        `recompute` computes layers again in the backward pass instead of storing their activations.
+        """
         hidden = self.embed(ids).flatten(0, 1)
         rotations = self.rotations(mask, ids.shape[1])
         attend = self._attend_within(mask, ids.shape[1], cache)
         for number in range(len(self.layout.layers)):
-            hidden = self._layer(number, hidden, [rotations], hook, attend)
+            hidden = self._layer(number, hidden, [rotations], hook, attend, recompute=recompute)
         return _normed(hidden, self.layout.decoder.norm).view(*ids.shape, -1)
 
     def run_with_prompts(
@@ -389,6 +401,8 @@ class FastLlama:
         ids: Tensor,
         present: Tensor,
         hook: LoraHook | None,
+        *,
+        recompute: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """Run prompts and completions in one pass, which halves the number of matrix products.
 
@@ -398,6 +412,7 @@ class FastLlama:
             ids: `[n, t]` tokens after the prompt.
             present: `[n, t]` booleans: True for real tokens.
             hook: Adapter hook of all prompt tokens, then of all row tokens.
+            recompute: As for `run`.
 
         Returns:
             Hidden states of the prompts' last tokens `[m, h]`, and of the rows' tokens `[n, t, h]`.
@@ -437,7 +452,7 @@ class FastLlama:
             return out, keys, values
 
         for number in range(len(self.layout.layers)):
-            hidden = self._layer(number, hidden, rotations, hook, attend)
+            hidden = self._layer(number, hidden, rotations, hook, attend, recompute=recompute)
         # 3. Split the hidden states again.
         of_prompts, of_rows, _ = hidden.split([prompt_ids.numel(), ids.numel(), padding])
         last = of_prompts.view(*prompt_ids.shape, -1)[:, -1]
@@ -491,6 +506,31 @@ class FastLlama:
         rotations: Sequence[Rotations],
         hook: LoraHook | None,
         attend: Attend,
+        *,
+        recompute: bool = False,
+    ) -> Tensor:
+        """Gather a layer if it is sharded, and return `_layer_output`; see `run`."""
+        module = self.layout.layers[number].module
+        inputs = (number, hidden, rotations, hook, attend)
+        if self.sharded_layers is not None:
+            self.sharded_layers.gather(module)
+        if recompute:
+            after: Tensor = checkpoint(
+                self._layer_output, *inputs, use_reentrant=False, preserve_rng_state=False
+            )
+        else:
+            after = self._layer_output(*inputs)
+        if self.sharded_layers is not None:
+            self.sharded_layers.gather_in_backward(module, after)
+        return after
+
+    def _layer_output(
+        self,
+        number: int,
+        hidden: Tensor,
+        rotations: Sequence[Rotations],
+        hook: LoraHook | None,
+        attend: Attend,
     ) -> Tensor:
         """Return the hidden states `[tokens, h]` after one layer.
 
@@ -505,8 +545,6 @@ class FastLlama:
         layer = self.layout.layers[number]
         kv, rep = self.layout.heads
         width = self.layout.width
-        if self.sharded_layers is not None:
-            self.sharded_layers.gather(layer.module)
         # 1. Queries, keys and values `[tokens, heads * d]`, normalised by head.
         normed = _normed(hidden, layer.before_attention)
         q, k, v = projected(normed, layer.projections, hook)
@@ -533,10 +571,7 @@ class FastLlama:
         # Gate and up projections share a product with the adapters' A.
         gate, up = projected(_normed(hidden, layer.before_mlp), layer.gates, hook)
         (added,) = projected(gated_unit(gate, up), [layer.down], hook)
-        after: Tensor = hidden + added
-        if self.sharded_layers is not None:
-            self.sharded_layers.gather_in_backward(layer.module, after)
-        return after
+        return hidden + added
 
 
 def _zeros(rows: int, like: Tensor) -> list[Tensor]:

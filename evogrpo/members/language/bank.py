@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Literal
 
 import torch
 from peft import LoraConfig
@@ -21,7 +22,7 @@ from evogrpo.members.devices import DEFAULT_MICRO_BATCH_TOKENS, memory_errors
 from evogrpo.members.fast_llama.weight_layout import fast_paths_disabled
 from evogrpo.members.language.causal_model import CausalModel
 from evogrpo.members.language.compatibility import check_causal_class, check_token_ids
-from evogrpo.members.language.fsdp import run_on_all_ranks
+from evogrpo.members.language.fsdp import layers_of, run_on_all_ranks
 from evogrpo.members.language.full_finetuning import AllWeights, choose_trained, transformers_files
 from evogrpo.members.language.loading import loadable_name
 from evogrpo.members.language.lora import CONFIG, TENSORS, StoredAdapter, peft_files
@@ -33,6 +34,7 @@ from evogrpo.members.language.micro_batches import (
     repetitions,
 )
 from evogrpo.members.language.sampling import AdapterSampler
+from evogrpo.members.language.sizing import activation_room, learning_bytes
 from evogrpo.records import Batch, TokenInputs, UpdateReport, positions_in_turn
 
 NO_GRAD_FACTOR = 4
@@ -62,6 +64,9 @@ class AdapterBank(AdapterSampler):
             Halved when out of memory.
         reduce_memory_peak: Compute logits in chunks of 256 tokens instead of a whole micro-batch at
             once. Results agree up to rounding.
+        gradient_checkpointing: Compute layers again in backward passes instead of storing their
+            activations. "auto" does so where these do not fit into memory by estimate, and after a
+            single row was out of memory.
         explicit_positions: Pass position ids, counted without padding, to the model.
         autocast: Returns the context manager of forward passes, for mixed precision.
         own_reference: Store one reference per member for the KL term, instead of using the base.
@@ -76,6 +81,8 @@ class AdapterBank(AdapterSampler):
     Attributes:
         micro_batch_tokens: As passed, halved when out of memory.
         logits_rows: Maximum tokens whose logits exist at once.
+        gradient_checkpointing: As passed; True after a single row was out of memory.
+        activation_room: Estimated bytes that activations may take.
         processes: Ranks that divide the micro-batches among them; this process alone at first. All
             ranks must call the same methods with equal batches.
     """
@@ -95,6 +102,7 @@ class AdapterBank(AdapterSampler):
         seed: int = 0,
         micro_batch_tokens: int = DEFAULT_MICRO_BATCH_TOKENS,
         reduce_memory_peak: bool = True,
+        gradient_checkpointing: bool | Literal["auto"] = "auto",
         explicit_positions: bool = True,
         autocast: Callable[[], AbstractContextManager[None]] = nullcontext,
         own_reference: bool = False,
@@ -153,6 +161,11 @@ class AdapterBank(AdapterSampler):
         self.logits_rows = NO_LIMIT
         if reduce_memory_peak:
             self.logits_rows = REDUCED_LOGITS_ROWS
+        # A model without a list of layers is refused here.
+        if gradient_checkpointing is True:
+            layers_of(model)
+        self.gradient_checkpointing = gradient_checkpointing
+        self.activation_room = activation_room(self)
         self.processes = Processes()
 
     # ---- scoring and learning
@@ -216,7 +229,7 @@ class AdapterBank(AdapterSampler):
         scores = (log_probs, entropies)
         with self.base.working():
             # Members that are left after running out of memory are repeated in smaller parts. A
-            # single row never raises, so the loop ends.
+            # single row raises at most once, so the loop ends.
             while len(reports) < len(hyperparameters):
                 waiting = [slot for slot in sorted(hyperparameters) if slot not in reports]
                 steps = self.gradients(
@@ -445,6 +458,10 @@ class AdapterBank(AdapterSampler):
                 except torch.OutOfMemoryError:
                     if len(part.run) > 1 or self.base.lockstep:
                         raise
+                    # Repeat this row once, with less memory.
+                    if self.gradient_checkpointing == "auto":
+                        self.gradient_checkpointing = True
+                        raise
                     row_losses = [0.0] * len(part.rows)
                     # Only this member fails.
                     gradients[int(member_ids[part.run])].fill_(float("nan"))
@@ -587,6 +604,9 @@ class AdapterBank(AdapterSampler):
         present = batch.present[:, : used - 1]
         temperature = inputs.temperature.to(mask.device)[:, None].expand(mask.shape)
         model = self.model_of(policy, slots[0])
+        widest = max(map(len, prompts))
+        copies = len(prompts) if model.shares_prefix else len(batch)
+        model.recomputes_layers = self._recomputes_layers(used * len(batch) + widest * copies)
         make_hook = self.hook_factory(policy)
         with model.autocast():
             hidden = model.hidden(prompts, slots, pair_of_row, fed, present, members, make_hook)
@@ -599,6 +619,17 @@ class AdapterBank(AdapterSampler):
             early=early[mask],
             run_as=part.run_as,
         )
+
+    def _recomputes_layers(self, tokens: int) -> bool:
+        """Return True if a pass of this many tokens should not store its activations."""
+        if not torch.is_grad_enabled():
+            return False
+        if self.gradient_checkpointing != "auto":
+            return self.gradient_checkpointing
+        model = self.base.model
+        precision = next(model.parameters()).element_size()
+        needed = learning_bytes(model, tokens, min(tokens, self.logits_rows), precision)
+        return needed > self.activation_room
 
     # ---- whole distributions
 

@@ -8,10 +8,13 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
+from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
@@ -37,7 +40,7 @@ from evogrpo.members.language.compatibility import (
     frozen_model,
     prefix_cache_works,
 )
-from evogrpo.members.language.fsdp import sharded_layers
+from evogrpo.members.language.fsdp import layers_of, sharded_layers
 from evogrpo.members.language.kv_cache import (
     CachedDecoding,
     Decoding,
@@ -83,6 +86,8 @@ class CausalModel:
         context: Maximum sequence length in tokens; None = no limit.
         shares_prefix: Rows that continue one prompt share its forward pass.
         autocast: Returns the context manager of forward passes, for mixed precision.
+        recomputes_layers: Passes with gradients store the inputs of layers only, and compute the
+            rest again in the backward pass, which must be inside `working` too.
         lockstep: True if all ranks run each learning pass together, because each holds a part of
             the base.
     """
@@ -100,6 +105,7 @@ class CausalModel:
         self.pad_id = pad_id
         self.explicit_positions = explicit_positions
         self.autocast: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.recomputes_layers = False
         self._changed = {name: model.get_submodule(name) for name in changed}
         self._adapter_hook: LoraHook | None = None
         self._working = False
@@ -263,8 +269,9 @@ class CausalModel:
             cache: KV cache of earlier tokens, if any.
             hook: Adapter hook; None = base only.
         """
+        recompute = self.recomputes_layers and torch.is_grad_enabled()
         if self._active_fast_llama is not None:
-            return self._active_fast_llama.run(ids, mask, cache, hook)
+            return self._active_fast_llama.run(ids, mask, cache, hook, recompute=recompute)
         # Models with relative positions, or without a KV cache, have no such arguments.
         options: dict[str, object] = {}
         if self.explicit_positions:
@@ -273,13 +280,48 @@ class CausalModel:
         if cache is not None:
             options["past_key_values"] = cache
             options["use_cache"] = True
-        try:
-            self._adapter_hook = hook
+        layers = self._recomputing_layers(hook) if recompute else nullcontext()
+        with self._using(hook), layers:
             output = self.decoder(input_ids=ids, attention_mask=mask.long(), **options)
-        finally:
-            self._adapter_hook = None
         hidden: Tensor = output.last_hidden_state
         return hidden
+
+    @contextmanager
+    def _using(self, hook: LoraHook | None) -> Iterator[None]:
+        """Apply the adapters of a hook inside the block."""
+        before = self._adapter_hook
+        self._adapter_hook = hook
+        try:
+            yield
+        finally:
+            self._adapter_hook = before
+
+    @contextmanager
+    def _recomputing_layers(self, hook: LoraHook | None) -> Iterator[None]:
+        """Let calls of layers compute their activations again in the backward pass."""
+
+        def recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+            def compute(*args: Any, **options: Any) -> Any:
+                # The backward pass runs outside of `run`, so the hook is set here.
+                with self._using(hook):
+                    return forward(*args, **options)
+
+            return partial(checkpoint, compute, use_reentrant=False, preserve_rng_state=False)
+
+        # A function in the layer's own dictionary replaces `forward` of its class; hooks of the
+        # layer run once.
+        replaced = []
+        try:
+            for layer in layers_of(self.model):
+                own = vars(layer)
+                replaced.append((own, own.get("forward")))
+                own["forward"] = recomputed(layer.forward)
+            yield
+        finally:
+            for own, before in replaced:
+                del own["forward"]
+                if before is not None:
+                    own["forward"] = before
 
     def prefix(
         self, prompts: Sequence[Tokens], slots: Sequence[int], make_hook: HookFactory
@@ -356,7 +398,7 @@ class CausalModel:
                 hook = prompt_hook.by_token(prompt_ids.shape[1], hook, ids.shape[1])
             prepared = (prompt_ids, mask, Cache(layers=list(layers)))
             last, hidden = self._active_fast_llama.run_with_prompts(
-                prepared, rows, ids, present, hook
+                prepared, rows, ids, present, hook, recompute=self.recomputes_layers
             )
             return torch.cat([last[rows][:, None], hidden], dim=1)
         prefix = self.prefix(prompts, slots, make_hook)

@@ -217,8 +217,8 @@ def layers_of(model: PreTrainedModel) -> nn.ModuleList:
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
     raise ValueError(
-        f"{class_name(model)} has no list of layers and cannot be sharded. Set base_parts=1 or use"
-        " another architecture."
+        f"{class_name(model)} has no list of layers. Set base_parts=1 and gradient_checkpointing="
+        "False, or use another architecture."
     )
 
 

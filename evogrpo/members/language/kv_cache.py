@@ -28,7 +28,8 @@ class PrefixLayer(DynamicLayer):
             unchanged.
 
     Attributes:
-        whole: All keys and values of the last forward pass; None before it.
+        whole: All keys and values of the first forward pass; None before it. When a backward pass
+            computes a layer again, these stay.
     """
 
     def __init__(
@@ -50,8 +51,9 @@ class PrefixLayer(DynamicLayer):
         """Return keys and values of the prefix and the new tokens."""
         keys = self._joined(0, key_states)
         values = self._joined(1, value_states)
-        self.whole = (keys, values)
-        return self.whole
+        if self.whole is None:
+            self.whole = (keys, values)
+        return keys, values
 
     def _joined(self, kind: int, states: Tensor) -> Tensor:
         """Return the keys (0) or values (1) of the prefix, then of the new tokens."""

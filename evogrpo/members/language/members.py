@@ -164,6 +164,7 @@ class LanguageMembers(BankMembers):
             seed=settings.seed,
             micro_batch_tokens=settings.micro_batch_tokens or DEFAULT_MICRO_BATCH_TOKENS,
             reduce_memory_peak=settings.reduce_memory_peak,
+            gradient_checkpointing=settings.gradient_checkpointing,
             explicit_positions=settings.calc_position_embeddings,
             autocast=autocast,
             own_reference=settings.objective.reference == "snapshot",
@@ -173,7 +174,7 @@ class LanguageMembers(BankMembers):
         super().__init__({DEFAULT_POLICY: self.bank})
         self.device = self.bank.base.device
         if settings.micro_batch_tokens is None and self.device.type == "cuda":
-            self.bank.micro_batch_tokens = size_for_memory(self.bank, model)
+            self.bank.micro_batch_tokens = size_for_memory(self.bank)
         self.settings = replace(settings, micro_batch_tokens=self.bank.micro_batch_tokens)
         # 4. Set the sampler, which has loaded no weights yet, and the identity of the base model.
         self.sampler: Sampler = self.bank

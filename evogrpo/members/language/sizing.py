@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from evogrpo.members.devices import device_memory
+from evogrpo.members.devices import device_memory, free_memory, ranks_per_device
 from evogrpo.members.language.compatibility import is_quantised
 from evogrpo.members.language.fsdp import layers_of, sharded_over
 
@@ -31,7 +31,14 @@ scales.
 """
 
 
-def learning_bytes(model: PreTrainedModel, tokens: int, logits_rows: int, precision: int) -> int:
+def learning_bytes(
+    model: PreTrainedModel,
+    tokens: int,
+    logits_rows: int,
+    precision: int,
+    *,
+    recompute: bool = False,
+) -> int:
     """Estimate the bytes of activations and logits of a micro-batch with gradients.
 
     A layer stores about 12 hidden and 5 intermediate vectors per token, adapters included. Logits
@@ -42,10 +49,14 @@ def learning_bytes(model: PreTrainedModel, tokens: int, logits_rows: int, precis
         tokens: Tokens of the micro-batch.
         logits_rows: Tokens whose logits exist at once.
         precision: Bytes per number in the base's compute precision.
+        recompute: Layers store their inputs only, and one at a time computes the rest again.
     """
     widths = widths_of(model)
     numbers_per_layer = 12 * widths.hidden + 5 * widths.intermediate
-    activations = tokens * widths.layers * numbers_per_layer * precision
+    numbers = widths.layers * numbers_per_layer
+    if recompute:
+        numbers = widths.layers * widths.hidden + numbers_per_layer
+    activations = tokens * numbers * precision
     logits = 3 * logits_rows * widths.vocabulary * FLOAT
     return activations + logits
 
@@ -182,25 +193,44 @@ def quantised_bytes(outline: PreTrainedModel, kind: str, compute: int) -> int:
     return round(quantised * BITS[kind] / 8) + rest * compute
 
 
-def size_for_memory(bank: "AdapterBank", model: PreTrainedModel) -> int:
+def size_for_memory(bank: "AdapterBank") -> int:
     """Return the largest micro-batch, a power of two tokens, that fits into memory by estimate.
 
     Args:
         bank: Members on the base.
-        model: The base model.
     """
-    # Without a known limit of memory, the largest micro-batch.
+    # Halve the micro-batch until it fits.
+    model = bank.base.model
+    room = activation_room(bank)
+    recompute = bank.gradient_checkpointing is True
+    precision = next(model.parameters()).element_size()
     size = MAX_TOKENS
-    available, _ = device_memory(str(bank.base.device))
-    if available is not None:
-        # 1. Memory left by the base, all members and one gradient.
-        state = sum(values.nbytes for values in bank.state(0).values())
-        left = available - base_bytes(model) - (bank.size + 1) * state
-        # 2. Halve the micro-batch until it fits.
-        precision = next(model.parameters()).element_size()
-        while size > MIN_TOKENS:
-            needed = learning_bytes(model, size, min(size, bank.logits_rows), precision)
-            if needed <= MEMORY_SHARE * left:
-                break
-            size //= 2
+    while size > MIN_TOKENS:
+        logits_rows = min(size, bank.logits_rows)
+        needed = learning_bytes(model, size, logits_rows, precision, recompute=recompute)
+        if needed <= room:
+            break
+        size //= 2
     return size
+
+
+def activation_room(bank: "AdapterBank") -> float:
+    """Return the bytes that a micro-batch may take; infinite if the memory is unknown.
+
+    Args:
+        bank: Members on the base.
+    """
+    member = bank.trained.size * FLOAT
+    # 1. On an accelerator, what is free: base and members are there already.
+    left = free_memory(bank.base.device)
+    # 2. Elsewhere, this rank's share of the memory without base and members.
+    if left is None:
+        available, _ = device_memory(str(bank.base.device))
+        if available is None:
+            return math.inf
+        vectors = 3 * bank.size
+        if bank.reference is not None:
+            vectors += bank.size
+        left = available // ranks_per_device(1) - base_bytes(bank.base.model) - vectors * member
+    # 3. One gradient exists beside the activations.
+    return MEMORY_SHARE * (left - member)

@@ -14,7 +14,7 @@ from evogrpo.config.task_settings import TaskSettings
 from evogrpo.distributed import processes
 from evogrpo.envs.text.prompt_environment import SAMPLE_COMPLETIONS, Preflight, PromptEnvironment
 from evogrpo.envs.text.reward_functions import RewardError
-from evogrpo.members.devices import DEFAULT_MICRO_BATCH_TOKENS, available_device
+from evogrpo.members.devices import DEFAULT_MICRO_BATCH_TOKENS, available_device, device_memory
 from evogrpo.members.language.bank import REDUCED_LOGITS_ROWS
 from evogrpo.members.language.compatibility import (
     check_causal_class,
@@ -38,6 +38,7 @@ from evogrpo.members.language.lora import LoraTargets, lora_from_json, read_adap
 from evogrpo.members.language.sampling import CACHED_TOKENS, rows_at_once
 from evogrpo.members.language.sizing import (
     FLOAT,
+    MEMORY_SHARE,
     base_bytes,
     learning_bytes,
     parameters_per_rank,
@@ -89,15 +90,17 @@ class Memory:
         members: Train states of all members and of the best one so far, the initial weights, one
             gradient, and the larger of the copies before a learning step and those made while the
             best member is exported.
-        learning: Activations and logits of one micro-batch.
+        learning: Activations and logits of one micro-batch or of the longest row.
         sampling: KV caches of the rows that are sampled at once. Conversations also keep some
             between turns: those of one turn are replaced when those of the next one are complete.
+        recompute: Layers of the longest row are computed again in the backward pass.
     """
 
     base: int
     members: int
     learning: int
     sampling: int
+    recompute: bool
 
     @property
     def total(self) -> int:
@@ -210,6 +213,9 @@ class LanguageTask:
         )
         # 3. Rows of the plan.
         tokens, limits = self._step_tokens(lengths, batch.max_turns)
+        parts_of_learning = "activations, logits and gradients"
+        if memory.recompute:
+            parts_of_learning += ", with gradient checkpointing"
         in_base = sum(weights.numel() for weights in model.parameters())
         rows = {
             **self._trial_rows(),
@@ -223,7 +229,7 @@ class LanguageTask:
             "memory": (
                 f"about {gigabytes(memory.total)} at the peak: base {gigabytes(memory.base)} +"
                 f" members {gigabytes(memory.members)} + the larger of learning"
-                f" {gigabytes(memory.learning)} (activations, logits and gradients) and sampling"
+                f" {gigabytes(memory.learning)} ({parts_of_learning}) and sampling"
                 f" {gigabytes(memory.sampling)} (KV cache); without Python and its libraries"
             ),
         }
@@ -490,20 +496,31 @@ def peak_memory(
     # 1. Members: weights, two moments and a reference, and the vectors beside them.
     vectors = members * (3 + (agent.objective.reference == "snapshot"))
     vectors += VECTORS_BESIDE_MEMBERS + max(vectors, VECTORS_OF_EXPORT)
-    # 2. Learning: activations and logits of a micro-batch, and one gradient of each member.
-    logits_rows = REDUCED_LOGITS_ROWS if agent.reduce_memory_peak else budget
-    learning = learning_bytes(model, budget, logits_rows, precision)
-    # 3. Sampling: KV caches of the rows of all members that are sampled at once.
+    state_bytes = vectors * weights * FLOAT
+    # 2. Learning: activations and logits of a micro-batch or of the longest row, which is never
+    #    split, and one gradient of each member.
     width = longest_prompt + max_row_tokens(agent, turns, longest_prompt, context_of(model))
+    tokens = max(budget, width)
+    logits_rows = REDUCED_LOGITS_ROWS if agent.reduce_memory_peak else tokens
+    learning = learning_bytes(model, tokens, logits_rows, precision)
+    recompute = agent.gradient_checkpointing
+    if recompute == "auto":
+        available, _ = device_memory(device)
+        left = (available or math.inf) - base - state_bytes
+        recompute = learning > MEMORY_SHARE * left
+    if recompute:
+        learning = learning_bytes(model, tokens, logits_rows, precision, recompute=True)
+    # 3. Sampling: KV caches of the rows of all members that are sampled at once.
     rows = members * max(samples, validation)
     cached = width * min(rows, rows_at_once(width, device.partition(":")[0]))
     if turns > 1:  # the caches kept from the last turn, and those kept for the next one
         cached += 2 * min(width * rows, CACHED_TOKENS)
     return Memory(
         base=base,
-        members=vectors * weights * FLOAT,
+        members=state_bytes,
         learning=learning + members * weights * FLOAT,
         sampling=sampling_bytes(model, cached, precision),
+        recompute=recompute,
     )
 
 
