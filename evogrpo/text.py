@@ -3,6 +3,7 @@
 import contextlib
 import io
 import itertools
+import json
 import os
 import re
 import reprlib
@@ -21,6 +22,7 @@ _UNSAFE_CATEGORIES = {"Cc", "Cf", "Cs", "Co", "Zl", "Zp"}
 _MISSING = "–"
 _MAX_REPR = 60  # characters of a value in a `short_repr`
 _MAX_PATH = 4000  # bytes; Linux allows 4,096
+_MAX_JSON = 4000  # characters
 MAX_SHOWN = 80
 """Maximum number of characters of a value in a message."""
 
@@ -253,6 +255,49 @@ def number_text(value: float | str | None) -> str:
 def count_text(count: float | None) -> str:
     """Format a count with thousands separators; None becomes a dash."""
     return _MISSING if count is None else f"{count:,.0f}"
+
+
+def value_text(value: object) -> str:
+    """Format a value of a configuration as one line of text, without braces or brackets.
+
+    A range becomes `0.001 to 0.03 (log)`, a mapping `size 2, elitism yes`. Text that is JSON of a
+    list or a mapping is formatted as that.
+    """
+    if isinstance(value, str):
+        return _json_value_text(value)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int | float | None):
+        return number_text(value)
+    if isinstance(value, list | tuple):
+        texts = []
+        for each in value:
+            # Quotation marks separate texts of several words.
+            is_phrase = isinstance(each, str) and (" " in each or not each)
+            texts.append(f'"{each}"' if is_phrase else value_text(each))
+        return ", ".join(texts) or "none"
+    if not isinstance(value, Mapping):
+        return str(value)
+    given = {name: each for name, each in value.items() if each is not None}
+    parts = []
+    if given.keys() >= {"min", "max"}:
+        parts.append(f"{value_text(given.pop('min'))} to {value_text(given.pop('max'))}")
+        if given.pop("scale", "linear") == "log":
+            parts[0] += " (log)"
+    parts += [f"{name} {value_text(each)}" for name, each in given.items()]
+    return ", ".join(parts) or "none"
+
+
+def _json_value_text(text: str) -> str:
+    """Return text as it is, but JSON of a list or a mapping, True and False as values."""
+    if text in ("True", "False"):
+        return value_text(text == "True")
+    if not text.startswith(("{", "[")) or len(text) > _MAX_JSON:
+        return text
+    try:
+        return value_text(json.loads(text))
+    except (ValueError, RecursionError):
+        return text
 
 
 def changes_text(changes: Mapping[str, tuple[float | str | None, float | str | None]]) -> str:

@@ -14,6 +14,7 @@ from evogrpo.text import (
     printable,
     score_text,
     user_line,
+    value_text,
 )
 
 
@@ -75,6 +76,19 @@ def test_changes_show_old_and_new_values():
     expected = r"lr 0.0001 → 0.0002, loss_type grpo → dapo, clip_low – → 0.2, network 64 → \x1b[0m"
     assert changes_text(changes) == expected
     assert changes_text({}) == ""
+
+
+def test_values_of_a_configuration_have_no_braces():
+    texts = {
+        '{"reward": 1.0, "speed": {"min": 0, "max": 2}}': "reward 1, speed 0 to 2",
+        '{"a": tru': '{"a": tru',
+        "[" * 3000: "[" * 3000,
+        "{}": "none",
+        "False": "no",
+    }
+    assert {value: value_text(value) for value in texts} == texts
+    assert value_text({"min": 1e-4, "max": 0.01, "scale": "log"}) == "0.0001 to 0.01 (log)"
+    assert value_text({"choices": ["Think.", "Answer, now."]}) == 'choices Think., "Answer, now."'
 
 
 def test_the_line_of_an_error_is_in_user_code():

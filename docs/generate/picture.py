@@ -7,7 +7,7 @@ import matplotlib.style
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from evogrpo.reporting.charts import BASE, BEST, run_charts
+from evogrpo.reporting.charts import BEST, run_charts
 from evogrpo.reporting.figure import draw_chart
 from evogrpo.reporting.summary import summarise
 from evogrpo.storage.journal import read_journal
@@ -32,23 +32,6 @@ def picture(run: Path) -> Figure:
     draw_chart(fitness, charts.fitness, charts)
     fitness.set_title("fitness on validation questions")
     fitness.set_ylabel("mean reward")
-    for _, colour, x, estimate in charts.tests:
-        fitness.errorbar(
-            [x],
-            [estimate.mean],
-            [estimate.standard_error],
-            fmt="D",
-            color=colour,
-            capsize=5,
-            markersize=9,
-        )
-        name, side, above = (
-            ("untrained", 1, 24) if colour == BASE else (f"test {estimate.mean:.2f}", -1, 4)
-        )
-        fitness.annotate(
-            name, (x, estimate.mean), (14 * side, above), textcoords="offset points", color=colour,
-            ha="left" if side > 0 else "right", va="bottom", weight="bold",
-        )  # fmt: skip
     for chart in charts.metrics:
         if chart.title == "learning rate":
             draw_chart(rate, chart, charts)

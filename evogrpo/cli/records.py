@@ -1,10 +1,13 @@
 """Commands on a recorded run: `lineage`, `best`, `compare`, `report`, `video` and `export`."""
 
 import argparse
+import re
 from collections.abc import Collection, Iterable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
 
@@ -28,7 +31,15 @@ from evogrpo.reporting.setting_effects import FINDINGS_TITLE, findings
 from evogrpo.reporting.setting_labels import short_name
 from evogrpo.reporting.summary import RunSummary, read_summary
 from evogrpo.safe_parsing import read_yaml_file
-from evogrpo.text import count_text, duration_text, number_text, one_line, pluralize, printable
+from evogrpo.text import (
+    count_text,
+    duration_text,
+    number_text,
+    one_line,
+    pluralize,
+    printable,
+    value_text,
+)
 from evogrpo.training.configuration.sections import CONFIG_FILE
 from evogrpo.training.console import command, make_console, print_rows, show_command, spinner
 
@@ -90,7 +101,7 @@ def best(args: argparse.Namespace) -> int:
         rows[short_name(name)] = one_line(number_text(setting), _MAX_TEXT)
     print_rows(console, rows)
     console.print(Text("\nHyperparameters of its lineage", "bold"))
-    console.print(_stages_table(schedule, summary))
+    console.print(_stages_table(schedule, summary, console.width))
     print_rows(console, summary.labels.rows)
     # 3. Which values of task settings helped.
     effects = findings(summary)
@@ -123,7 +134,7 @@ def _hyperparameters_text(schedule: BestSchedule) -> str:
     return ", ".join(texts)
 
 
-def _stages_table(schedule: BestSchedule, summary: RunSummary) -> Table:
+def _stages_table(schedule: BestSchedule, summary: RunSummary, width: int) -> Table:
     """Return the stages of a lineage with hyperparameters that evolve or differ between them."""
     # 1. Choose the columns. A member need not have the task settings of another one.
     values = [stage.hyperparameters for stage in schedule.stages]
@@ -132,14 +143,26 @@ def _stages_table(schedule: BestSchedule, summary: RunSummary) -> Table:
         differs = len({own.get(name) for own in values}) > 1
         if differs or name in summary.evolvable:
             shown.append(name)
-    # 2. Add a row per stage.
-    table = _table("from step", "steps", "samples per step", *map(summary.labels.name, shown))
+    # 2. A column per quantity, a row per stage.
+    columns: list[list[str | Text]] = [["from step"], ["steps"], ["samples per step"]]
     first_step = 0
-    for stage, own in zip(schedule.stages, values, strict=True):
+    for stage in schedule.stages:
         counts = [first_step, stage.steps, stage.samples_per_step]
-        texts = [summary.labels.text(name, own.get(name)) for name in shown]
-        table.add_row(*map(str, counts), *map(Text, texts))
+        for column, count in zip(columns, counts, strict=True):
+            column.append(str(count))
         first_step += stage.steps
+    for name in shown:
+        texts = [summary.labels.text(name, own.get(name)) for own in values]
+        columns.append([printable(text) for text in (summary.labels.name(name), *texts)])
+    # 3. Leave out the last columns that do not fit.
+    count = len(columns)
+    while count > 1 and _fitted_table(columns[:count], width) is None:
+        count -= 1
+    table = _fitted_table(columns[:count], width) or _table(columns[:count], [None] * count)
+    if count < len(columns):
+        left_out = ", ".join(str(column[0]) for column in columns[count:])
+        table.caption = Text(f"not shown: {left_out}", "dim")
+        table.caption_justify = "left"
     return table
 
 
@@ -155,24 +178,36 @@ def compare(args: argparse.Namespace) -> int:
             configuration = read_yaml_file(folder / CONFIG_FILE)
         configurations.append(configuration)
     compared = compare_runs(folders, configurations)
-    # 2. Print one column per run: settings that differ, results, and the difference of the tests.
-    table = _table("", *(str(run.path) for run in compared.runs))
+    # 2. One column per run: settings that differ, results, and the difference of the tests.
+    count = len(folders)
+    columns: list[list[str | Text]] = [[""]]
+    columns += [[printable(str(run.path))] for run in compared.runs]
 
     def add_row(name: str, values: Iterable[str | Text]) -> None:
-        table.add_row(Text(printable(name), "dim"), *values)
+        for column, value in zip(columns, (Text(printable(name), "dim"), *values), strict=True):
+            column.append(value)
 
+    section = ""
     for name, values in compared.settings.items():
-        add_row(name, map(_setting_text, values))
+        own_section, _, own = name.rpartition(".")
+        if own_section not in ("", section):
+            add_row(own_section, [""] * count)
+        section = own_section
+        add_row(f"  {own}" if section else own, map(_setting_text, values))
     if not compared.settings:
-        add_row("settings", ["the same"] * len(folders))
-    table.add_section()
-    columns = [_run_rows(run) for run in compared.runs]
-    for name in columns[0]:
-        add_row(name, [column[name] for column in columns])
+        add_row("settings", ["the same"] * count)
+    add_row("", [""] * count)
+    results = [_run_rows(run) for run in compared.runs]
+    for name in results[0]:
+        add_row(name, [result[name] for result in results])
     differences = map(_difference_text, compared.differences)
     add_row("test, difference to first run", ["the first", *differences])
+    # 3. Print as many runs beside each other as fit; a log has all of them in one table.
     console = make_console()
-    console.print(table)
+    if not console.is_terminal:
+        console.width = max(console.width, 100 * len(columns))
+    for table in _tables_side_by_side(columns, console.width):
+        console.print(table)
     console.print(
         "± is one standard error; intervals are 95 %. Best fitness is the maximum over members and"
         " biased upwards. Compare runs by their tests.",
@@ -353,18 +388,60 @@ def _difference_text(difference: TestDifference) -> Text:
 
 def _setting_text(value: Any) -> str:
     """Return a setting as short text."""
-    text = str(value)
-    if isinstance(value, list):
-        text = ", ".join(map(str, value))
-    elif isinstance(value, int | float | None) and not isinstance(value, bool):
-        text = number_text(value)
-    return one_line(text, _MAX_VALUE_WIDTH)
+    return one_line(value_text(value), _MAX_VALUE_WIDTH)
 
 
-def _table(*heads: str) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
-    for head in heads:
-        table.add_column(Text(printable(head)), overflow="fold")
+# ---- tables that fit into a terminal
+
+
+# Spaces between columns.
+_GAP = 2
+# Words, the first one with its indentation.
+_WORDS = re.compile(r"(?:^\s*)?\S+")
+
+
+def _tables_side_by_side(columns: Sequence[Sequence[str | Text]], width: int) -> list[Table]:
+    """Return tables with the first column and as many of the others as fit, without broken words.
+
+    Args:
+        columns: Cells of each column, its heading first.
+        width: Columns of the terminal.
+    """
+    names, *runs = columns
+    for count in range(len(runs), 0, -1):
+        starts = range(0, len(runs), count)
+        tables = [_fitted_table([names, *runs[start : start + count]], width) for start in starts]
+        fitting = [table for table in tables if table is not None]
+        if len(fitting) == len(tables):
+            return fitting
+    # A word is longer than the terminal is wide.
+    return [_table(columns, [None] * len(columns))]
+
+
+def _fitted_table(columns: Sequence[Sequence[str | Text]], width: int) -> Table | None:
+    """Return a table that breaks lines between words only; None if it is too wide for that."""
+    widths = []
+    least = []
+    for column in columns:
+        texts = [str(cell) for cell in column]
+        widths.append(max(map(cell_len, texts)))
+        words = chain.from_iterable(map(_WORDS.findall, texts))
+        least.append(max(map(cell_len, words), default=0))
+    # Take from the widest column that is wider than its longest word.
+    for _ in range(sum(widths) + _GAP * len(columns) - width):
+        wider = [number for number, own in enumerate(widths) if own > least[number]]
+        if not wider:
+            return None
+        widths[max(wider, key=lambda number: widths[number])] -= 1
+    return _table(columns, widths)
+
+
+def _table(columns: Sequence[Sequence[str | Text]], widths: Sequence[int | None]) -> Table:
+    table = Table(box=None, padding=(0, _GAP, 0, 0), header_style="bold", pad_edge=False)
+    for (head, *_), width in zip(columns, widths, strict=True):
+        table.add_column(head, width=width, overflow="fold")
+    for row in zip(*(column[1:] for column in columns), strict=True):
+        table.add_row(*row)
     return table
 
 

@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import shlex
+import shutil
 import signal
 import sys
 from collections import deque
@@ -594,6 +595,6 @@ def show_ending(console: Console, run_dir: Path, generations: int, schedule: Sch
                 changed.append(f"{name}={2 * limit if counted else 'null'}")
         words = ("--generations", str(2 * generations), *changed)
         show_command(console, "train further", command("resume", run_dir, *words))
-    if (run_dir / "tensorboard").is_dir():
+    if (run_dir / "tensorboard").is_dir() and shutil.which("tensorboard"):
         line = f"tensorboard --logdir {shlex.quote(str(run_dir / 'tensorboard'))}"
         show_command(console, "curves", line)

@@ -7,9 +7,9 @@ from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 from evogrpo.reporting.lineage import ancestors
-from evogrpo.reporting.records import Estimate, MemberReport
+from evogrpo.reporting.records import MemberReport
 from evogrpo.reporting.setting_labels import short_name
-from evogrpo.reporting.summary import METRICS, MemberHistory, RunSummary
+from evogrpo.reporting.summary import MemberHistory, RunSummary
 from evogrpo.text import number_text
 
 # Colour-blind safe palette of Okabe and Ito, adjusted so that each colour is visible on white and
@@ -29,9 +29,11 @@ _SLOT_COLOURS = (
 # Of all slots, if there are more slots than colours.
 _SHARED_COLOUR = "#7B93AD"
 # Generations or steps; more markers would cover the lines.
-_MAX_MARKED = 80
+_MAX_MARKED = 30
 # Per chart of learning steps; of more points, neighbouring ones are averaged.
 _MAX_POINTS = 6000
+# Of neighbouring ticks, as a fraction of the axis; labels that are closer cover each other.
+_MIN_DISTANCE = 0.1
 
 
 class Style(NamedTuple):
@@ -173,25 +175,13 @@ class RunCharts:
     def label(self, colour: str) -> str:
         """Return the meaning of a line's colour."""
         best = self.summary.best
+        if self.summary.is_alone:
+            return "up to its best generation" if colour == BEST else "later generations"
         if colour == BEST and best is not None:
             return f"best member #{best.index} and its ancestors"
         if self.crowded:
             return "other members"
         return "other members, one colour per slot"
-
-    @property
-    def tests(self) -> tuple[tuple[str, str, float, Estimate], ...]:
-        """Tests of the untrained base and of the best member: (label, colour, x, estimate)."""
-        test = self.summary.test
-        if test is None:
-            return ()
-        # The base is one generation left of the first, and the member slightly right of the last.
-        first, last = self.generations
-        right = last + 0.07 * (last - first + 1)
-        return (
-            (f"{self.summary.terms.untrained}, test", BASE, first - 1, test.before),
-            (f"member #{test.index}, test", BEST, right, test.after),
-        )
 
 
 def run_charts(summary: RunSummary) -> RunCharts:
@@ -300,12 +290,10 @@ def _fitness_chart(summary: RunSummary, colours: _Colours) -> Chart:
                 error = result.standard_error or 0.0
                 points.append(Point(number, result.fitness, number, error))
         stretches.append((history.index, first.slot, points))
-    # 2. Limits of all results, the untrained base and the tests, with their errors.
-    shown = [summary.start, *(result.estimate for result in summary.members)]
-    if summary.test is not None:
-        shown += [summary.test.before, summary.test.after]
+    # 2. Limits of all results and the untrained base, with their errors. The test is not shown: it
+    #    may be measured differently, such as greedily where fitness is training rewards.
     bounds = []
-    for estimate in shown:
+    for estimate in (summary.start, *(result.estimate for result in summary.members)):
         if estimate is not None:
             bounds.append(estimate.mean - estimate.standard_error)
             bounds.append(estimate.mean + estimate.standard_error)
@@ -332,13 +320,24 @@ def _limits(values: Sequence[float], *, log: bool = False) -> tuple[float, float
     return low - space, high + space
 
 
-def _log_ticks(limits: tuple[float, float], *, log: bool) -> tuple[float, ...]:
-    """Return ticks of a logarithmic axis: powers of ten, 1, 2, 5 times them, or equal steps.
+def _spread_ticks(
+    ticks: Sequence[float], limits: tuple[float, float], *, log: bool
+) -> tuple[float, ...]:
+    """Return ascending ticks without those whose labels would cover the one before."""
 
-    None for a linear axis, for which each renderer chooses good ticks.
-    """
-    if not log:
-        return ()
+    def height(value: float) -> float:
+        return math.log(value) if log else value
+
+    axis = height(limits[1]) - height(limits[0])
+    shown: list[float] = []
+    for tick in ticks:
+        if not shown or height(tick) - height(shown[-1]) >= _MIN_DISTANCE * axis:
+            shown.append(tick)
+    return tuple(shown)
+
+
+def _log_ticks(limits: tuple[float, float]) -> tuple[float, ...]:
+    """Return ticks of a logarithmic axis: powers of ten, 1, 2, 5 times them, or equal steps."""
     low, high = limits
     powers = [10.0**power for power in range(math.floor(math.log10(low)), 39) if 10.0**power < high]
     for factors in ((1,), (1, 2, 5)):
@@ -346,12 +345,14 @@ def _log_ticks(limits: tuple[float, float], *, log: bool) -> tuple[float, ...]:
         ticks = [tick for tick in chain.from_iterable(multiples) if low <= tick <= high]
         if len(ticks) > 3:
             return tuple(ticks)
-    # The axis spans less than a decade: between 4 and 10 equal steps.
+    # The axis spans less than a decade: between 3 and 7 equal steps.
     step = 10.0 ** math.floor(math.log10(high - low))
-    if high - low < 2 * step:
+    if high - low < 1.5 * step:
         step /= 5
-    elif high - low < 4 * step:
+    elif high - low < 3 * step:
         step /= 2
+    elif high - low > 6 * step:
+        step *= 2
     numbers = range(math.ceil(low / step), math.floor(high / step) + 1)
     return tuple(step * number for number in numbers)
 
@@ -434,20 +435,20 @@ def _metric_chart(name: str, summary: RunSummary, colours: _Colours) -> Chart:
             averages.append(window[-1]._replace(y=mean))
         stretches.append((index, slot, averages))
     # 3. Axis.
-    title, unit = METRICS[name]
-    terms = summary.terms
-    token = terms.tokens.removesuffix("s")
-    sample = terms.samples.removesuffix("s")
+    title, unit = summary.metrics[name]
     log = name == "learning_rate" and min(values) > 0
     limits = _limits(values, log=log)
+    ticks: tuple[float, ...] = ()
+    if log:
+        ticks = _spread_ticks(_log_ticks(limits), limits, log=True)
     return Chart(
         title=title,
-        unit=unit.format(samples=terms.samples, sample=sample, token=token),
+        unit=unit,
         limits=limits,
         lines=colours.lines(stretches),
         x_title="learning step",
         log=log,
-        ticks=_log_ticks(limits, log=log),
+        ticks=ticks,
         marked=len(summary.steps) <= _MAX_MARKED,
     )
 
@@ -482,8 +483,8 @@ def _hyperparameter_chart(name: str, summary: RunSummary, colours: _Colours) -> 
         ticks = _choices(space)
         log = min(numbers) > 0 and (space.get("scale") == "log" or _is_geometric(ticks))
         limits = _limits([*numbers, *(tick for tick in ticks if tick > 0 or not log)], log=log)
-        if not 2 <= len(ticks) <= 10:
-            ticks = _log_ticks(limits, log=log)
+        if len(ticks) < 2:
+            ticks = _log_ticks(limits) if log else ()
     # 3. Lines.
     histories = summary.histories
     lines, births = _history_lines(histories.values(), colours, height)
@@ -494,7 +495,7 @@ def _hyperparameter_chart(name: str, summary: RunSummary, colours: _Colours) -> 
         lines=lines,
         births=tuple(birth for birth in births if histories[birth.index].origin),
         log=log,
-        ticks=ticks,
+        ticks=_spread_ticks(ticks, limits, log=log),
         names=tuple(names),
     )
 

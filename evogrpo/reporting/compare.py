@@ -113,7 +113,11 @@ def compare_runs(
             settings["schedule"] = summary.facts.get("schedule", settings.get("schedule"))
         for name in _NO_SETTINGS:
             settings.pop(name, None)
-        runs.append(ComparedRun(path=folder, summary=summary, settings=flat(settings)))
+        # Each range or list of choices is one value.
+        space = settings.pop("search_space", None) or {}
+        ranges = _parameters(space, "search_space") if isinstance(space, Mapping) else {}
+        all_settings = {**flat(settings), **ranges}
+        runs.append(ComparedRun(path=folder, summary=summary, settings=all_settings))
     # 2. Keep the settings that differ.
     differing = {}
     for name in dict.fromkeys(chain.from_iterable(run.settings for run in runs)):
@@ -125,6 +129,17 @@ def compare_runs(
         settings=differing,
         differences=tuple(difference_of_tests(each, summaries[0]) for each in summaries[1:]),
     )
+
+
+def _parameters(space: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """Return the parameters of a search space, which may be in groups, by dotted name."""
+    found: dict[str, Any] = {}
+    for name, value in space.items():
+        if isinstance(value, Mapping) and not value.keys() & {"min", "max", "choices"}:
+            found |= _parameters(value, f"{path}.{name}")
+        else:
+            found[f"{path}.{name}"] = value
+    return found
 
 
 def difference_of_tests(run: RunSummary, first: RunSummary) -> TestDifference:

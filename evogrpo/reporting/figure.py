@@ -24,7 +24,7 @@ from evogrpo.reporting.charts import (
 )
 from evogrpo.reporting.records import processed
 from evogrpo.reporting.summary import RunSummary
-from evogrpo.text import duration_text, printable, score_text, shorten
+from evogrpo.text import duration_text, printable, shorten
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -42,6 +42,8 @@ _STYLE = {
     "axes.titleweight": "bold",
     "axes.titlesize": 10.5,
     "axes.labelsize": 8.5,
+    "xtick.labelsize": 8.5,
+    "ytick.labelsize": 8.5,
     "xtick.color": "#555555",
     "ytick.color": "#555555",
     "axes.grid": True,
@@ -50,7 +52,7 @@ _STYLE = {
 }
 # Inches.
 _WIDTH = 11.0
-_HEADER_HEIGHT = 1.2
+_HEADER_HEIGHT = 1.5
 _FITNESS_HEIGHT = 4.8
 _ROW_HEIGHT = 2.35
 
@@ -91,14 +93,12 @@ def _figure(run: RunCharts) -> "Figure":
     from matplotlib.figure import Figure
 
     # 1. Rows of panels. At most three share a row; four fill two rows of two.
-    small = run.hyperparameters
-    columns = {1: 1, 2: 2, 4: 2}.get(len(small), 3)
     rows = []
-    if run.metrics:
-        rows.append((run.metrics, len(run.metrics)))
-    # Panels in a last row that is not full are as wide as those above.
-    starts = range(0, len(small), columns)
-    rows += [(small[start : start + columns], columns) for start in starts]
+    for small in (run.metrics, run.hyperparameters):
+        columns = {1: 1, 2: 2, 4: 2}.get(len(small), 3)
+        # Panels in a last row that is not full are as wide as those above.
+        starts = range(0, len(small), columns)
+        rows += [(small[start : start + columns], columns) for start in starts]
     heights = [_HEADER_HEIGHT + _FITNESS_HEIGHT, *(_ROW_HEIGHT for _ in rows)]
     # 2. Draw the panels.
     figure = Figure(figsize=(_WIDTH, sum(heights)), layout="constrained")
@@ -110,10 +110,13 @@ def _figure(run: RunCharts) -> "Figure":
         cells = grid[number].subgridspec(1, width)
         for column, chart in enumerate(charts):
             draw_chart(figure.add_subplot(cells[0, column]), chart, run)
-    # 3. Add title and legend. `parse_math=False` shows dollar signs in texts of the run as they
-    #    are.
-    title = _one_line(run.summary.title, 120)
-    figure.suptitle(title, x=0.01, ha="left", size=13.5, weight="bold", parse_math=False)
+    # 3. Add the result in large type, and the legend. `parse_math=False` shows dollar signs in
+    #    texts of the run as they are.
+    title = _one_line(run.summary.title, 100)
+    headline = run.summary.headline
+    if headline is not None:
+        title += f"\n{headline.before} → {headline.after}"
+    figure.suptitle(title, x=0.01, ha="left", size=16, weight="bold", parse_math=False)
     legend = axes.legend(
         # Without them, matplotlib warns about a run without generations.
         *axes.get_legend_handles_labels(),
@@ -199,45 +202,33 @@ def _joined(lines: Sequence[Line]) -> tuple[Array, Array, Array]:
 
 
 def _draw_fitness(axes: "Axes", run: RunCharts) -> None:
-    """Plot the fitness of every member, failures, the untrained base and the test scores."""
+    """Plot the fitness of every member, failures and the untrained base."""
     summary = run.summary
     # 1. Members, with the index of the best one at its end.
     draw_chart(axes, run.fitness, run)
     axes.set_title("")
     axes.set_ylabel(f"fitness ({run.fitness.unit})")
     best = summary.best
-    if best is not None and best.fitness is not None:
+    if best is not None and best.fitness is not None and not summary.is_alone:
         end = (best.generation, best.fitness)
         axes.annotate(
             f"#{best.index}", end, (8, 4), textcoords="offset points", color=BEST, weight="bold"
         )
-    # 2. The untrained base and the tests.
+    # 2. The untrained base.
     if summary.start is not None:
         name = f"{summary.terms.untrained}, {summary.split}"
         base = summary.start.mean
         axes.axhline(base, color=BASE, linestyle="--", linewidth=1.4, zorder=1.5, label=name)
-    for name, colour, x, estimate in run.tests:
-        axes.errorbar(
-            [x],
-            [estimate.mean],
-            [estimate.standard_error],
-            fmt="D",
-            color=colour,
-            markersize=8,
-            capsize=4,
-            zorder=6,
-            label=f"{name} {score_text(estimate.mean, None)}",
-        )
     # 3. Failures and births; those of hyperparameters get an entry in the legend here.
     if run.failures:
         generations, heights, _ = _joined(run.failures)
         axes.plot(generations, heights, "x", color=BASE, mew=2, label="failed")
     if any(chart.births for chart in run.hyperparameters):
         axes.plot([], [], "o", color="#999999", markersize=4.5, label="birth")
-    # 4. Space for the tests; a word instead of lines.
+    # 4. Space for the index of the best member; a word instead of lines.
     first, last = run.generations
     width = last - first + 1
-    axes.set_xlim(first - 1 - 0.03 * width, last + 0.14 * width)
+    axes.set_xlim(first - 1 - 0.03 * width, last + 0.05 * width)
     if not run.fitness.lines:
         words = "no member has a fitness yet"
         if not summary.generations:
@@ -246,15 +237,19 @@ def _draw_fitness(axes: "Axes", run: RunCharts) -> None:
 
 
 def _facts(summary: RunSummary) -> str:
-    """Return a line of facts about the run."""
+    """Return what the result was measured on, and a line of facts about the run."""
     size = summary.facts.get("population_size", "?")
     seed = summary.facts.get("seed", "?")
     samples = summary.facts.get("samples_per_step", "?")
-    parts = [_one_line(f"population of {size} · seed {seed} · samples_per_step {samples}", 180)]
+    agents = "one agent" if size == 1 else f"population of {size}"
+    parts = [_one_line(f"{agents} · seed {seed} · samples_per_step {samples}", 180)]
     if summary.generations:
         last = summary.generations[-1]
         parts += [processed(last, summary.terms), duration_text(last.seconds)]
-    return " · ".join(parts)
+    facts = " · ".join(parts)
+    if summary.headline is None:
+        return facts
+    return f"{summary.headline.text}\n{facts}"
 
 
 def _one_line(text: str, limit: int) -> str:

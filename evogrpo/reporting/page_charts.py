@@ -18,8 +18,10 @@ Plot = dict[str, Any]
 Details = Mapping[tuple[int, int], str]
 """Hover texts of members, by index and generation."""
 
-# Members; a lineage chart of more has no labels.
-_MAX_NAMED = 60
+# Generations; in a lineage chart of more, the labels of members would cover each other on a phone.
+_MAX_NAMED = 10
+# Of a label above its line, in slots.
+_LABEL_HEIGHT = 0.12
 _GRID = {"gridcolor": "rgba(128,128,128,0.25)", "zeroline": False}
 _LAYOUT: Plot = {
     "font": {"size": 12, "family": "system-ui, sans-serif"},
@@ -91,7 +93,7 @@ def _hover_text(result: MemberReport, summary: RunSummary) -> str:
 
 
 def _fitness_plot(run: RunCharts, details: Details) -> Plot:
-    """Return the fitness chart with the untrained base, failures and tests."""
+    """Return the fitness chart with the untrained base and failures."""
     plot = _plot(run.fitness, run, details)
     traces = plot["data"]
     summary = run.summary
@@ -113,35 +115,22 @@ def _fitness_plot(run: RunCharts, details: Details) -> Plot:
         marker = {"symbol": "x", "size": 9, "color": BASE}
         points = _points(run.failures, run.fitness, details)
         traces.append({**points, "mode": "markers", "marker": marker, "name": "failed"})
-    # 3. Tests.
-    for label, colour, x, estimate in run.tests:
-        traces.append(
-            {
-                "x": [x],
-                "y": [estimate.mean],
-                "mode": "markers",
-                "marker": {"symbol": "diamond", "size": 11, "color": colour},
-                "error_y": {"array": [estimate.standard_error], "thickness": 1.5, "color": colour},
-                "name": f"{label} {estimate}",
-                "hoverinfo": "name",
-            }
-        )
     legend = {"orientation": "h", "y": -0.14}
     plot["layout"] |= {"height": 440, "showlegend": True, "legend": legend}
     return plot
 
 
 def _lineage_plot(run: RunCharts, details: Details) -> Plot:
-    """Return the lineage chart; births of few members are labelled."""
+    """Return the lineage chart; births of few generations are labelled."""
     chart = run.lineage
     plot = _plot(chart, run, details)
-    if len(chart.births) <= _MAX_NAMED:
+    if len(run.summary.generations) <= _MAX_NAMED and chart.names:
         points = [birth.points[0] for birth in chart.births]
         plot["data"].append(
             {
                 "x": [point.x for point in points],
-                "y": [point.y for point in points],
-                "text": [f"#{birth.index}" for birth in chart.births],
+                "y": [point.y + _LABEL_HEIGHT for point in points],
+                "text": [f" #{birth.index}" for birth in chart.births],
                 "mode": "text",
                 "textposition": "top right",
                 "hoverinfo": "skip",
@@ -178,7 +167,8 @@ def _effect_plot(effect: SettingEffect) -> Plot:
     ]
     # 2. Axes. The first value is at the top.
     x_title = {"text": "relative fitness", "standoff": 4}
-    x_axis = {**_GRID, "title": x_title, "zeroline": True, "zerolinecolor": BASE, "nticks": 6}
+    x_axis = {**_GRID, "title": x_title, "zeroline": True, "zerolinecolor": BASE}
+    x_axis |= {"nticks": 4, "tickangle": 0}
     y_axis: Plot = {"tickvals": means["y"], "ticktext": ticks, "automargin": True}
     y_axis |= {"range": [len(ticks) - 0.5, -0.5], "showgrid": False, "zeroline": False}
     text = f"<b>{_escaped(short_name(effect.name))}</b>"
@@ -196,9 +186,9 @@ def _plot(chart: Chart, run: RunCharts, details: Details | None = None) -> Plot:
         if chart.errors:
             traces.append({**_bands(lines), "fillcolor": colour, "opacity": style.shade})
         line = {
-            "mode": "lines+markers",
+            "mode": "lines+markers" if chart.marked else "lines",
             "line": {"color": colour, "width": style.width},
-            "marker": {"size": style.marker * chart.marked},
+            "marker": {"size": style.marker},
             "opacity": style.opacity,
             "name": run.label(colour),
             "showlegend": number == 0 or colour == BEST,
@@ -211,8 +201,12 @@ def _plot(chart: Chart, run: RunCharts, details: Details | None = None) -> Plot:
         traces.append({**points, "mode": "markers", "marker": marker})
     # 3. Axes. Few generations or steps have one tick each.
     ends = [(line.points[0].x, line.points[-1].x) for line in chart.lines]
-    length = max((end for _, end in ends), default=1) - min((start for start, _ in ends), default=0)
+    start = min((start for start, _ in ends), default=0)
+    end = max((end for _, end in ends), default=1)
+    length = end - start
     x_axis: Plot = {"title": {"text": chart.x_title, "standoff": 4}, **_GRID}
+    # Space for points and labels at both ends.
+    x_axis["range"] = [start - 0.03 * max(length, 1), end + 0.06 * max(length, 1)]
     if length < 9:
         x_axis["dtick"] = 1
     else:

@@ -138,7 +138,8 @@ class StepReport(JournalRecord):
         phases: Seconds by phase: "sampling", "scoring" (reward functions) and "learning".
         waiting: Seconds that each rank waited for others; empty for one process.
         tokens: Tokens processed by all members, including updates.
-        examples: One completion of each member.
+        examples: Of each member, the best and the worst completion of a group whose rewards differ;
+            one completion without such a group.
     """
 
     event: ClassVar[str] = "step"
@@ -312,7 +313,7 @@ class GenerationReport(JournalRecord):
         tokens: Tokens processed by all members so far, without evaluations.
         timesteps: Environment steps that members have trained on so far, without evaluations; None
             for language models.
-        examples: One completion of each member, from the last learning step.
+        examples: Completions of each member in the last learning step, as in `StepReport`.
         questions: Largest number of questions (or starts) that a member was evaluated on.
         evaluation: Cost of all evaluations so far, including the untrained base.
         best_ever: (index, generation) of the run's best member so far; None before the first

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jinja2 import Environment, StrictUndefined
 
+from evogrpo.evolution.fitness import ROLLOUTS
 from evogrpo.extras import install_hint
 from evogrpo.reporting.figure import figure_png, run_figure
 from evogrpo.reporting.lineage import ancestors
@@ -26,7 +27,7 @@ from evogrpo.reporting.records import (
 )
 from evogrpo.reporting.setting_effects import MIN_LINEAGES, setting_effects
 from evogrpo.reporting.setting_labels import short_name
-from evogrpo.reporting.summary import METRICS, RunSummary, read_summary
+from evogrpo.reporting.summary import RunSummary, read_summary
 from evogrpo.reporting.text_changes import MAX_CHANGES, text_changes
 from evogrpo.storage.atomic_files import replace_file
 from evogrpo.text import (
@@ -39,6 +40,7 @@ from evogrpo.text import (
     printable,
     score_text,
     shorten,
+    value_text,
 )
 
 if TYPE_CHECKING:
@@ -155,7 +157,8 @@ def html_page(summary: RunSummary) -> str:
     completions = _completions(summary)
     texts = 2 * sum(map(len, completions.values())) or 1
     limit = max(200, min(_MAX_TEXT, _MAX_TOTAL_TEXT // texts))
-    page.filters["columns"] = partial(_columns, alone=len(summary.histories) == 1)
+    page.filters["columns"] = partial(_columns, alone=summary.is_alone)
+    page.filters["printable"] = printable
     page.filters["cut"] = partial(shorten, limit=limit)
     page.filters["number"] = number_text
     page.filters["count"] = count_text
@@ -177,7 +180,6 @@ def html_page(summary: RunSummary) -> str:
         missing=missing,
         charts=charts,
         figures=figures,
-        questions=_questions(summary),
         scores=list(_scores(summary)),
         effects=list(_effects(summary)),
         texts=summary.labels.numbered,
@@ -230,14 +232,6 @@ def _columns(rows: Sequence[Row], *, alone: bool) -> list[str]:
     return [head for head in rows[0].cells if head in filled]
 
 
-def _questions(summary: RunSummary) -> int:
-    """Return the number of questions that the best member's fitness is measured on."""
-    best = summary.best
-    if best is not None and best.questions:
-        return best.questions
-    return summary.baseline.questions if summary.baseline else 0
-
-
 def _scores(summary: RunSummary) -> Iterator[Row]:
     """Yield the rows of the main results."""
     untrained = summary.terms.untrained
@@ -252,7 +246,7 @@ def _scores(summary: RunSummary) -> Iterator[Row]:
     best = summary.best
     if best is not None and best.estimate is not None:
         name = f"member #{best.index} after generation {best.generation}, {summary.split}"
-        yield row(name, best.estimate, _questions(summary), best=True)
+        yield row(name, best.estimate, summary.questions, best=True)
     test = summary.test
     if test is not None:
         yield row(f"{untrained}, test", test.before, test.questions)
@@ -316,7 +310,7 @@ def _costs(summary: RunSummary) -> Iterator[Row]:
 
 def _lineage(summary: RunSummary) -> Iterator[Row]:
     """Yield the rows of the best member's ancestors; none for one agent."""
-    if len(summary.histories) == 1:
+    if summary.is_alone:
         return
     for ancestor in ancestors(summary, summary.best):
         first = summary.histories[ancestor.index].results[0]
@@ -357,7 +351,9 @@ def _members(summary: RunSummary) -> Iterator[tuple[str, list[Row]]]:
     """Yield a title and the rows of the members for each of the last generations."""
     for generation in summary.generations[-_MAX_TABLES:]:
         best = generation.best
-        title = f"Generation {generation.generation}: best #{best.index}, {best.estimate or '–'}"
+        title = f"Generation {generation.generation}: {best.estimate or '–'}"
+        if not summary.is_alone:
+            title += f", best #{best.index}"
         if generation.new_budgets:
             title += f"; then {', '.join(generation.new_budgets)}"
         yield title, [_member_row(member, generation, summary) for member in generation.members]
@@ -372,17 +368,14 @@ def _member_row(member: MemberReport, generation: GenerationReport, summary: Run
         **_values(member, summary),
     }
     # Means of the learning steps.
-    for name in summary.metrics:
-        title, _ = METRICS[name]
+    for name, (title, _) in summary.metrics.items():
         cells[title] = number_text(member.metrics.get(name))
     cells["fitness ± SE"] = member.estimate or f"failed: {member.failed}"
     # Measures beside fitness, if members have any.
-    measures: set[str] = set()
-    for each in generation.members:
-        if len(each.measured) > 1:
-            measures.update(each.measured)
-    for name in sorted(measures):
-        cells[name] = member.measured.get(name, "–")
+    for name in sorted({name for each in generation.members for name in each.measured}):
+        is_fitness = (name == ROLLOUTS) is (summary.split == "training")
+        if not is_fitness:
+            cells[name] = member.measured.get(name, "–")
     # Costs and origin.
     cells |= {
         summary.terms.tokens: count_text(member.tokens),
@@ -436,23 +429,15 @@ def _facts(summary: RunSummary) -> Iterator[Row]:
             "started": f"{datetime.fromtimestamp(started, UTC):%Y-%m-%d %H:%M:%S} UTC",
             **facts,
         }
+    facts["evolving"] = facts.pop("evolvable", {})
     for number, change in enumerate(summary.changed_data, start=1):
         facts[f"changed data {number}"] = change
     for name, value in facts.items():
-        text = shorten(_readable(value), 2000)
+        text = value_text(value)
+        # One line for each entry of a mapping.
+        if isinstance(value, Mapping):
+            given = {key: each for key, each in value.items() if each is not None}
+            text = "\n".join(f"{key}: {value_text(each)}" for key, each in given.items())
+        text = shorten(text, 2000)
         if text:
             yield Row({"setting": name.replace("_", " "), "value": text})
-
-
-def _readable(value: object, separator: str = " · ") -> str:
-    """Return plain values as text, a mapping as `min 0.001 · max 0.03 · scale log`."""
-    if isinstance(value, Mapping):
-        given = {name: each for name, each in value.items() if each is not None}
-        return separator.join(f"{name} {_readable(each, ', ')}" for name, each in given.items())
-    if isinstance(value, list):
-        return ", ".join(_readable(each, ", ") for each in value)
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, int | float | None):
-        return number_text(value)
-    return str(value)

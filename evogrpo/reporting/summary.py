@@ -1,11 +1,12 @@
 """Summary of a run, read from its journal."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from evogrpo.config.hyperparameters import check_name
 from evogrpo.config.task_settings import is_task_setting
@@ -21,13 +22,13 @@ from evogrpo.reporting.records import (
     TestReport,
     terms_of,
 )
-from evogrpo.reporting.setting_labels import SettingLabels, differing_settings
+from evogrpo.reporting.setting_labels import SettingLabels, differing_settings, short_name
 from evogrpo.storage.journal import JournalError, latest_generations, read_journal
-from evogrpo.text import expand_user
+from evogrpo.text import count_text, expand_user
 from evogrpo.validation import Record, validate
 from evogrpo.warnings import warn
 
-METRICS: Mapping[str, tuple[str, str]] = {
+_METRICS: Mapping[str, tuple[str, str]] = {
     "reward": ("reward", "mean of the {samples}"),
     "kl": ("KL to the reference", "nats per {token}"),
     "entropy": ("entropy", "nats per {token}"),
@@ -36,6 +37,22 @@ METRICS: Mapping[str, tuple[str, str]] = {
     "step_kl": ("KL of a step", "nats per {token}"),
 }
 """Metrics shown for every learning step: name -> (title, unit)."""
+# Mean of a reward function, without its weight.
+_COMPONENT = re.compile("rewards/(.+)/mean")
+
+
+class Headline(NamedTuple):
+    """Main result of a run.
+
+    Attributes:
+        before: Fitness of the untrained base.
+        after: Fitness of the best member.
+        text: What they are, and on which questions they were measured.
+    """
+
+    before: Estimate
+    after: Estimate
+    text: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,13 +170,27 @@ class RunSummary:
         """Terms of the kind of members of this run."""
         return terms_of(self.facts.get("kind"))
 
-    @property
-    def metrics(self) -> tuple[str, ...]:
-        """Names of `METRICS` that the learning steps have.
+    @cached_property
+    def metrics(self) -> Mapping[str, tuple[str, str]]:
+        """Title and unit of each metric that is shown for learning steps, by name.
 
-        The learning rate only if it was calibrated.
+        The learning rate only if it was calibrated. If members weight rewards differently, their
+        sums cannot be compared: the mean of each reward function is shown instead.
         """
-        values: dict[str, set[float]] = {name: set() for name in METRICS}
+        # 1. Candidates.
+        candidates = dict(_METRICS)
+        if any(name.startswith("reward_weights.") for name in self.task_settings):
+            title, unit = candidates.pop("reward")
+            names = chain.from_iterable(m.metrics for step in self.steps for m in step.members)
+            components = {}
+            for name in dict.fromkeys(names):
+                function = _COMPONENT.fullmatch(name)
+                if function is not None:
+                    own = short_name(function[1])
+                    components[name] = (title if own == title else f"{title} {own}", unit)
+            candidates = components | candidates
+        # 2. Those with values.
+        values: dict[str, set[float]] = {name: set() for name in candidates}
         for step in self.steps:
             for member in step.members:
                 for name, found in values.items():
@@ -168,7 +199,50 @@ class RunSummary:
                         found.add(value)
         if "lr" in self.evolvable or len(values["learning_rate"]) < 2:
             del values["learning_rate"]
-        return tuple(name for name, found in values.items() if found)
+        # 3. Units in the terms of the task.
+        terms = self.terms
+        words = {
+            "samples": terms.samples,
+            "sample": terms.samples.removesuffix("s"),
+            "token": terms.tokens.removesuffix("s"),
+        }
+        shown = {}
+        for name, found in values.items():
+            if found:
+                title, unit = candidates[name]
+                shown[name] = (title, unit.format(**words))
+        return shown
+
+    @property
+    def is_alone(self) -> bool:
+        """True for a run of one agent, in which nothing is selected."""
+        return len(self.histories) == 1
+
+    @property
+    def questions(self) -> int:
+        """Number of questions that the best member's fitness is measured on."""
+        if self.best is not None and self.best.questions:
+            return self.best.questions
+        return self.baseline.questions if self.baseline else 0
+
+    @property
+    def headline(self) -> Headline | None:
+        """Main result: the test, or before it the best fitness. None before the first result."""
+        terms = self.terms
+        test = self.test
+        best = self.best
+        if test is not None:
+            questions = f"{count_text(test.questions)} test {terms.questions}"
+            member = f"member #{test.index}, on {questions}"
+            text = f"{terms.untrained} → {member}; paired difference {test.gain:+}."
+            return Headline(test.before, test.after, text)
+        if self.start is None or best is None or best.estimate is None:
+            return None
+        questions = f"{count_text(self.questions)} {self.split} {terms.questions}"
+        text = f"{terms.untrained} → member #{best.index}, on {questions}, without a test."
+        if len(self.members) > 1:
+            text += " The best of several results is biased upwards."
+        return Headline(self.start, best.estimate, text)
 
     @property
     def split(self) -> str:

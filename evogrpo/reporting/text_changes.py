@@ -14,7 +14,8 @@ MAX_COMPARED = 2000
 """Maximum number of characters of a text that is compared; the rest is left out."""
 MAX_CHANGES = 100
 """Maximum number of changes that are shown: the last ones."""
-_WORDS = re.compile(r"\s+|\S+\s?")
+# The space before a word belongs to it, so that a text with further words has the same words.
+_WORDS = re.compile(r"\s*\S+|\s+")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -246,7 +246,7 @@ class RunDisplay(Callback):
             unit = self.terms.tokens
             if result.timesteps is not None:
                 learned = result.timesteps
-                unit = "steps"
+                unit = "environment steps"
             line = f"{duration_text(cost.seconds)}, {count_text(cost.tokens)} {unit}"
             if learned:
                 line += f" ({cost.tokens / (cost.tokens + learned):.0%} of all {unit})"
@@ -310,9 +310,13 @@ class RunDisplay(Callback):
             lines.append(Text(line, "dim"))
         # 3. Rewards of the last step.
         if self._step is not None:
-            rewards = Text(f"  mean reward in step {self._step.step + 1}", "dim")
-            rewards = Text.assemble(rewards, rewards_text(self._step))
-            lines.append(rewards.append(f"   {self._step.seconds:.1f} s per step", "dim"))
+            head = Text(f"  mean reward in step {self._step.step + 1}", "dim")
+            width = self._console.width - head.cell_len
+            rewards = Text.assemble(head, rewards_text(self._step, width))
+            speed = f"   {self._step.seconds:.1f} s per step"
+            if rewards.cell_len + len(speed) <= self._console.width:
+                rewards.append(speed, "dim")
+            lines.append(rewards)
         if stopping:
             line = "Stopping. Press Ctrl-C again to abort."
             if self._trainer.shared_run_dir is not None:
@@ -376,8 +380,6 @@ def outcome_lines(report: TestOutcome, terms: Terms) -> list[Text]:
     return lines
 
 
-MAX_COMPLETIONS = 3
-"""Maximum number of completions in the table."""
 # Spaces between columns.
 _COLUMN_GAP = 2
 # Columns of a question or a completion.
@@ -385,24 +387,22 @@ _MIN_TEXT_WIDTH = 12
 
 
 def completions_table(examples: Sequence[Example], best: int, width: int) -> Table | None:
-    """Return a table of completions of the last learning step, with rewards, advantage and member.
+    """Return a table of a member's completions in the last learning step, with their rewards.
 
     Args:
-        examples: One completion of every member.
-        best: Index of the member in the first row. Members with another reward than this one come
-            before the others.
+        examples: Completions of all members.
+        best: Index of the member; if it has none, the completions of another one are shown.
         width: Columns of the terminal.
 
     Returns:
         The table; None without examples.
     """
     # 1. Choose the completions.
-    first = [example for example in examples if example.index == best] or list(examples[:1])
-    if not first:
+    if not examples:
         return None
-    others = [example for example in examples if example not in first]
-    others.sort(key=lambda example: example.reward == first[0].reward)
-    shown = [*first, *others][:MAX_COMPLETIONS]
+    if all(example.index != best for example in examples):
+        best = examples[0].index
+    shown = [example for example in examples if example.index == best]
     # 2. Columns of numbers, as pairs, because a reward function may be called `reward` too. With a
     #    single reward function its values are the rewards, unless it has a weight.
     numbers: list[tuple[str, list[str]]] = []
@@ -430,7 +430,9 @@ def completions_table(examples: Sequence[Example], best: int, width: int) -> Tab
     for name, _ in numbers:
         table.add_column(Text(name), justify="right", no_wrap=True)
     for row, example in enumerate(shown):
-        question = shortened(questions[row], question_width)
+        question = ""
+        if row == 0 or questions[row] != questions[row - 1]:
+            question = shortened(questions[row], question_width)
         completion = shortened(one_line(example.completion), completion_width)
         values = [values[row] for _, values in numbers]
         texts = (Text(question), Text(completion or "(nothing)"))
@@ -473,12 +475,12 @@ def shortened(text: str, limit: int) -> str:
 
 # 1 if all rewards within each group were equal.
 EQUAL_GROUPS = "frac_reward_zero_std"
-# Columns kept free for the notes of a table of members.
-_NOTE_WIDTH = 13
+# Columns of a note in a table of members, without line breaks.
+_NOTE_WIDTH = 26
 
 
-def rewards_text(report: StepReport) -> Text:
-    """Return the mean reward of each member in a step."""
+def rewards_text(report: StepReport, width: int | None = None) -> Text:
+    """Return the mean reward of each member in a step, or of those that fit into a width."""
     members = report.learned.values()
     rewards = [each.reward for each in members if not each.failed and each.reward is not None]
     best = max(rewards, default=None)
@@ -489,15 +491,19 @@ def rewards_text(report: StepReport) -> Text:
         form = ".2f"
     text = Text()
     for member in members:
-        text.append(f" #{member.index} ", "dim")
+        part = Text.assemble((f" #{member.index} ", "dim"))
         if member.failed:
-            text.append("failed", "red")
+            part.append("failed", "red")
         elif member.reward is None:
-            text.append("nan")
+            part.append("nan")
         elif member.reward == best:
-            text.append(f"{member.reward:{form}}", "bold")
+            part.append(f"{member.reward:{form}}", "bold")
         else:
-            text.append(f"{member.reward:{form}}")
+            part.append(f"{member.reward:{form}}")
+        # Two columns for the ellipsis.
+        if width is not None and text.cell_len + part.cell_len > width - 2:
+            return text.append(" …", "dim")
+        text.append_text(part)
     return text
 
 
@@ -542,6 +548,7 @@ def generation_table(
     columns[f"{measure} ± SE"] = [str(each.estimate or "failed") for each in members]
     columns[terms.tokens] = [_short_count(each.tokens) for each in members]
     columns["time"] = [duration_text(each.seconds) for each in members]
+    columns[""] = [member_note(each, report, best_so_far, each.index in new) for each in members]
     # 2. In a narrow terminal, break the headings, and leave out columns: then also those of the
     #    last hyperparameters, first those in which members do not differ.
     table = _member_table(report, columns)
@@ -550,15 +557,11 @@ def generation_table(
     optional = ["time", terms.tokens, "step KL", "lr used", "parent", "slot"]
     optional += [*equal[::-1], *different[::-1]]
     left_out = []
-    while optional and Console(width=1000).measure(table).maximum > width - _NOTE_WIDTH:
+    while optional and Console(width=1000).measure(table).maximum > width:
         head = optional.pop(0)
         if columns.pop(head, None) is not None and head in heads:
             left_out.append(head)
         table = _member_table(report, columns, broken_heads=True)
-    # 3. Add the notes, which are wrapped.
-    broken_heads = "time" not in columns
-    columns[""] = [member_note(each, report, best_so_far, each.index in new) for each in members]
-    table = _member_table(report, columns, broken_heads=broken_heads)
     if left_out:
         table.caption = Text(f"not shown: {', '.join(sorted(left_out))}", "dim")
         table.caption_justify = "left"
@@ -576,7 +579,7 @@ def _member_table(
     for name in columns:
         # The notes.
         if name == "":
-            table.add_column()
+            table.add_column(max_width=_NOTE_WIDTH)
         else:
             head = name
             if broken_heads:
@@ -601,16 +604,16 @@ def _value_text(member: MemberReport, name: str, labels: SettingLabels) -> Text:
 def member_note(
     member: MemberReport, report: GenerationReport, best_so_far: bool, is_new: bool
 ) -> Text:
-    """Return notes on a member: failed, best (with a star if it is so far), new, no signal."""
+    """Return notes on a member: failed, best of the generation or so far, new, no signal."""
     if member.failed is not None:
         return Text(printable(member.failed), "red")
     notes = []
     if member.index == report.best_index:
-        notes.append("★ best so far" if best_so_far else "best of this generation")
+        notes.append("★ best so far" if best_so_far else "best")
     if is_new and member.parent is not None:
-        notes.append(f"clone of #{member.parent}")
+        notes.append("new")
     if member.metrics.get(EQUAL_GROUPS) == 1.0:
-        notes.append("no learning signal")
+        notes.append("no signal")
     return Text(" · ".join(notes))
 
 

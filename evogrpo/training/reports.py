@@ -108,16 +108,17 @@ def count_step(
     population = run.population
     run_state = run.run_state
     processes = run.population.processes
-    # 1. Choose completions to show. The run state keeps the first one of each member.
+    # 1. Choose completions to show. The run state keeps one or two of each member.
     step = run_state.step
     generation = run_state.generation + 1
     seconds = sum(phases.values())
     indices = {slot: population.agents[slot].index for slot in learned}
     table = _select_examples(collected, indices, learned, step=step, total=completions)
-    first: dict[int, Example] = {}
-    for example in table:
-        first.setdefault(example.index, example)
-    run_state.examples = tuple(first.values())
+    shown: list[Example] = []
+    if collected.questions:
+        for slot, index in indices.items():
+            shown += _best_and_worst(collected, slot, index, learned[slot], step=step)
+    run_state.examples = tuple(shown)
     if run.proposer is not None:
         for slot, index in indices.items():
             worst = _worst_of_groups(collected, slot, index, step=step)
@@ -213,18 +214,42 @@ def _select_examples(
 
 def _worst_of_groups(collected: RolloutBatch, slot: int, index: int, *, step: int) -> list[Example]:
     """Return the completion with the lowest reward of each group of a member with signal."""
+    pairs = _extremes_of_groups(collected, slot)
+    return [_example(collected, worst, index, step) for _, worst in pairs]
+
+
+def _best_and_worst(
+    collected: RolloutBatch, slot: int, index: int, learned: LearnReport, *, step: int
+) -> list[Example]:
+    """Return the best and the worst completion of a member's first group with signal.
+
+    Without such a group, return the member's first completion.
+    """
+    own = [row for row, owner in enumerate(collected.member_ids.tolist()) if owner == slot]
+    rows = next(iter(_extremes_of_groups(collected, slot)), tuple(own[:1]))
+    examples = []
+    for row in rows:
+        # Advantages of a report are in the order of the member's rows.
+        advantage = _number(learned.advantages[own.index(row)])
+        examples.append(_example(collected, row, index, step, advantage))
+    return examples
+
+
+def _extremes_of_groups(collected: RolloutBatch, slot: int) -> list[tuple[int, ...]]:
+    """Return the rows of the best and the worst completion of each group with signal."""
     rewards = collected.scores.rewards.tolist()
     slots = collected.member_ids.tolist()
     groups: dict[int, list[int]] = {}
     for row, start in enumerate(collected.start_ids.tolist()):
         if slots[row] == slot and math.isfinite(rewards[row]):
             groups.setdefault(start, []).append(row)
-    examples = []
+    pairs = []
     for rows in groups.values():
+        best = max(rows, key=lambda row: rewards[row])
         worst = min(rows, key=lambda row: rewards[row])
-        if rewards[worst] < max(rewards[row] for row in rows):
-            examples.append(_example(collected, worst, index, step))
-    return examples
+        if rewards[worst] < rewards[best]:
+            pairs.append((best, worst))
+    return pairs
 
 
 def _example(

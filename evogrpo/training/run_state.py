@@ -96,7 +96,7 @@ class RunState:
             first one, an estimate from that of the untrained base.
         rollouts: Rewards of each slot in the generation under way: step, position of the
             start among those of the step, and mean raw reward of the group.
-        examples: One completion of each member, from the last learning step.
+        examples: Completions of each member in the last learning step, as in `StepReport`.
         reflections: Completions of each slot in the generation under way that proposers see; empty
             without a proposer.
         baseline: Fitness of the untrained base; None before it was measured.

@@ -28,20 +28,19 @@ def drawn(examples, best=0, width=120):
     return [line.rstrip() for line in stream.getvalue().splitlines()]
 
 
-def test_the_best_completion_comes_first_then_those_with_other_rewards():
+def test_completions_of_the_best_member_are_shown_with_one_question():
     examples = [
         example(0, completion="a", reward=0.0, advantage=0.0, step=5),
-        example(1, completion="b", reward=1.0, advantage=0.87, step=5),
         example(2, completion="c", reward=1.0, advantage=0.5, step=5),
-        example(3, completion="d", reward=0.0, advantage=-1.25, step=5),
+        example(2, completion="d", reward=0.0, advantage=-1.25, step=5),
     ]
     head, *rows = drawn(examples, best=2)
     assert head.split() == ["step", "6", "question", "completion", "reward", "advantage"]
     assert [row.split() for row in rows] == [
         ["#2", "3+4=", "c", "1", "+0.5"],
-        ["#0", "3+4=", "a", "0", "0"],
-        ["#3", "3+4=", "d", "0", "-1.25"],
+        ["#2", "d", "0", "-1.25"],
     ]
+    assert drawn(examples, best=7)[1].split() == ["#0", "3+4=", "a", "0", "0"]
 
 
 @pytest.mark.parametrize("width", [60, 80, 120, 200])
@@ -49,7 +48,7 @@ def test_long_texts_are_cut_in_the_middle(width):
     question = "Say " + "please " * 60 + "now?"
     answer = "First " + "blah " * 100 + "so 42"
     lines = drawn(
-        [example(0, question, answer, advantage=1.0), example(1, question, "no")], width=width
+        [example(0, question, answer, advantage=1.0), example(0, question, "no")], width=width
     )
     assert len(lines) == 3
     assert all(len(line) <= width for line in lines)

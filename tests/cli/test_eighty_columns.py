@@ -8,6 +8,7 @@ import pytest
 
 from evogrpo.cli import main
 from tests.cli.project import CONTROL, Terminal
+from tests.reporting.journals import generation, member, outcome, written
 
 
 @pytest.fixture
@@ -16,12 +17,12 @@ def run_dir(stored_network_run):
 
 
 def output_of(
-    monkeypatch, arguments, *, colour: bool, terminal: bool = True, to: str = "stdout"
+    monkeypatch, arguments, *, colour: bool, terminal: bool = True, to: str = "stdout", width=80
 ) -> str:
     streams = {name: Terminal() if terminal else io.StringIO() for name in ("stdout", "stderr")}
     for name, stream in streams.items():
         monkeypatch.setattr(sys, name, stream)
-    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("COLUMNS", f"{width if terminal else 200}")
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
     if not colour:
@@ -49,6 +50,21 @@ def test_records_fit_and_keep_all_words(monkeypatch, run_dir, command):
     assert "\x1b[3" in coloured or "\x1b[2m" in coloured
     assert not re.search(r"\x1b\[(3[0-7]|9[0-7])m", plain)  # bold and dim are allowed
     assert "\x1b" not in piped
+
+
+@pytest.mark.parametrize("width", [48, 80])
+def test_compare_breaks_no_word(monkeypatch, tmp_path, width):
+    """In 48 columns, the runs are below each other."""
+    monkeypatch.chdir(tmp_path)
+    for number, name in enumerate(("one", "a-run-of-another-seed")):
+        schedule = {"steps_per_generation": number, "evaluations_count": number}
+        begin = {"event": "run", "evolvable": {}, "seed": number, "schedule": schedule}
+        written(tmp_path / name, begin, generation(1, member(0, 0)), outcome(0))
+    arguments = ["compare", "one", "a-run-of-another-seed"]
+    whole = output_of(monkeypatch, arguments, colour=False, terminal=False)
+    narrow = output_of(monkeypatch, arguments, colour=False, width=width)
+    assert max(map(len, CONTROL.sub("", narrow).splitlines())) <= width
+    assert set(words(narrow)) == set(words(whole))
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,7 @@ def test_a_comparison_shows_the_limits_of_the_last_resume(tmp_path, capsys):
     finish(resumed_run(tmp_path / "other", generations=2))
     assert main(["compare", str(tmp_path / "one"), str(tmp_path / "other")]) == 0
     output = " ".join(capsys.readouterr().out.split())
-    assert "schedule.generations 1 2" in output
+    assert "schedule generations 1 2" in output
     assert "lineage" not in output
 
 

@@ -8,7 +8,7 @@ import pytest
 from evogrpo.reporting.charts import BEST, run_charts
 from evogrpo.reporting.summary import summarise
 from evogrpo.storage.journal import read_journal
-from tests.reporting.journals import generation, member, step
+from tests.reporting.journals import generation, member, outcome, step
 
 ALL_NAMES = (
     "lr",
@@ -137,6 +137,22 @@ def test_a_learning_rate_is_drawn_if_it_was_calibrated(rates, space, drawn):
     events = [{**RUN, "evolvable": space}, *steps, generation(1, member(0, 0))]
     charts = run_charts(summarise(events)).metrics
     assert [(chart.title, chart.log) for chart in charts] == [("learning rate", True)] * drawn
+
+
+def test_an_axis_shows_one_measure(tmp_path, fake_run):
+    """Tests may be greedy where fitness is training rewards; weights of rewards may differ."""
+    events = read_journal(fake_run(tmp_path, by="rollouts", test=False) / "journal.jsonl")
+    before = run_charts(summarise(events)).fitness
+    assert run_charts(summarise([*events, outcome(0, fitness=500.0)])).fitness == before
+    weights = [{"lr": 1e-4, "task_settings": {"reward_weights.digits": each}} for each in (0, 1)]
+    parts = {"reward": 3.0, "rewards/digits/mean": 1.0, "rewards/brief/mean": 2.0}
+    events = [
+        RUN,
+        step(0, measured(0, 0, **parts), measured(1, 1, **parts)),
+        generation(1, *(member(i, i, hyperparameters=own) for i, own in enumerate(weights))),
+    ]
+    charts = run_charts(summarise(events)).metrics
+    assert [chart.title for chart in charts] == ["reward digits", "reward brief"]
 
 
 def test_many_steps_are_averaged():

@@ -23,7 +23,7 @@ HOSTILE = (
     "<script>alert(1)</script> \" onload='x' </pre></table> <img src=x> &lt; \x1b[31m \0 \x9b"
     " \u202e \ud800 end"
 )
-VOID = {"meta", "img", "hr"}
+VOID = {"meta", "img", "hr", "wbr"}
 
 
 class Page(HTMLParser):

@@ -44,8 +44,8 @@ def test_a_changed_text_is_shown_with_the_fitness_of_parent_and_child():
     assert (change.name, change.parent, change.index) == (STYLE, 0, 2)
     assert change.before.startswith("0.5")
     assert change.after.startswith("0.7")
-    assert ("del", "a number.") in change.parts
+    assert ("del", " a number.") in change.parts
     page = html_page(run_of_a_child())
-    assert "<del>a number.</del>" in page
+    assert "<del> a number.</del>" in page
     assert "&lt;b&gt;number&lt;/b&gt;" in page
     assert "<b>number" not in page

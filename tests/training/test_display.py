@@ -199,7 +199,7 @@ def test_the_star_marks_the_best_member():
     tables = console.file.getvalue().split("Generation ")[1:]
     assert "★ best so far" in tables[0]
     for table in tables[1:]:
-        assert "best of this generation" in table
+        assert re.search(r"  best\b", table)
         assert f"★ best so far: #{run.run_state.best.index} of generation 1" in table
 
 
@@ -219,9 +219,7 @@ def test_new_members_are_those_born_in_this_run(fitness, head):
     assert all(head in table for table in tables)
     noted = []
     for table in tables:
-        noted.append(
-            sum("clone of" in line and "selection:" not in line for line in table.split("\n"))
-        )
+        noted.append(sum("new" in line.split() for line in table.split("\n")))
     assert any(member.born == 2 for member in generations[0].members)
     assert noted == [0, *(len(report.plan.children) for report in generations[:-1])]
 
@@ -259,8 +257,8 @@ def test_a_member_with_constant_rewards_is_marked(stored_language_run, width):
             width,
         )
 
-    assert with_zero_std(1.0).count("no learning signal") == len(report.members)
-    assert "no learning signal" not in with_zero_std(0.9)
+    assert with_zero_std(1.0).count("no signal") == len(report.members)
+    assert "no signal" not in with_zero_std(0.9)
 
 
 def test_no_value_of_a_member_is_cut_in_80_columns(stored_language_run):
