@@ -412,11 +412,14 @@ def completions_table(examples: Sequence[Example], best: int, width: int) -> Tab
             numbers.append((printable(name), values))
     numbers.append(("reward", [number_text(each.reward) for each in shown]))
     numbers.append(("advantage", [_signed(each.advantage) for each in shown]))
-    # 3. Divide the width that the other columns leave; the question gets at most half of it.
+    # 3. In a narrow terminal, leave out the columns of reward functions, then the advantage. Divide
+    #    the width that is left; the question gets at most half of it.
     members = (f"step {shown[0].step + 1}", [f"#{each.index}" for each in shown])
-    text_width = width - 2 * _COLUMN_GAP
-    for name, values in (members, *numbers):
-        text_width -= max(map(cell_len, (name, *values))) + _COLUMN_GAP
+    text_width = _width_left(width, [members, *numbers])
+    while text_width < 2 * _MIN_TEXT_WIDTH and len(numbers) > 1:
+        last_function = len(numbers) - 3
+        numbers.pop(last_function if last_function >= 0 else -1)
+        text_width = _width_left(width, [members, *numbers])
     text_width = max(text_width, 2 * _MIN_TEXT_WIDTH)
     questions = [one_line(each.prompt) for each in shown]
     longest = max(map(cell_len, questions))
@@ -441,6 +444,13 @@ def completions_table(examples: Sequence[Example], best: int, width: int) -> Tab
             line = shortened(one_line(f"{name}: {reason}"), completion_width)
             table.add_row("", "", Text(line, "dim"))
     return table
+
+
+def _width_left(width: int, columns: Sequence[tuple[str, Sequence[str]]]) -> int:
+    """Return the width that columns, each a heading and its cells, leave for two texts."""
+    for name, values in columns:
+        width -= max(map(cell_len, (name, *values))) + _COLUMN_GAP
+    return width - 2 * _COLUMN_GAP
 
 
 def _signed(value: float | None) -> str:

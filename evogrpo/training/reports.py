@@ -243,7 +243,7 @@ def _extremes_of_groups(collected: RolloutBatch, slot: int) -> list[tuple[int, .
     for row, start in enumerate(collected.start_ids.tolist()):
         if slots[row] == slot and math.isfinite(rewards[row]):
             groups.setdefault(start, []).append(row)
-    pairs = []
+    pairs: list[tuple[int, ...]] = []
     for rows in groups.values():
         best = max(rows, key=lambda row: rewards[row])
         worst = min(rows, key=lambda row: rewards[row])

@@ -58,6 +58,15 @@ def test_long_texts_are_cut_in_the_middle(width):
     assert "3+4=" in short[1]
 
 
+def test_columns_of_reward_functions_are_left_out_in_a_narrow_terminal():
+    rewards = dict.fromkeys(("digits", "brief", "polite"), 0.25)
+    numbers = [*rewards, "reward", "advantage"]
+    shown = {120: numbers, 66: ["digits", "reward", "advantage"], 46: ["reward"]}
+    for width, expected in shown.items():
+        head = drawn([example(rewards=rewards, advantage=0.75)], width=width)[0]
+        assert head.split() == ["step", "1", "question", "completion", *expected]
+
+
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_east_asian_texts_leave_room_for_the_numbers(width):
     texts = "请把下面的句子翻译成英文。" * 9, "a好" * 60 + "完"
