@@ -417,7 +417,7 @@ def show_plan(console: Console, task: Task, run_dir: Path, *, preset: bool = Fal
     rows |= labels.rows
     rows["objective"] = _objective_text(config.agent.objective)
     rows["schedule"] = _schedule_text(config)
-    step = task.forecast().step
+    step = task.forecast.step
     rows |= selection_row(config, step, "if all samples have the maximum length")
     rows["run directory"] = relative_path(run_dir)
     rows |= config.task.facts()
@@ -428,7 +428,7 @@ def show_plan(console: Console, task: Task, run_dir: Path, *, preset: bool = Fal
 def show_forecast(console: Console, task: Task) -> None:
     """Print the estimated cost of a run."""
     console.print(Text("Estimated cost", "bold"))
-    forecast = task.forecast()
+    forecast = task.forecast
     rows = dict(forecast.rows)
     need = forecast.memory
     if need.processes > 1:
@@ -452,7 +452,7 @@ def _start_text(config: Config, labels: SettingLabels) -> str:
         names.add("lr")
     text = ", ".join(labels.named(name, start[name]) for name in values if name in names)
     if config.search_space and config.population.spread and config.population.size > 1:
-        text += "; other members start at random values in the ranges below"
+        text += "; the values of other members are spread over the ranges below"
     return text
 
 

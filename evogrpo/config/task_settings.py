@@ -91,6 +91,17 @@ class TaskSettings(Mapping[str, SettingValue]):
         return {name: float(value) for name, value in self.group(group).items()}
 
 
+def configured_values(settings: Mapping[str, Any] | None) -> dict[str, SettingValue]:
+    """Return the argument `settings` of an environment: configured values of `task.NAME` by name.
+
+    Raises:
+        ValueError: If it is no mapping, or a value is neither number nor text.
+    """
+    if not isinstance(settings, Mapping | None):
+        raise ValueError(f"settings must be a mapping of names to values, got {shown(settings)}.")
+    return TaskSettings({"task": settings or {}}).group("task")
+
+
 def is_task_setting(name: str) -> bool:
     """Return True if a name is that of a task setting, with its group."""
     group, _, own = name.partition(".")

@@ -101,23 +101,22 @@ def setting_effects(summary: RunSummary, names: Sequence[str]) -> tuple[SettingE
             if value is not None:
                 relative[index, generation.generation] = value - fmean(healthy)
     compared = {index for index, _ in relative}
-    columns = {}
+    divisions = {}
     effects = []
     for name in names:
         texts = _value_texts(name, summary)
         own = {}
         for index, history in summary.histories.items():
             own[index] = texts[history.results[0].hyperparameters.get(name)]
-        columns[name] = [own[index] for index in sorted(compared)]
+        column = [own[index] for index in sorted(compared)]
+        # For each member the position of the first one with its value.
+        divisions[name] = [column.index(text) for text in column]
         effects.append(_setting_effect(summary, name, texts, own, relative))
-    # Effects of two settings cannot be separated if each value of one has its own of the other.
+    # Effects of settings that divide the members alike cannot be separated.
     for number, effect in enumerate(effects):
-        others = []
-        for other in names:
-            pairs = set(zip(columns[effect.name], columns[other], strict=True))
-            sizes = {len(set(columns[effect.name])), len(set(columns[other])), len(pairs)}
-            if other != effect.name and len(sizes) == 1 and len(pairs) > 1:
-                others.append(summary.labels.name(other))
+        division = divisions[effect.name]
+        together = [name for name in names if divisions[name] == division and any(division)]
+        others = [summary.labels.name(name) for name in together if name != effect.name]
         if others:
             finding = f"{effect.finding}, always changed together with {', '.join(others)}"
             effects[number] = replace(effect, finding=finding)

@@ -101,7 +101,7 @@ def start(
         if show is not None:
             show(task)
         if not skip_memory_check:
-            check_memory(task.forecast().memory)
+            check_memory(task.forecast.memory)
         # 4. Build the members, or restore them from the checkpoint.
         run_state: RunState | None = None
         if stored is None:

@@ -280,7 +280,7 @@ def test_the_forecast_is_an_upper_bound():
         "population": {"size": 2},
     }
     task = build(parse_config(values))
-    rows = task.forecast().rows
+    rows = task.forecast.rows
     assert re.findall(r"[\d,]+ ", rows["environment"])[:1] == ["16 "]  # 2 × 8 × 1
     assert "48 actions" in rows["environment"]  # three agents
     # 3 epochs × ceil(16 / 5), ceil(8 / 5)

@@ -133,7 +133,7 @@ def test_a_run_of_all_weights_exports_a_model(project, workdir, capsys):
     size = sum(parameter.numel() for parameter in base.parameters())
     assert task.trained.size == size
     # 4 members, their moments, copies and gradients
-    assert task.forecast().memory.size > 7 * 4 * 4 * size
+    assert task.forecast.memory.size > 7 * 4 * 4 * size
     assert main(train) == 0
     assert main(["export", "run", "model"]) == 0
     output = capsys.readouterr().out
@@ -212,7 +212,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(workdir, capsys):
 
 
 def test_the_token_forecast_is_a_tight_upper_bound(finished, project):
-    rows = build(load_config(project / "tiny.yaml")).forecast().rows
+    rows = build(load_config(project / "tiny.yaml")).forecast.rows
     generations = [
         event
         for event in read_journal(finished[0] / "journal.jsonl")

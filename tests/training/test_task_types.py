@@ -70,14 +70,14 @@ class TaskTypeTestCase(ABC):
 
     def test_the_plan_is_printed(self, built, given):
         config = built.config
-        for rows in (built.facts(), built.forecast().rows, config.task.facts()):
+        for rows in (built.facts(), built.forecast.rows, config.task.facts()):
             assert all(name and words and "\n" not in words for name, words in rows.items())
         assert any(config.task.label in words for words in built.facts().values())
         assert "population" in built.facts()
-        assert {"samples", "groups", "steps"} <= set(built.forecast().rows)
+        assert {"samples", "groups", "steps"} <= set(built.forecast.rows)
 
     def test_memory_does_not_depend_on_how_a_run_starts(self, kind, built):
-        need = built.forecast().memory
+        need = built.forecast.memory
         assert need == kind.memory_need(built.population(), built.env, built.config.schedule)
         assert need.size > 0
         assert need.savings
@@ -188,7 +188,7 @@ class TestEnvironments(TaskTypeTestCase):
                 "agent": {**given["agent"], **agent},
             }
             values = {**given, **parts, "population": {"size": 1}}
-            row = kind.build(parse_config(values)).forecast().rows["tokens"]
+            row = kind.build(parse_config(values)).forecast.rows["tokens"]
             return row.split()[0], int(re.search(r"([\d,]+) per", row)[1].replace(",", ""))
 
         # 8 conversations are sampled and learnt from once; a turn adds a completion and a reply of

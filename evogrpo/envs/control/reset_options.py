@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import closing
 from typing import Any
 
-from evogrpo.config.task_settings import SettingValue, TaskSettings
+from evogrpo.config.task_settings import SettingValue
 from evogrpo.envs.control.single_env import EndForkedChildren
 from evogrpo.text import class_name, one_line, shown, user_line
 from evogrpo.validation import refuse_unknown
@@ -37,13 +37,6 @@ class _RecordedOptions(MutableMapping[str, Any], dict[str, Any]):  # type: ignor
     __len__ = _PLAIN.__len__
     __setitem__ = _PLAIN.__setitem__
     __delitem__ = _PLAIN.__delitem__
-
-
-def checked_settings(settings: Mapping[str, SettingValue] | None) -> dict[str, SettingValue]:
-    """Return the argument `settings` of an environment; raise ValueError if it is invalid."""
-    if not isinstance(settings, Mapping | None):
-        raise ValueError(f"settings must be a mapping of names to values, got {shown(settings)}.")
-    return TaskSettings({"task": settings or {}}).group("task")
 
 
 def check_read(

@@ -7,10 +7,15 @@ from typing import Any, Self, TypeVar
 
 import numpy as np
 
-from evogrpo.config.task_settings import NO_SETTINGS, SettingValue, TaskSettings
+from evogrpo.config.task_settings import (
+    NO_SETTINGS,
+    SettingValue,
+    TaskSettings,
+    configured_values,
+)
 from evogrpo.envs.control.episodes import Episodes
 from evogrpo.envs.control.policy_mapping import PolicyMapping
-from evogrpo.envs.control.reset_options import check_read, checked_settings
+from evogrpo.envs.control.reset_options import check_read
 from evogrpo.envs.control.reward_components import Component, RewardComponents
 from evogrpo.envs.control.rollout import EpisodeRequest, StartBatch, play_episodes
 from evogrpo.envs.control.single_env import EndForkedChildren
@@ -123,7 +128,7 @@ class SeededGroups(ABC):
         self.seed = whole_number("seed", seed)
         self._kwargs = dict(env_kwargs or {})
         self.components = RewardComponents.of(rewards, reward_weights)
-        self.settings = checked_settings(settings)
+        self.settings = configured_values(settings)
         self._vector_env: VectorEnv | None = None
 
     def _set_limits(self, known: int | None, unwrapped: object) -> int:

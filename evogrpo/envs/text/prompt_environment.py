@@ -10,7 +10,12 @@ import gymnasium
 import numpy as np
 
 from evogrpo.chat_templates import end_of_turn_ids
-from evogrpo.config.task_settings import NO_SETTINGS, SettingValue, TaskSettings
+from evogrpo.config.task_settings import (
+    NO_SETTINGS,
+    SettingValue,
+    TaskSettings,
+    configured_values,
+)
 from evogrpo.envs.fingerprint import canonical, code_hash, short_hash
 from evogrpo.envs.protocol import SPLITS, Scores, Split, shuffled_starts
 from evogrpo.envs.text.datasets import (
@@ -25,7 +30,7 @@ from evogrpo.envs.text.datasets import (
 from evogrpo.envs.text.prompt_batch import SingleTurnBatch
 from evogrpo.envs.text.prompt_settings import (
     check_data_weights,
-    configured_values,
+    check_names,
     select_by_weights,
     starts_by_value,
 )
@@ -202,6 +207,7 @@ class PromptEnvironment:
         self._columns = tuple(columns)
         # The system message precedes the template, or the messages of a column prompt.
         self._settings = configured_values(settings)
+        check_names(self._settings)
         self._system: list[Message] = []
         if system_prompt is not None:
             self._system.append(system_message(system_prompt, self._settings))

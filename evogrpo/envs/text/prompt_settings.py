@@ -1,11 +1,11 @@
 """Task settings of prompt datasets: configured values, and training questions by data weights."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from evogrpo.config.task_settings import SettingValue, TaskSettings
+from evogrpo.config.task_settings import SettingValue
 from evogrpo.envs.protocol import shuffled_starts
 from evogrpo.envs.text.reward_functions import (
     AGILERL_ARGUMENTS,
@@ -25,14 +25,9 @@ RESERVED_SETTINGS = {
 """Names that a task setting cannot have: columns and arguments with a meaning of their own."""
 
 
-def configured_values(given: Mapping[str, Any] | None) -> dict[str, SettingValue]:
-    """Return the configured values of task settings by name.
-
-    Raises:
-        ValueError: If a name is reserved or no identifier, or a value is neither number nor text.
-    """
-    values = TaskSettings({"task": given or {}}).group("task")
-    for name in values:
+def check_names(settings: Iterable[str]) -> None:
+    """Raise ValueError if a name of a setting is reserved or no identifier."""
+    for name in settings:
         if name in RESERVED_SETTINGS:
             raise ValueError(f"task.{name} cannot be a setting: {name} has another use. Rename it.")
         if not name.isidentifier():
@@ -40,7 +35,6 @@ def configured_values(given: Mapping[str, Any] | None) -> dict[str, SettingValue
                 "settings must have names that fields and arguments can have, got"
                 f" {shown(name)}. Rename it."
             )
-    return values
 
 
 def starts_by_value(rows: Sequence[Any], column: str) -> dict[str, list[int]]:

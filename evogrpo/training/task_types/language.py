@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -165,8 +166,9 @@ class LanguageTask:
         note = f" ({requested} do not divide {size})" if parts != requested else ""
         return f", {layout}{note}"
 
+    @cached_property
     def forecast(self) -> Forecast:
-        """Return the costs of the run.
+        """Costs of the run.
 
         They are upper bounds where completions may end early or hyperparameters evolve.
         """

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -148,8 +149,9 @@ class NetworkTask:
         )
         return facts
 
+    @cached_property
     def forecast(self) -> Forecast:
-        """Return the costs of the run.
+        """Costs of the run.
 
         They are upper bounds where episodes may end early or hyperparameters evolve.
         """
