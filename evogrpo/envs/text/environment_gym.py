@@ -14,7 +14,7 @@ from evogrpo.envs.protocol import Split
 from evogrpo.envs.text.datasets import AnyTable, check_table
 from evogrpo.envs.text.environment_batch import EnvironmentBatch, Opening, failure_reason
 from evogrpo.envs.text.environment_pool import EnvironmentFactory, EnvironmentPool
-from evogrpo.envs.text.prompt_environment import CACHED_PROMPTS, PromptEnvironment, PromptOptions
+from evogrpo.envs.text.prompt_environment import PromptEnvironment, PromptOptions
 from evogrpo.envs.text.reward_functions import (
     ENVIRONMENTS,
     Reward,
@@ -322,8 +322,7 @@ class EnvironmentGym(PromptEnvironment):
             ValueError: If the split or an index does not exist.
         """
         values = self._values(split, starts, settings)
-        if len(self._observed) > CACHED_PROMPTS:
-            self._observed.clear()
+        self._observed.clear()
         observations = self._observations(split, starts, values)
         fields = self._batch_fields(split, starts, settings)
         # What each conversation begins with, for its own reset.

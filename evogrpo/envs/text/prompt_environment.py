@@ -70,8 +70,6 @@ from evogrpo.synonyms import close_match
 from evogrpo.text import class_name, one_line, shown, text_of
 from evogrpo.validation import plain_list, refuse_unknown, whole_between, whole_number
 
-CACHED_PROMPTS = 100_000
-"""Number of prompts with values of members that are kept."""
 SAMPLE_COMPLETIONS = ("This is a made-up completion: 42.", "This is another made-up completion.")
 
 
@@ -214,9 +212,7 @@ class PromptEnvironment:
         self._template = None if template is None else [*self._system, *template]
         self._fields = template_fields(self._template or self._system)
         self._prompt_settings = [name for name in self._settings if name in self._fields]
-        # Prompts with the values of members, by split, start and values; number of tokens and
-        # largest token id of those with the longest texts.
-        self._rendered: dict[tuple[Any, ...], array[int]] = {}
+        # Number of tokens of the longest prompt, and largest token id, with texts of members.
         self.longest_of_members = 0
         self._largest = 0
         self._data_column = data_column
@@ -313,7 +309,6 @@ class PromptEnvironment:
         self._splits, self.filtered = make_splits(
             tables, max_prompt_length=self._max_prompt_length, sizes=self._sizes, seed=self.seed
         )
-        self._rendered.clear()
         if self._data_column is not None:
             train = self._splits["train"]
             rows = [train.table[number] for number in train.rows]
@@ -466,22 +461,16 @@ class PromptEnvironment:
         values: Sequence[Mapping[str, SettingValue]],
     ) -> tuple[list[int], ...]:
         """Return the prompts of starts. Those that a member's values change are rendered again."""
-        if len(self._rendered) > CACHED_PROMPTS:
-            self._rendered.clear()
-        prompts = []
-        for start, row, own in zip(starts, rows, values, strict=True):
-            in_prompt = [(name, own[name]) for name in own if self._changes_prompt(name)]
-            key = (split, start, *in_prompt)
-            if not in_prompt:
-                prompt = self._splits[split].prompts[start]
-            elif key in self._rendered:
-                prompt = self._rendered[key]
-            else:
-                rendered = self._render(row, f"A row of {split}")
-                (prompt,) = tokenize([rendered], self.tokenizer, split, check=False)
-                self._rendered[key] = prompt
-            prompts.append(prompt.tolist())
-        return tuple(prompts)
+        prompts = [self._splits[split].prompts[start] for start in starts]
+        changed = {}
+        for position, own in enumerate(values):
+            if any(map(self._changes_prompt, own)):
+                changed[position] = self._render(rows[position], f"A row of {split}")
+        if changed:
+            ids = tokenize(list(changed.values()), self.tokenizer, split, check=False)
+            for position, prompt in zip(changed, ids, strict=True):
+                prompts[position] = prompt
+        return tuple(prompt.tolist() for prompt in prompts)
 
     # ---- check of task settings
 
@@ -527,6 +516,8 @@ class PromptEnvironment:
         # 2. Texts of prompts: render the first question with each, and all with the longest.
         in_prompt = {name: own[name] for name in own if name in self._prompt_settings}
         longest = {}
+        self.longest_of_members = 0
+        self._largest = 0
         for name, possible in in_prompt.items():
             prompts = []
             for value in possible:
@@ -535,14 +526,12 @@ class PromptEnvironment:
             ids = tokenize(prompts, self.tokenizer, f"the first row with each task.{name}")
             lengths = [len(each) for each in ids]
             longest[name] = possible[lengths.index(max(lengths))]
-        self.longest_of_members = 0
-        self._largest = 0
+            self._largest = max(self._largest, *map(max, ids))
         for split in SPLITS if longest else ():
             starts = range(self.size(split))
             settings = [TaskSettings({"task": longest})] * len(starts)
             prompts_of_split = self.make_batch(split, starts, settings).prompts
             self.longest_of_members = max(self.longest_of_members, *map(len, prompts_of_split))
-            self._largest = max(self._largest, *map(max, prompts_of_split))
 
     def _check_read(self, name: str, functions: Sequence[Reward]) -> None:
         """Raise ValueError unless a prompt or one of these functions reads a task setting."""
