@@ -175,8 +175,10 @@ class RunCharts:
     def label(self, colour: str) -> str:
         """Return the meaning of a line's colour."""
         best = self.summary.best
+        if self.summary.is_alone and colour == BEST:
+            return "up to its best generation"
         if self.summary.is_alone:
-            return "up to its best generation" if colour == BEST else "later generations"
+            return "later generations"
         if colour == BEST and best is not None:
             return f"best member #{best.index} and its ancestors"
         if self.crowded:

@@ -180,14 +180,16 @@ class RunSummary:
         # 1. Candidates.
         candidates = dict(_METRICS)
         if any(name.startswith("reward_weights.") for name in self.task_settings):
-            title, unit = candidates.pop("reward")
-            names = chain.from_iterable(m.metrics for step in self.steps for m in step.members)
+            _, unit = candidates.pop("reward")
+            members = chain.from_iterable(step.members for step in self.steps)
             components = {}
-            for name in dict.fromkeys(names):
+            for name in dict.fromkeys(chain.from_iterable(each.metrics for each in members)):
                 function = _COMPONENT.fullmatch(name)
                 if function is not None:
-                    own = short_name(function[1])
-                    components[name] = (title if own == title else f"{title} {own}", unit)
+                    title = short_name(function[1])
+                    if not title.startswith("reward"):
+                        title = f"reward {title}"
+                    components[name] = (title, unit)
             candidates = components | candidates
         # 2. Those with values.
         values: dict[str, set[float]] = {name: set() for name in candidates}
