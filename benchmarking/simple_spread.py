@@ -34,7 +34,7 @@ from torch.distributions import Categorical
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarking.records import write_record  # the path is set above
-from evogrpo.algorithms.grpo import MultiAgentGRPO
+from evogrpo.algorithms.multi_agent import MultiAgentGRPO
 from evogrpo.envs.control.action_noise import ActionNoise
 from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
 from evogrpo.envs.control.policy_mapping import PolicyMapping, map_policies

@@ -1,8 +1,8 @@
-"""Ranks of a distributed program: sections of work, and collectives.
+"""Ranks of a distributed program: shared errors, and collectives.
 
 Every rank holds all members, and equal bits lead to equal decisions. Only forward and backward
-passes are divided. Local work that may fail or be interrupted on one rank runs in a *section*,
-after which ranks exchange their outcomes.
+passes are divided. Local work that may fail or be interrupted on one rank runs inside
+`Processes.shared_errors`, after which ranks exchange their outcomes.
 """
 
 import atexit
@@ -65,10 +65,10 @@ class Processes:
     Attributes:
         rank: As given.
         size: As given.
-        interruptible: True while this rank may abandon its work alone, because a `section` informs
-            the others.
+        interruptible: True while this rank may abandon its work alone, because `shared_errors`
+            informs the others.
         waiting_seconds: Time spent in exchanges, mostly waiting for other ranks.
-        in_section: True inside a `section`.
+        sharing_errors: True inside `shared_errors`.
         lockstep_error: Error inside a pass of a sharded base, after which ranks cannot exchange
             outcomes; None = no error.
     """
@@ -78,7 +78,7 @@ class Processes:
         self.size = size
         self._group = group
         self.interruptible = size == 1
-        self.in_section = False
+        self.sharing_errors = False
         self.waiting_seconds = 0.0
         self.lockstep_error: BaseException | None = None
 
@@ -87,14 +87,14 @@ class Processes:
         """True on the rank that writes files and prints."""
         return self.rank == 0
 
-    # ---- sections
+    # ---- shared errors
 
     @contextmanager
-    def section(self) -> Iterator[None]:
+    def shared_errors(self) -> Iterator[None]:
         """Run a block on every rank and exchange errors, so that all ranks raise if one fails.
 
-        Sections may be nested. A failure between inner sections is raised on other ranks in their
-        next section or sum.
+        Blocks may be nested. A failure between inner blocks is raised on other ranks at the end of
+        their next block, or in their next sum.
 
         Raises:
             Interrupted: If any rank was interrupted.
@@ -106,11 +106,11 @@ class Processes:
             return
         # 1. Local work. An error is kept until the exchange, unless all ranks have it already or
         #    none can exchange.
-        outer = self.in_section
+        outer = self.sharing_errors
         failure = None
         try:
             self.interruptible = True
-            self.in_section = True
+            self.sharing_errors = True
             yield
         except (Interrupted, Exception) as error:  # raised again below
             if self.raised_on_all_ranks(error) or error is self.lockstep_error:
@@ -118,13 +118,13 @@ class Processes:
             failure = error
         finally:
             self.interruptible = False
-            self.in_section = outer
+            self.sharing_errors = outer
         # 2. Exchange outcomes; all ranks raise if one failed.
         self._exchange(failure)
 
-    def run_section(self, work: Callable[[], T]) -> list[T]:
-        """Run local work in a `section`, and return the results of all ranks in rank order."""
-        with self.section():
+    def gather_results(self, work: Callable[[], T]) -> list[T]:
+        """Run local work with `shared_errors`; return the results of all ranks in rank order."""
+        with self.shared_errors():
             result = work()
         return self.all_gather(result)
 
@@ -218,7 +218,7 @@ class Processes:
         padded = torch.zeros(self.size * part, dtype=values.dtype)
         padded[: len(values)] = values.detach()
         received = torch.empty_like(padded)
-        # Raises an error if a rank failed since the last section and cannot take part.
+        # Raises an error if a rank failed since the last exchange and cannot take part.
         self._exchange(None)
         # 1. Get the part of this rank from all ranks, and sum it in rank order.
         self.wait(lambda: dist.all_to_all_single(received, padded, group=self._group))
@@ -314,8 +314,14 @@ def _kind_of(failure: BaseException) -> int:
 
 def cores_per_rank() -> int:
     """Return the number of processor cores per rank on this machine, at least 1."""
+    ranks = 1
     local = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return max(1, (os.cpu_count() or 1) // max(1, int(local) if local.isdigit() else 1))
+    if local.isdigit():
+        ranks = max(1, int(local))
+    cores = os.cpu_count()
+    if cores is None:  # unknown
+        return 1
+    return max(1, cores // ranks)
 
 
 SETTLING_SECONDS = 0.2

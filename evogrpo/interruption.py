@@ -41,7 +41,7 @@ class Stop:
 
     Args:
         may_interrupt: Returns True while this process may abandon its work, by default always; with
-            several ranks only inside `Processes.section`.
+            several ranks only inside `Processes.shared_errors`.
 
     Attributes:
         reason: Reason of the stop; None without a request.
@@ -65,7 +65,7 @@ class Stop:
 
         Args:
             reason: Reason of the stop.
-            number: Number of the signal, if one caused it.
+            number: Number of the signal that caused it; None if none did.
         """
         if self.reason is None:
             self.reason = reason

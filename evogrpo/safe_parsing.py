@@ -138,12 +138,14 @@ def load_yaml(text: str, where: str) -> Any:
     try:
         return yaml.load(text, _Loader)  # noqa: S506 (a subclass of SafeLoader)
     except yaml.YAMLError as error:
-        # Most errors know their place.
+        # Most errors have a line and a column.
         mark = getattr(error, "problem_mark", None)
-        place = ""
+        position = ""
         if mark is not None:
-            place = f", line {mark.line + 1}, column {mark.column + 1}"
-        raise ValueError(f"{where}{place}: {getattr(error, 'problem', None) or error}") from error
+            position = f", line {mark.line + 1}, column {mark.column + 1}"
+        raise ValueError(
+            f"{where}{position}: {getattr(error, 'problem', None) or error}"
+        ) from error
     except (
         ValueError,
         LookupError,

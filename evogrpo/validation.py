@@ -124,6 +124,7 @@ def settings(kind: type[T]) -> type[T]:
 
     @wraps(made.__init__)
     def init(self: Any, /, *positional: Any, **values: Any) -> None:
+        """Validate the arguments, and set the fields."""
         if positional:
             pairs = zip(fields(made), positional, strict=False)  # type: ignore[arg-type]  # a dataclass
             example = ", ".join(f"{each.name}={shown(value, 40)}" for each, value in pairs)
@@ -599,6 +600,7 @@ def lists_options(
     defaults |= others
 
     def decorate(function: F) -> F:
+        """Add the names to the signature of a function, in place of its `**options`."""
         signature = inspect.signature(function)
         kind = inspect.Parameter.KEYWORD_ONLY
         parameters = [

@@ -11,8 +11,9 @@ from torch import Tensor
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.functional.advantages import group_advantages
 from evogrpo.functional.losses import kl_estimate, loss_weights, policy_loss
+from evogrpo.learn_reports import UpdateReport
 from evogrpo.members.bank import INITIAL_RUNNING_STATS, RUNNING_STATS, LossFunction, PolicyBank
-from evogrpo.records import Batch, UpdateReport
+from evogrpo.records import Batch
 
 SIZE = 3
 HYPERPARAMETERS = (

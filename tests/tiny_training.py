@@ -20,6 +20,7 @@ from evogrpo.config.optimizer import Optimizer
 from evogrpo.envs.protocol import GroupEnvironment
 from evogrpo.envs.text.templates import Tokenizer
 from evogrpo.evolution import Strategy
+from evogrpo.learn_reports import LearnReport
 from evogrpo.members.bank import Sampler
 from evogrpo.members.fast_llama.weight_layout import fast_paths_disabled
 from evogrpo.members.language import bank as language_bank
@@ -28,7 +29,7 @@ from evogrpo.members.language.full_finetuning import choose_trained
 from evogrpo.members.language.own_loop import as_batch
 from evogrpo.members.requests import RolloutBatch
 from evogrpo.randomness import generator
-from evogrpo.records import Batch, LearnReport
+from evogrpo.records import Batch
 from evogrpo.reporting.records import StepReport
 from evogrpo.storage.checkpoint import CheckpointError, read_checkpoint
 from evogrpo.storage.journal import latest_generations, read_journal

@@ -25,7 +25,7 @@ from peft import LoraConfig
 from transformers import PreTrainedModel
 
 from evogrpo.members.language.bank import AdapterBank
-from evogrpo.members.language.lora import read_adapter
+from evogrpo.members.language.peft_files import read_adapter
 from evogrpo.records import Batch, SamplingBatch, SamplingOptions, TokenInputs
 from evogrpo.stop_strings import StopStrings
 
@@ -199,7 +199,7 @@ class VLLMServer:
                 size=1,
                 pad_token_id=0,
                 eos_token_ids=[1],
-                start=adapter,
+                initial_adapter=adapter,
                 like=self._base,
             )
         self.adapters[name] = folder

@@ -35,6 +35,7 @@ INTERFACES = {
     ),
     "evogrpo.reporting.report": ("RunReport",),
     "evogrpo.reporting.data_frames": ("RunFrames",),
+    "evogrpo.learn_reports": ("LearnReport", "UpdateReport"),
     "evogrpo.training.schedule": ("Schedule",),
     "evogrpo.algorithms.agent": ("Agent",),
     "evogrpo.compat.translation": ("Imported",),

@@ -15,9 +15,10 @@ from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.history import NETWORK, Changes, MemberRecord, changes_between
 from evogrpo.evolution.mutation import Mutation
+from evogrpo.learn_reports import LearnReport
 from evogrpo.members.members import Members
 from evogrpo.members.requests import Learner
-from evogrpo.records import Experience, LearnReport
+from evogrpo.records import Experience
 from evogrpo.synonyms import NamesMissing
 from evogrpo.text import shown
 

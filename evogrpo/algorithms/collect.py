@@ -71,6 +71,7 @@ def sample_groups(
     position_ids = torch.cat(position_ids_by_learner)
 
     def per_row(values: Sequence[float]) -> Tensor:
+        """Return the value of each row's learner."""
         return torch.tensor(values).repeat_interleave(torch.tensor(counts))
 
     request = SamplingRequest(
@@ -100,12 +101,13 @@ def sample_groups(
 
     # 4. Sample.
     def sample() -> RolloutBatch | None:
+        """Return the samples of this rank's rows; None if it has none."""
         if len(rows):
             return _moved(members.sample(env, starts, request.select(rows)), "cpu")
         return None
 
     # 5. Merge the rows of all ranks, in order.
-    parts = [part for part in ranks.run_section(sample) if part is not None]
+    parts = [part for part in ranks.gather_results(sample) if part is not None]
     return replace(_moved(merge_rollouts(parts), members.device), starts=starts)
 
 

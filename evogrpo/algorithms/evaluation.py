@@ -42,13 +42,14 @@ def evaluate_questions(
         questions = tuple(shares[ranks.rank].tolist())
 
         def work() -> tuple[NDArray[np.float64], tuple[int, ...]] | None:
+            """Return the results of this rank's questions; None if it has none."""
             if questions:
                 return members.evaluate(env, replace(request, questions=questions))
             return None
 
         # Shares are contiguous and results come in rank order, so the columns are in the order of
         # the questions.
-        results = [result for result in ranks.run_section(work) if result is not None]
+        results = [result for result in ranks.gather_results(work) if result is not None]
         # Rows of a slot are next to each other.
         rewards = np.hstack([values.reshape(len(request.slots), -1) for values, _ in results])
         spent_by_rank = np.array([spent for _, spent in results])
@@ -153,7 +154,7 @@ def measure_fitness(
         split: Name of the split.
         config: Sampling and racing settings.
         questions: Maximum number of questions; None = all.
-        rival: Fitness of the best member so far, on the same split.
+        rival: Fitness of the best member so far, on the same split; None = there is none yet.
         settings: Task settings by slot; None = no member has any.
         base: Evaluate the untrained base instead; `slots` then has a single slot, whose value has
             no effect.

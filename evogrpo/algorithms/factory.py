@@ -216,8 +216,8 @@ def _language_members(
     from peft import LoraConfig
 
     from evogrpo.members.language.compatibility import check_causal_class
-    from evogrpo.members.language.lora import read_adapter
     from evogrpo.members.language.members import LanguageMembers
+    from evogrpo.members.language.peft_files import read_adapter
 
     # 1. Check the model and the arguments that it needs.
     _refuse_other_kind(NETWORKS_ONLY, options, "small networks")
@@ -234,27 +234,27 @@ def _language_members(
             instance(name, options[name], kind, example)
     # 2. Choose what members train: all weights, or adapters, which may start from a stored one.
     lora = options.get("lora_config")
-    start = options.get("adapter")
+    adapter = options.get("adapter")
     chosen = options.get("full_finetuning")
     full = chosen is not None and flag("full_finetuning", chosen)
-    if full and (lora is not None or start is not None):
+    if full and (lora is not None or adapter is not None):
         raise ValueError("full_finetuning trains all weights. Leave out lora_config and adapter.")
-    if lora is None and start is None and not full:
+    if lora is None and adapter is None and not full:
         lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
     # 3. Build the settings, the first member's hyperparameters and the members.
     given = {**_named(_LANGUAGE, options), "pad_token_id": pad_token_id}
     settings = LanguageSettings(**given)
     first = _first_hyperparameters(options, settings, {})
     stored = None
-    if start is not None:
-        stored = read_adapter(start)
+    if adapter is not None:
+        stored = read_adapter(adapter)
     members = LanguageMembers(
         model,
         size,
         settings,
         options.get("hp_config"),
         lora_config=lora,
-        start=stored,
+        initial_adapter=stored,
         source=options.get("source"),
         device=choose_device(options.get("accelerator"), options.get("device")),
         autocast=autocast_context(options.get("accelerator")),

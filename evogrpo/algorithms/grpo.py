@@ -13,41 +13,35 @@ from torch import nn
 
 from evogrpo.algorithms.agent import Agent
 from evogrpo.algorithms.checkpointing import load_agent, read_agent, save_agent
-from evogrpo.algorithms.collect import check_groups, sample_groups
+from evogrpo.algorithms.collect import check_groups
 from evogrpo.algorithms.evaluation import common_scores, evaluate
 from evogrpo.algorithms.factory import (
     Built,
     MultiAgentOptions,
-    MultiAgentPopulationOptions,
     Options,
     auto_space,
-    build_joint_members,
     build_members,
     is_language_model,
 )
 from evogrpo.algorithms.learning.learning_step import learn
 from evogrpo.algorithms.population import Population
 from evogrpo.compat.agilerl import AgileRLMethods
-from evogrpo.config.agent import JointSettings, LanguageSettings, NetworkSettings
+from evogrpo.config.agent import LanguageSettings, NetworkSettings
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.search_space import (
     MAX_MEMBERS,
     MAX_SAMPLES,
     HyperparameterConfig,
-    check_group_size,
     common_samples,
 )
 from evogrpo.distributed import processes
 from evogrpo.envs.control.gymnasium_groups import SingleEnvironment
-from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
-from evogrpo.envs.control.policy_mapping import AgentSpaces
 from evogrpo.envs.protocol import SPLITS, GroupEnvironment, Split
 from evogrpo.evolution.founders import spread_founders, warm_start_founders
+from evogrpo.learn_reports import LearnReport
 from evogrpo.members.members import Members, optional_method
 from evogrpo.members.networks.members import NetworkMembers
-from evogrpo.members.requests import RolloutBatch
 from evogrpo.randomness import generator
-from evogrpo.records import LearnReport
 from evogrpo.text import shown
 from evogrpo.validation import (
     flag,
@@ -104,7 +98,8 @@ class EvolvableAlgorithm(Agent, AgileRLMethods):
     ) -> None:
         used = self.options_of_class(options)
         # An accelerator of several processes expects each of them to train its own share.
-        count = getattr(options.get("accelerator"), "num_processes", 1)
+        accelerator = options.get("accelerator")
+        count = getattr(accelerator, "num_processes", 1)
         if count != 1:
             raise ValueError(
                 f"A single agent is trained by one process, got an accelerator with {count}"
@@ -448,7 +443,8 @@ class EvolvableAlgorithm(Agent, AgileRLMethods):
         # 2. Make groups of a single environment, each start with one episode.
         groups: Any = env
         if isinstance(env, gymnasium.Env) and not hasattr(env, "select_starts"):
-            episodes = episodes or 1
+            if episodes is None:
+                episodes = 1
             groups = SingleEnvironment(env, episodes)
         check_groups(groups)
         self.members.check(groups)
@@ -562,155 +558,3 @@ class GRPO(EvolvableAlgorithm):
     unused_options: ClassVar[tuple[str, ...]] = ()
 
     learn_together = staticmethod(learn)
-
-
-class MultiAgentGRPO(GRPO):
-    """A member that acts for all agents of an environment, trained by GRPO.
-
-    A group is `group_size` joint episodes from one joint reset seed. Each agent's part of an
-    episode is compared with the same agent's parts of the group's other episodes: an advantage is
-    relative within (seed, agent). A policy that several agents share learns from all their rows.
-
-    Everything else is as in `GRPO`; `learn` takes the `experience` that `collect` returned. The
-    constructor creates one member in banks of its own; `MultiAgentGRPO.population` creates several
-    that share them.
-
-    Args:
-        observation_spaces: Observation space of each agent by name, as in
-            `PettingZooGroups.observation_spaces`.
-        action_spaces: Action space of each agent by name.
-        options: All other options, with defaults; see
-            `evogrpo.algorithms.factory.MultiAgentOptions`.
-
-    Raises:
-        ValueError: If an argument is unknown or out of range, or agents of one policy differ in
-            their spaces.
-
-    Source: DeepSeekMath (arXiv:2402.03300), section 4.1, applied to each agent separately.
-    """
-
-    __slots__ = ()
-
-    kinds: ClassVar[Mapping[str, type[Members] | str]] = {"joint": NetworkMembers}
-    _build = staticmethod(build_joint_members)
-
-    @lists_options(MultiAgentOptions.__annotations__, Hyperparameters, JointSettings)
-    def __init__(
-        self,
-        observation_spaces: AgentSpaces | None = None,
-        action_spaces: AgentSpaces | None = None,
-        **options: Unpack[MultiAgentOptions],
-    ) -> None:
-        members, first = self._build(1, observation_spaces, action_spaces, None, None, options)
-        Agent.__init__(self, members, 0, options.get("index", 0), first)
-
-    @classmethod
-    @lists_options(
-        MultiAgentPopulationOptions.__annotations__,
-        Hyperparameters,
-        JointSettings,
-        EvolvableAlgorithm.population,
-    )
-    def population(  # type: ignore[override]  # spaces by agent
-        cls,
-        size: int | None = None,
-        observation_spaces: AgentSpaces | None = None,
-        action_spaces: AgentSpaces | None = None,
-        **options: Unpack[MultiAgentPopulationOptions],
-    ) -> Population:
-        """Create members that play and learn in the same batches; see `GRPO.population`.
-
-        Args:
-            size: Number of members.
-            observation_spaces: As for one member.
-            action_spaces: As for one member.
-            options: As for one member, and `wrapper_cls`, `wrapper_kwargs`, `samples_per_step`
-                (joint episodes), `spread` and `founders` as in `GRPO.population`.
-
-        Raises:
-            ValueError: If an argument is unknown or out of range.
-        """
-        # Options of language models have no meaning for several agents.
-        arguments: Any = options
-        names = (
-            "size",
-            "observation_spaces",
-            "action_spaces",
-            *MultiAgentPopulationOptions.__annotations__,
-        )
-        refuse_unknown("argument", options, names)
-        return super().population(size, observation_spaces, action_spaces, **arguments)  # type: ignore[arg-type]
-
-    def collect(self, env: PettingZooGroups, samples_per_step: int | None = None) -> RolloutBatch:
-        """Play groups of joint episodes on the training starts of the agent's current step.
-
-        Args:
-            env: The environment.
-            samples_per_step: Number of joint episodes; one group by default.
-
-        Raises:
-            ValueError: If the group size does not divide it, or the environment does not fit the
-                member.
-        """
-        # The groups of one agent are not divided among ranks.
-        self.check_single_rank("collect")
-        self.members.check(env)
-        samples = self.group_size
-        if samples_per_step is not None:
-            samples = whole_between("samples_per_step", samples_per_step, 1, MAX_SAMPLES)
-        check_group_size(self.group_size, samples, owner="the member")
-        groups = range(samples // self.group_size)
-        sampled = sample_groups(
-            self.members,
-            env,
-            [self.learner()],
-            [groups],
-            starts_per_step=len(groups),
-            purpose="sample",
-        )
-        self.members.update_statistics(sampled.observed)
-        return sampled
-
-
-# The built-in class of agents of each kind of members.
-_CLASSES: dict[str, type[GRPO]] = {
-    **dict.fromkeys(GRPO.kinds, GRPO),
-    **dict.fromkeys(MultiAgentGRPO.kinds, MultiAgentGRPO),
-}
-
-
-def own_algorithm(algorithm: type[Agent]) -> str | None:
-    """Return the name of a user's own algorithm for checkpoints; None for built-in ones."""
-    if algorithm in _CLASSES.values():
-        return None
-    return algorithm.__qualname__
-
-
-def algorithm_class(kind: str, stored: str | None, given: type[Agent] | None) -> type[Agent]:
-    """Return the class of a stored population's agents; a name in a checkpoint is never imported.
-
-    Args:
-        kind: Kind of their members.
-        stored: Name of the algorithm in the checkpoint; None = built-in.
-        given: The user's class; None = the built-in class of this kind.
-
-    Raises:
-        ValueError: If the user's class is missing or does not match.
-        KeyError: If no built-in class has this kind.
-    """
-    if given is None and stored is None:
-        found: type[Agent] | None = _CLASSES[kind]
-    else:
-        found = given
-    # A class of the user cannot be found by its name, so it must be given.
-    if found is None:
-        raise ValueError(
-            f"The run's agents have a class of your own, {stored!r}. Pass algorithm={stored}."
-        )
-    if own_algorithm(found) != stored or kind not in found.kinds:
-        ours = stored or _CLASSES[kind].__name__
-        raise ValueError(
-            f"The run's agents have the class {ours!r}, got {shown(found.__qualname__)}. Pass"
-            f" algorithm={ours}."
-        )
-    return found

@@ -24,11 +24,12 @@ from evogrpo.evolution.history import NETWORK, Generation, History, MemberRecord
 from evogrpo.evolution.plan import Plan
 from evogrpo.evolution.strategies import Strategy
 from evogrpo.interruption import NEVER, Stop
+from evogrpo.learn_reports import LearnReport
 from evogrpo.members.bank import Sampler
 from evogrpo.members.members import Members, optional_method
 from evogrpo.members.requests import RolloutBatch
 from evogrpo.randomness import generator
-from evogrpo.records import Experience, LearnReport
+from evogrpo.records import Experience
 from evogrpo.safe_parsing import dump_json, load_json
 from evogrpo.synonyms import NamesMissing
 from evogrpo.text import class_name, shown
@@ -226,9 +227,8 @@ class Population(NamesMissing, Sequence[Any]):
         learners = [agent.learner(step) for agent in self.healthy]
         healthy = [learner.slot for learner in learners]
         experience = {policy: replace(batch, stop=stop) for policy, batch in experience.items()}
-        # A section tells the other ranks of an error; language models divide their passes inside of
-        # it.
-        with self.processes.section():
+        # If one rank fails, all raise. Language models divide their passes inside of this block.
+        with self.processes.shared_errors():
             learned = self.algorithm.learn_together(self.members, learners, experience)
             reports = {slot: _checked(report) for slot, report in learned.items()}
         self.members.match_ranks(healthy)
@@ -368,7 +368,10 @@ class Population(NamesMissing, Sequence[Any]):
                 " slots."
             )
         if any(child.index < self.next_index for child in plan.children):
-            raise ValueError(f"The indices of children must be new, from {self.next_index} on.")
+            raise ValueError(
+                f"Indices of children must be new, from {self.next_index} on, got"
+                f" {[child.index for child in plan.children]}."
+            )
         # 1. Record the births.
         self.lineage += plan.children
         # 2. Copy all train states before any architecture changes: a parent's slot may itself get a

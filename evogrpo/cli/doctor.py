@@ -174,10 +174,10 @@ def check_model() -> Iterator[Finding]:
             name="demo model", state="problem", detail=detail, remedy=package_command("gguf")
         )
     else:
-        place = f"on first use into {models}"
+        destination = f"on first use into {models}"
         if converted:
-            place = f"in {models}"
-        detail = f"{DEMO_MODEL} from {DEMO_WHEEL} {wheel}, converted {place}"
+            destination = f"in {models}"
+        detail = f"{DEMO_MODEL} from {DEMO_WHEEL} {wheel}, converted {destination}"
         yield Finding(name="demo model", state="ok", detail=detail)
 
 

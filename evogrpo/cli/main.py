@@ -125,7 +125,9 @@ class _Parser(argparse.ArgumentParser):
         """Exit with a short message; for an unknown command, with the most similar one."""
         if match := _WRONG_CHOICE.match(message):
             names = _NAME.findall(match[2])
-            hint = _did_you_mean(match[1], names) or f"; choose from {', '.join(names)}"
+            hint = _did_you_mean(match[1], names)
+            if not hint:
+                hint = f"; choose from {', '.join(names)}"
             message = f"there is no command {shorten(match[1], 80)!r}{hint}"
         super().error(printable(shorten(message, 500)))
 
@@ -152,14 +154,18 @@ def _reject(args: argparse.Namespace, argument: str) -> NoReturn:
         if "." not in name:
             setting = setting_called(name)
         if setting is not None:
-            hint = f"; write {setting}={value or 'VALUE'}"
+            example = value or "VALUE"
+            hint = f"; write {setting}={example}"
         else:
             # Another library's setting without counterpart has an explanation.
             instead = answer_elsewhere(name, (), setting_called)
-            instead = instead or advice(name, setting_called, patterns=True)
+            if instead is None:
+                instead = advice(name, setting_called, patterns=True)
             if instead is not None:
                 hint = f": {instead}"
-    parser.error(f"there is no option {option}{hint or f'; see `{parser.prog} --help`'}")
+    if not hint:
+        hint = f"; see `{parser.prog} --help`"
+    parser.error(f"there is no option {option}{hint}")
 
 
 def _did_you_mean(name: str, names: Sequence[str]) -> str:

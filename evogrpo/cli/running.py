@@ -102,7 +102,7 @@ def start_run(config: Config, args: argparse.Namespace, name: str) -> int:
                 return _unused_folder(name, requested)
             return stack.enter_context(_new_folder(name, requested))
 
-        run_dir = processes().run_section(choose_folder)[0]
+        run_dir = processes().gather_results(choose_folder)[0]
         assert run_dir is not None  # the result of rank 0
 
         # 3. Check the configuration, show the plan, and create the population.
@@ -226,7 +226,9 @@ def resume_run(
         )
     limit = ended(stored, config.schedule)
     if limit is not None and _has_best(run_dir):
-        console.print(f"This run is finished ({limit}).", soft_wrap=True)
+        console.print(
+            f"This run is finished ({limit}). To train further, raise the limit.", soft_wrap=True
+        )
         if processes().is_rank_zero:
             show_ending(console, run_dir, state.generation, config.schedule)
         return OK
@@ -274,7 +276,10 @@ def print_vllm_commands(args: argparse.Namespace) -> int:
     """Print the command of each vLLM server of a configuration, and nothing else."""
     config = load_config(args.config, args.overrides)
     if config.model is None:
-        raise ValueError(f"{args.config} trains small networks. vLLM serves language models.")
+        raise ValueError(
+            f"{args.config} trains small networks, but vLLM serves"
+            " language models. Give the configuration of a language model."
+        )
     task = task_type_of(config.task).build(config)
     with closing(task.env):
         for line in _vllm_commands(task):

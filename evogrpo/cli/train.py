@@ -30,6 +30,7 @@ def demo(args: argparse.Namespace) -> int:
             raise ValueError(f"demo takes no configuration file. Write `evogrpo train {text}`.")
 
     def read() -> "Config":
+        """Return the packaged configuration, with the overrides of the command line."""
         from evogrpo.evolution.strategies import Fixed
         from evogrpo.training.configuration.reading import load_config
 

@@ -309,7 +309,10 @@ class Objective:
         space: HyperparameterConfig,
     ) -> tuple[Any, ...]:
         """Return every loss type or advantage that a member can have now or after mutation."""
-        first = getattr(hyperparameters, name) or getattr(self, name)
+        # The member's own choice, or that of all members.
+        first = getattr(hyperparameters, name)
+        if first is None:
+            first = getattr(self, name)
         evolved = space[name].names if name in space else ()
         return tuple(dict.fromkeys((first, *evolved)))
 

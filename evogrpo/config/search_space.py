@@ -339,6 +339,7 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
         def read(
             value: Any, parameters: Callable[[Any], Mapping[str, RLParameter | None]]
         ) -> HyperparameterConfig:
+            """Return the search space of a mapping; `parameters` reads its hyperparameters."""
             if isinstance(value, HyperparameterConfig):
                 return value
             settings = {}

@@ -98,12 +98,12 @@ class Definition:
     @property
     def constants(self) -> frozenset[str]:
         """Variables of the enclosing functions that depend on their arguments alone."""
-        return frozenset[str]().union(*map(constants, self.functions))
+        return frozenset[str]().union(*map(names_from_arguments, self.functions))
 
     @property
     def rebound(self) -> set[str]:
         """Variables of the enclosing functions that inner functions bind again."""
-        return set[str]().union(*map(rebound, self.functions))
+        return set[str]().union(*map(nonlocal_names, self.functions))
 
 
 @lru_cache(maxsize=1024)
@@ -220,21 +220,21 @@ def arguments(function: FunctionNode) -> set[str]:
 # ---- constants
 
 
-def rebound(function: FunctionNode) -> set[str]:
+def nonlocal_names(function: FunctionNode) -> set[str]:
     """Return the variables of a function that its inner functions bind again."""
     nodes = ast.walk(function)
     return {name for each in nodes if isinstance(each, ast.Nonlocal) for name in each.names}
 
 
 @lru_cache(maxsize=1024)
-def constants(function: FunctionNode) -> frozenset[str]:
-    """Return the variables and attributes that a function sets from its arguments alone.
+def names_from_arguments(function: FunctionNode) -> frozenset[str]:
+    """Return the variables and attributes that depend on a function's arguments alone.
 
     These are its arguments, and what is computed from them without calls of functions that may
-    depend on anything else.
+    depend on anything else. Attributes begin with a dot; see `stored_names`.
     """
     known = arguments(function)
-    changing = rebound(function)
+    changing = nonlocal_names(function)
     # Statements in order: a variable counts until anything else is assigned to it.
     for statement in _statements(function):
         for target, value in _assigned(statement):
@@ -280,14 +280,16 @@ def constant_attributes(classes: Iterable[ast.AST]) -> list[str]:
     Args:
         classes: A class and its bases.
     """
+    # Attributes begin with a dot, as in `stored_names`; the other names are variables.
     given: set[str] = set()
     changing: set[str] = set()
     for node in classes:
         for statement in _statements(node):
             # 1. The constructor: attributes of arguments, and all others that it sets.
             if isinstance(statement, ast.FunctionDef) and statement.name == "__init__":
-                given |= constants(statement)
-                changing |= stored_names(statement) - constants(statement)
+                of_arguments = names_from_arguments(statement)
+                given |= of_arguments
+                changing |= stored_names(statement) - of_arguments
             elif isinstance(statement, ast.AnnAssign):
                 # The default may be a call that depends on the time or the process.
                 if statement.value is None or is_constant(statement.value, frozenset()):
@@ -295,5 +297,4 @@ def constant_attributes(classes: Iterable[ast.AST]) -> list[str]:
             # 2. Other methods, and attributes that they set on any object.
             else:
                 changing |= stored_names(statement)
-    # Attributes begin with a dot; the other names are variables.
     return sorted(name[1:] for name in given - changing if name.startswith("."))

@@ -170,7 +170,10 @@ class WorkerProcess:
         except (EOFError, OSError, ValueError):  # ValueError: the pipe is closed
             raise WorkerError(f"ended ({self.kill(patience=1.0)})") from None
         self.kill()
-        raise WorkerError(f"sent a wrong reply (number {number} instead of {self._number})")
+        raise WorkerError(
+            f"sent a wrong reply (to request {number} instead of {self._number}): user code may"
+            " write into its pipe"
+        )
 
     def call(self, request: bytes, limit: float | None = None) -> bytes:
         """Send a request and return its reply.

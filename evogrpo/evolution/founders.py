@@ -61,7 +61,7 @@ def spread_founders(
         raise ValueError(f"size must be at least 1, got {size}.")
     space = space.for_samples_per_step(samples_per_step)
     check_group_size(defaults.group_size, samples_per_step)
-    first = tuple(given)[:size] or (defaults,)
+    first = tuple(given)[:size] if given else (defaults,)
     remaining = size - len(first)
     # 2. Draw the other members from a Latin hypercube, the task settings several times.
     others = _latin_hypercube(space, defaults, remaining, rng)
@@ -75,6 +75,7 @@ def spread_founders(
         others = min(designs, key=lambda design: confounding(settings, [*first, *design]))
     # 3. Redraw duplicates last, so that the others do not change. Without a free point, a duplicate
     #    stays.
+    # Pairs of parent and hyperparameters, as `draw_distinct` takes them; founders have no parent.
     taken: set[tuple[int | None, Hyperparameters]] = {(None, founder) for founder in first}
     duplicates = []
     stream = streams(rng)

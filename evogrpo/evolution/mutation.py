@@ -345,7 +345,10 @@ CheckedPerturbation = Annotated[Perturbation, PlainValidator(_checked_perturbati
 
 
 def perturbation_to_json(perturbation: Perturbation | None) -> dict[str, Any] | None:
-    """Return the settings of a perturbation as JSON values, with the name of a custom one."""
+    """Return the settings of a perturbation as JSON values, with the name of a custom one.
+
+    None for None.
+    """
     if perturbation is None:
         return None
     if isinstance(perturbation, Mutation):
@@ -359,7 +362,7 @@ def perturbation_to_json(perturbation: Perturbation | None) -> dict[str, Any] | 
 def perturbation_from_json(
     values: Any, custom: Callable[..., Any] | None = None
 ) -> Perturbation | None:
-    """Build a perturbation from the result of `perturbation_to_json`.
+    """Build a perturbation from the result of `perturbation_to_json`; None for None.
 
     Args:
         values: The settings; "name" is that of a custom function or class.

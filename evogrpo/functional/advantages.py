@@ -55,7 +55,7 @@ def advantages(
         eps: Added to every standard deviation, in reward units.
         kl_penalty: `[n, t]` beta times an estimate of the KL divergence to the reference, without
             gradient.
-        reward_clip: Bound on the absolute value of a (normalised) reward.
+        reward_clip: Bound on the absolute value of a (normalised) reward; None = no bound.
         whiten_advantages: Standardise over all actions of a member that are in the loss and have a
             reward; gives groups of equal rewards an advantage.
         in_loss: `[n, t]` booleans, True = is in the loss, a part of `mask`; None = `mask`. Read by

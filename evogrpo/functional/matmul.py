@@ -33,7 +33,7 @@ def frozen_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     Args:
         x: `[m, in]`.
         weight: `[out, in]`, with any strides.
-        bias: `[out]`.
+        bias: `[out]`; None = 0.
     """
     if torch.is_grad_enabled() or not uses_onednn(len(x), x, weight):
         return linear(x, weight, bias)
@@ -54,7 +54,7 @@ def frozen_linear_columns(weight: Tensor, x: Tensor, bias: Tensor | None = None)
     Args:
         weight: `[out, in]`.
         x: `[in, n]`.
-        bias: `[out]`.
+        bias: `[out]`; None = 0.
     """
     if not uses_onednn(x.shape[1], x, weight):
         if bias is None:
@@ -78,13 +78,17 @@ def padding_rows(rows: int, dtype: torch.dtype, device: torch.device) -> int:
 
 
 def padded_rows(rows: int) -> int:
-    """Return `rows` padded to a number that limits the shapes of products."""
+    """Return a number of rows, rounded up so that products have few different shapes.
+
+    Fewer than `FEW_ROWS_MULTIPLE` rows stay as they are.
+    """
     if rows < FEW_ROWS_MULTIPLE:
         return rows
     return rows + _rows_to_multiple(rows)
 
 
 def _rows_to_multiple(rows: int) -> int:
+    """Return the number of rows that are missing to the next multiple."""
     if rows > FEW_ROWS:
         return -rows % ROW_MULTIPLE
     return -rows % FEW_ROWS_MULTIPLE

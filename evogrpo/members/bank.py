@@ -7,7 +7,8 @@ from typing import Literal, Protocol
 from torch import Tensor
 
 from evogrpo.config.hyperparameters import Hyperparameters
-from evogrpo.records import Batch, Rollout, SamplingBatch, UpdateReport
+from evogrpo.learn_reports import UpdateReport
+from evogrpo.records import Batch, Rollout, SamplingBatch
 
 FinishedCallback = Callable[[Sequence[int], Sequence[Sequence[int]]], None]
 """Called while sampling with the numbers of newly finished rows and their token ids without

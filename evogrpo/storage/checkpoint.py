@@ -218,7 +218,7 @@ def write_checkpoint(
             access.
         record: Strict JSON: text keys, finite numbers.
         files: Further files, by plain name: their bytes, or a function that returns them when they
-            are written.
+            are written. None = no others.
         kind: Kind of the saved object; the reader must give the same kind.
         replace: Replace an existing checkpoint.
         file_bytes: See `FILE_BYTES`.

@@ -71,6 +71,7 @@ class RunDisplay(Callback):
         self._is_log = not (console.is_terminal or console.is_jupyter)
 
     def __enter__(self) -> Self:
+        # A terminal shows a live table, a log begins with one line.
         if self._console.is_terminal:
             # A new Live each time, because a stopped one would erase the lines at its last
             # position.

@@ -20,9 +20,9 @@ from evogrpo.evolution.fitness import (
     paired_difference,
 )
 from evogrpo.interruption import Stop
+from evogrpo.learn_reports import LearnReport
 from evogrpo.members.members import Members
 from evogrpo.members.requests import EvaluationRequest
-from evogrpo.records import LearnReport
 from evogrpo.reporting.records import (
     BaselineReport,
     Estimate,
@@ -31,7 +31,7 @@ from evogrpo.reporting.records import (
 )
 from evogrpo.text import pluralize, score_text
 from evogrpo.training.run_state import Best, RunState
-from evogrpo.training.schedule import REMEDY, TOO_FEW, other_rewards
+from evogrpo.training.schedule import REMEDY, TOO_FEW, why_not_metric
 from evogrpo.warnings import warn
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ def measure(run: "Trainer") -> dict[int, Measured]:
     }
     rollouts = {slot: fitness for slot, fitness in training_fitness.items() if fitness is not None}
     settings = set(population.space.task_settings).union(*population.task_settings.values())
-    if other_rewards(sorted(settings), run.env) is not None:
+    if why_not_metric(sorted(settings), run.env) is not None:
         rollouts = {}
     if not config.uses_validation and len(rollouts) < len(training_fitness):
         lacking = min(training_fitness.keys() - rollouts.keys())

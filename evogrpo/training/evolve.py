@@ -162,7 +162,7 @@ class Run(NamesMissing, Iterator[GenerationReport]):
         spent = trainer.run_state.spent(evaluations=trainer.schedule.count_evaluations)
         limits["max_timesteps"] = spent["timesteps"] + total_timesteps
         # On rank 0, the run directory may raise an error.
-        with trainer.population.processes.section():
+        with trainer.population.processes.shared_errors():
             if trainer.shared_run_dir is None:
                 run_dir = None
             else:

@@ -135,7 +135,7 @@ def propose_texts(run: "Trainer", plan: Plan) -> Plan:
         before = {name: str(child.changes[name][0]) for name in names}
         # Plain values: rank 0 sends them to the others.
         with run.stop_request.interruptible():
-            answers = run.population.processes.run_section(
+            answers = run.population.processes.gather_results(
                 partial(_proposals, run, child, generation, before)
             )
         found = [validate(Proposal, values) for values in answers[0]]
@@ -189,7 +189,7 @@ def _proposals(
                     run.warned_of_proposals = True
                     warn(
                         f"Member {child.index} keeps its parent's {each.name}: {refused}. Further"
-                        " ones are in the journal only."
+                        " refused texts are in the journal only."
                     )
             found.append(replace(each, after=after, refused=refused, seen=tuple(seen)))
     # 4. Record them before they are used, so that they are never asked for again.

@@ -104,6 +104,7 @@ def gepa_proposer(reflection: Callable[[str], str]) -> ProposalFunction:
         reflective_dataset: dict[str, list[dict[str, Any]]],
         components_to_update: list[str],
     ) -> dict[str, str]:
+        """Return new texts by name, which the language model writes."""
         texts = {}
         for name in components_to_update:
             inputs = {

@@ -13,8 +13,8 @@ import torch
 
 import evogrpo
 from evogrpo.algorithms.population import Population
+from evogrpo.learn_reports import LearnReport
 from evogrpo.members.requests import RolloutBatch
-from evogrpo.records import LearnReport
 from evogrpo.reporting.records import (
     Example,
     GenerationReport,
@@ -288,6 +288,7 @@ def _plain(value: Any) -> bool | int | float | str | None:
 
 
 def _number(value: float) -> float | None:
+    """Return a number for JSON; None if it is not finite."""
     return float(value) if math.isfinite(value) else None
 
 

@@ -23,6 +23,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from evogrpo.algorithms.agent import Agent
+from evogrpo.algorithms.agent_classes import algorithm_class, own_algorithm
 from evogrpo.algorithms.checkpointing import (
     PopulationRecord,
     population_state,
@@ -31,7 +32,6 @@ from evogrpo.algorithms.checkpointing import (
     split_shared,
 )
 from evogrpo.algorithms.factory import AGENT_CLASSES
-from evogrpo.algorithms.grpo import algorithm_class, own_algorithm
 from evogrpo.algorithms.population import Population
 from evogrpo.distributed import processes
 from evogrpo.envs.fingerprint import check_fingerprint
@@ -269,6 +269,7 @@ class RunDir:
         self._open_journal().append(event, **fields)
 
     def _open_journal(self) -> Journal:
+        """Return the journal; the first call opens it. Warn if its file was changed."""
         self._check_lock()
         if self._journal is None:
             self._journal = Journal(self.path / JOURNAL)
@@ -494,7 +495,7 @@ def open_run(path: str | Path, *, writable: bool = False, members_only: bool = F
         if group.is_rank_zero:
             found.append(_open(path, writable=True))
 
-    group.run_section(open_on_rank_zero)
+    group.gather_results(open_on_rank_zero)
     return found[0] if group.is_rank_zero else _open(path)
 
 

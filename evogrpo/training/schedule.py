@@ -357,14 +357,14 @@ def check_task(config: "Config", env: "GroupEnvironment") -> None:
 
 def check_fitness(fitness: "FitnessConfig", space: HyperparameterConfig, env: object) -> None:
     """Raise ValueError if fitness is training rewards, and these are not the metric."""
-    reason = other_rewards(space.task_settings, env)
+    reason = why_not_metric(space.task_settings, env)
     if reason is not None and not fitness.uses_validation:
         raise ValueError(
             f"fitness 'rollouts' compares training rewards, but {reason}. Use fitness 'validation'."
         )
 
 
-def other_rewards(settings: Iterable[str], env: object) -> str | None:
+def why_not_metric(settings: Iterable[str], env: object) -> str | None:
     """Return the reason why training rewards are not the metric, as a clause; None if they are.
 
     Task settings that belong to the policy change both: `policy_settings` of the environment.
@@ -417,6 +417,6 @@ def check_schedule(
         largest = max(largest, int(space["group_size"].bounds[1]))
     # Fitness uses the training rewards of a generation's last steps; see
     # `RunState.training_fitness`.
-    starts = schedule.samples_per_step // largest * math.ceil(schedule.steps_per_generation / 2)
-    if starts < 2:
-        raise ValueError(f"{TOO_FEW}, got {starts} with group_size {largest}. {REMEDY}")
+    scores = schedule.samples_per_step // largest * math.ceil(schedule.steps_per_generation / 2)
+    if scores < 2:
+        raise ValueError(f"{TOO_FEW}, got {scores} with group_size {largest}. {REMEDY}")

@@ -65,7 +65,7 @@ def start(
         skip_memory_check: Start even if the run is estimated not to fit in memory.
         dry_run: Make all checks, but write nothing and connect to no vLLM server.
         callbacks: Hooks of the run.
-        show: Called with the task once it is checked, before the members are built.
+        show: If given, called with the task once it is checked, before the members are built.
         progress: Context manager to be active during each slow phase, called with its name.
 
     Returns:

@@ -110,8 +110,8 @@ def train(
         run_dir: Directory for journal, checkpoints, the best member and TensorBoard logs; None =
             keep no records.
         progress: Show the progress of the run; None = only on a terminal and in a notebook.
-        callback: Called with the run after every generation; if it returns False, the run is
-            stopped.
+        callback: Called with the run after every generation, if given; if it returns False, the run
+            is stopped.
         callbacks: Hooks called after every learning step, generation and test; see
             `evogrpo.Callback`.
         skip_memory_check: Train even if the estimated memory exceeds the available memory.

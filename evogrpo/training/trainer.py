@@ -17,8 +17,8 @@ from evogrpo.evolution.fitness import FitnessConfig
 from evogrpo.evolution.plan import Plan
 from evogrpo.evolution.strategies import Strategy, selects
 from evogrpo.interruption import STOPPED, Interrupted
+from evogrpo.learn_reports import LearnReport
 from evogrpo.members.requests import RolloutBatch
-from evogrpo.records import LearnReport
 from evogrpo.reporting.records import (
     BaselineReport,
     BestMember,
@@ -248,7 +248,9 @@ class Trainer:
             warn_of_task(population.space, schedule, env)
             population.members.prepare_sampling()  # raises an error before there is a run directory
             # Create the directory and lock it; an error stops all ranks.
-            processes.run_section(lambda: None if self.run_dir is None else self.run_dir.create())
+            processes.gather_results(
+                lambda: None if self.run_dir is None else self.run_dir.create()
+            )
 
     def stop(self, reason: str = STOPPED) -> None:
         """Stop now: abandon the work under way and keep the state after the last learning step.
@@ -584,20 +586,22 @@ class Trainer:
         state.reflections = [()] * len(self.population)
 
     def _set_budgets(self, samples_per_step: int | None, steps_per_generation: int | None) -> None:
-        """Set the budgets of the next generations.
-
-        None = unchanged, in the first generation as scheduled.
-        """
+        """Set the budgets of the next generations; None = as before."""
         state = self.run_state
         schedule = self.schedule
-        state.samples_per_step = (
-            samples_per_step or state.samples_per_step or schedule.samples_per_step
-        )
-        state.steps_per_generation = (
-            steps_per_generation or state.steps_per_generation or schedule.steps_per_generation
-        )
-        # `starts_per_step` never shrinks, even after the members with the smallest groups are
-        # replaced: it determines which questions a step takes.
+        # 1. Before the first generation, the budgets of the state are 0: take those of the
+        #    schedule.
+        if state.samples_per_step == 0:
+            state.samples_per_step = schedule.samples_per_step
+        if state.steps_per_generation == 0:
+            state.steps_per_generation = schedule.steps_per_generation
+        # 2. Those of the plan.
+        if samples_per_step is not None:
+            state.samples_per_step = samples_per_step
+        if steps_per_generation is not None:
+            state.steps_per_generation = steps_per_generation
+        # 3. `starts_per_step` never shrinks, even after the members with the smallest groups are
+        #    replaced: it determines which questions a step takes.
         budget = replace(schedule, samples_per_step=state.samples_per_step)
         needed = budget.starts_per_step(self.population)
         state.starts_per_step = max(state.starts_per_step, needed)

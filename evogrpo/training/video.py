@@ -15,7 +15,8 @@ import gymnasium
 import numpy as np
 from gymnasium.wrappers import RecordVideo
 
-from evogrpo.algorithms.grpo import GRPO, MultiAgentGRPO
+from evogrpo.algorithms.grpo import GRPO
+from evogrpo.algorithms.multi_agent import MultiAgentGRPO
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
 from evogrpo.envs.control.joint_env import AGENT_REWARDS
 from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from evogrpo.algorithms.grpo import MultiAgentGRPO
+from evogrpo.algorithms.multi_agent import MultiAgentGRPO
 from evogrpo.config.agent import STEPWISE
 from evogrpo.config.network import ArchitectureLimits, NetworkConfig
 from evogrpo.config.objective import Objective

@@ -84,7 +84,7 @@ def divided() -> None:
     compare_learning_steps(GuessTwice(tokenizer=shared_tokenizer()), TALK)
     play_together()
     differ()
-    fail_between_sections()
+    fail_between_exchanges()
     free_a_failed_pass()
     run_out_of_memory(beta=0.0)  # nothing is scored
     run_out_of_memory(beta=0.05)  # scored first
@@ -183,11 +183,11 @@ def differ() -> None:
         population.check_replicas()
 
 
-def fail_between_sections() -> None:
+def fail_between_exchanges() -> None:
     """Fail on one rank while the other sums gradients: both raise an error and can continue."""
 
     def work() -> None:
-        processes().run_section(lambda: None)
+        processes().gather_results(lambda: None)
         if processes().rank == 1:
             raise LookupError("the buffer is gone")
         processes().all_reduce(torch.ones(3))
@@ -195,7 +195,7 @@ def fail_between_sections() -> None:
     with pytest.raises(
         LookupError if processes().rank == 1 else ProcessError, match="the buffer is gone"
     ):
-        processes().run_section(work)
+        processes().gather_results(work)
     assert processes().all_reduce(torch.ones(3)).tolist() == [processes().size] * 3
 
 
@@ -210,7 +210,7 @@ def free_a_failed_pass() -> None:
             raise torch.OutOfMemoryError("no memory left")
 
     with pytest.raises(torch.OutOfMemoryError):
-        processes().run_section(work)
+        processes().gather_results(work)
     assert [reference() for reference in held] == [None]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from evogrpo.algorithms.grpo import MultiAgentGRPO
+from evogrpo.algorithms.multi_agent import MultiAgentGRPO
 from evogrpo.algorithms.population import Population
 from evogrpo.cli import main
 from evogrpo.config.network import NetworkConfig

@@ -5,13 +5,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from evogrpo.envs.text.preflight import score_samples
 from tests.feedback_rewards import FORMS, single
 from tests.tiny_training import tiny_env
 
 
 def scores_of(env):
     batch = env.make_batch("train", [0])
-    return env._score_samples(batch)
+    return score_samples(batch, env.tokenizer, batched=False, hint="")
 
 
 @pytest.mark.parametrize("form", ["pair", "mapping", "attributes"])

@@ -24,7 +24,7 @@ from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.members.language.causal_model import CausalModel
 from evogrpo.members.language.compatibility import find_decoder, find_head
 from evogrpo.members.language.loading import BaseModel
-from evogrpo.members.language.lora import check_export
+from evogrpo.members.language.peft_files import check_export
 from evogrpo.testing.samplers import different_members, make_rows
 from tests.causal_families import FAMILIES, family_model
 from tests.tiny_batches import grpo_loss, lora, sampled_batch

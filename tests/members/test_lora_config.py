@@ -7,7 +7,8 @@ import torch
 from peft import LoraConfig
 
 from evogrpo.members.language.bank import AdapterBank
-from evogrpo.members.language.lora import check_supported, find_targets, initial_weights
+from evogrpo.members.language.lora import check_supported, initial_weights
+from evogrpo.members.language.lora_targets import find_targets
 from tests.tiny_batches import lora
 from tests.tiny_models import EOS, PAD, tiny_model
 

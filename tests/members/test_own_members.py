@@ -15,11 +15,12 @@ from evogrpo.config.objective import Objective
 from evogrpo.distributed import Processes
 from evogrpo.envs.protocol import Scores, shuffled_starts
 from evogrpo.evolution import Tournament
+from evogrpo.learn_reports import LearnReport
 from evogrpo.members.bank import check_parents, check_train_state
 from evogrpo.members.members import Members
 from evogrpo.members.requests import HELD_OUT, RolloutBatch
 from evogrpo.randomness import generator
-from evogrpo.records import Batch, LearnReport, ObservationInputs
+from evogrpo.records import Batch, ObservationInputs
 from evogrpo.testing.members import MembersTestCase
 from evogrpo.validation import validate
 from tests.tiny_training import equal_states

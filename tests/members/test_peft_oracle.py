@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.optimizer import Optimizer
-from evogrpo.members.language.lora import peft_files
+from evogrpo.members.language.peft_files import peft_files
 from evogrpo.testing.samplers import different_members
 from tests.oracles.peft_members import PeftMember, PlainMember
 from tests.oracles.slow_advantages import outcome

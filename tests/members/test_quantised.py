@@ -22,7 +22,7 @@ from evogrpo.members.language.loading import (
     load_outline,
     quantised_options,
 )
-from evogrpo.members.language.lora import check_export
+from evogrpo.members.language.peft_files import check_export
 from evogrpo.members.language.sizing import base_bytes, quantised_bytes
 from tests.distributed.parting import compare_learning_steps, store
 from tests.tiny_models import tiny_model

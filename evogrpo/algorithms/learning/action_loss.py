@@ -146,6 +146,7 @@ class ActionLosses:
 
         # 1. Compute the policy loss, each row by its loss type.
         def typed_loss(name: str, part: Part) -> Tensor:
+            """Return the losses of rows whose members have one loss type."""
             objective = self.objectives[name]
             return policy_loss(
                 name,
@@ -229,6 +230,7 @@ class ActionLosses:
 
         # 2. Find the clipped actions, each row by its loss type.
         def clipped(name: str, part: Part) -> Tensor:
+            """Return masks of clipped actions, of rows whose members have one loss type."""
             both = clipped_actions(
                 name,
                 log_probs[part],

@@ -35,11 +35,12 @@ from evogrpo.functional.rewards import (
     update_running_statistics,
     zero_variance_groups,
 )
+from evogrpo.learn_reports import LearnReport, UpdateReport
 from evogrpo.members.bank import PolicyBank, RepeatStep
 from evogrpo.members.members import Members
 from evogrpo.members.requests import Learner
 from evogrpo.randomness import generator
-from evogrpo.records import UNTRUNCATED, Batch, Experience, LearnReport, UpdateReport, select_rows
+from evogrpo.records import UNTRUNCATED, Batch, Experience, select_rows
 from evogrpo.warnings import warn
 
 

@@ -13,7 +13,8 @@ from torch import Tensor
 from evogrpo.config.objective import Objective
 from evogrpo.functional.losses import importance_weights
 from evogrpo.functional.rewards import consecutive_ids, group_statistics, zero_variance_groups
-from evogrpo.records import Batch, LearnReport, UpdateReport
+from evogrpo.learn_reports import LearnReport, UpdateReport
+from evogrpo.records import Batch
 
 
 def sample_metrics(batch: Batch) -> dict[str, float]:

@@ -23,9 +23,10 @@ from torch import Tensor
 
 from evogrpo.algorithms.learning.training_rows import TrainingRows
 from evogrpo.config.hyperparameters import DEFAULT_TARGET_KL, Hyperparameters
+from evogrpo.learn_reports import UpdateReport
 from evogrpo.members.bank import RUNNING_STATS, PolicyBank
 from evogrpo.members.requests import Learner
-from evogrpo.records import Batch, UpdateReport
+from evogrpo.records import Batch
 from evogrpo.warnings import warn
 
 MAX_SEARCH_PASSES = 12

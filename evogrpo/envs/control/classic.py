@@ -151,7 +151,12 @@ class CartPole(ClassicControl):
 
     def __init__(self, *, max_episode_steps: int, sutton_barto_reward: bool = False) -> None:
         super().__init__(max_episode_steps=max_episode_steps)
-        self._upright, self._fallen = (0.0, -1.0) if sutton_barto_reward else (1.0, 1.0)
+        # Rewards of a step.
+        self._upright = 1.0
+        self._fallen = 1.0
+        if sutton_barto_reward:
+            self._upright = 0.0
+            self._fallen = -1.0
 
     @staticmethod
     @lru_cache(maxsize=8192)
@@ -162,10 +167,12 @@ class CartPole(ClassicControl):
     def _advance(
         self, actions: NDArray[np.generic]
     ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+        """Advance by one Euler step of the equations of motion; see `ClassicControl._advance`."""
         x, x_dot, theta, theta_dot = self._state
         force = np.where(actions == 1, _CARTPOLE_FORCE, -_CARTPOLE_FORCE)
         cos = np.cos(theta)
         sin = np.sin(theta)
+        # The acceleration that the cart would have without the pole's angular acceleration.
         temp = (force + _POLE_MASS_LENGTH * np.square(theta_dot) * sin) / _TOTAL_MASS
         moment = _LENGTH * (4.0 / 3.0 - _MASS_POLE * np.square(cos) / _TOTAL_MASS)
         theta_acc = (_CARTPOLE_GRAVITY * sin - cos * temp) / moment
@@ -209,24 +216,29 @@ class Acrobot(ClassicControl):
         return tuple(state.tolist()), tuple(map(float, observation))
 
     def _advance(self, actions: NDArray[np.generic]) -> tuple[_Vector, NDArray[np.bool_]]:
+        """Advance by one step of the fourth-order Runge-Kutta method.
+
+        See `ClassicControl._advance`.
+        """
         torque = _TORQUE[actions.astype(np.int64)]
-        y = tuple(self._state)
-        k1 = _derivatives(y, torque)
-        k2 = _derivatives(
-            [s + _ACROBOT_SECONDS / 2.0 * k for s, k in zip(y, k1, strict=True)], torque
-        )
-        k3 = _derivatives(
-            [s + _ACROBOT_SECONDS / 2.0 * k for s, k in zip(y, k2, strict=True)], torque
-        )
-        k4 = _derivatives([s + _ACROBOT_SECONDS * k for s, k in zip(y, k3, strict=True)], torque)
+        # 1. Derivatives at the beginning, twice in the middle, and at the end of the step.
+        before = tuple(self._state)
+        k1 = _derivatives(before, torque)
+        k2 = _derivatives(_moved(before, k1, _ACROBOT_SECONDS / 2.0), torque)
+        k3 = _derivatives(_moved(before, k2, _ACROBOT_SECONDS / 2.0), torque)
+        k4 = _derivatives(_moved(before, k3, _ACROBOT_SECONDS), torque)
+        # 2. Their mean, with weights 1, 2, 2, 1, leads to the next state.
         state = np.empty_like(self._state)
-        for number, (s, a, b, c, d) in enumerate(zip(y, k1, k2, k3, k4, strict=True)):
-            np.add(s, _ACROBOT_SECONDS / 6.0 * (a + 2 * b + 2 * c + d), out=state[number])
+        for number, old in enumerate(before):
+            slopes = k1[number] + 2 * k2[number] + 2 * k3[number] + k4[number]
+            np.add(old, _ACROBOT_SECONDS / 6.0 * slopes, out=state[number])
+        # 3. Keep angles and speeds in their ranges.
         for angle in state[:2]:
             _wrap(angle)
         for speed, limit in zip(state[2:], _ACROBOT_MAX_SPEED, strict=True):
             np.clip(speed, -limit, limit, out=speed)
         self._state = state
+        # The height of the free end above the axis.
         terminated = -np.cos(state[0]) - np.cos(state[1] + state[0]) > 1.0
         return np.where(terminated, 0.0, -1.0), terminated
 
@@ -235,6 +247,14 @@ class Acrobot(ClassicControl):
         return np.stack([np.cos(a), np.sin(a), np.cos(b), np.sin(b), a_dot, b_dot], axis=1).astype(
             np.float32
         )
+
+
+def _moved(
+    state: Sequence[_Vector], derivatives: Sequence[_Vector], seconds: float
+) -> list[_Vector]:
+    """Return a state after some time at constant derivatives."""
+    pairs = zip(state, derivatives, strict=True)
+    return [value + seconds * derivative for value, derivative in pairs]
 
 
 def _derivatives(state: Sequence[_Vector], torque: _Vector) -> tuple[_Vector, ...]:
@@ -308,6 +328,10 @@ class MountainCar(ClassicControl):
     def _advance(
         self, actions: NDArray[np.generic]
     ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+        """Change the velocity by force and gravity, then the position.
+
+        See `ClassicControl._advance`.
+        """
         position, velocity = self._state
         push = actions.astype(np.int64) - 1
         velocity = velocity + (push * _CAR_FORCE + _cosines(3 * position) * -_CAR_GRAVITY)
@@ -338,8 +362,13 @@ class MountainCarContinuous(ClassicControl):
     def _advance(
         self, actions: NDArray[np.generic]
     ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+        """Change the velocity by force and gravity, then the position.
+
+        See `ClassicControl._advance`.
+        """
         position, velocity = self._state
         first = self._elapsed == 0
+        # 1. Velocity.
         force = np.asarray(actions, dtype=np.float32)[:, 0]
         single = position.astype(np.float32)  # exact except in first steps
         pull = _CAR_GRAVITY * _cosines(np.where(first, 3 * position, 3 * single))
@@ -355,6 +384,7 @@ class MountainCarContinuous(ClassicControl):
         velocity = np.clip(
             velocity, _rounded(first, -_CAR_MAX_SPEED), _rounded(first, _CAR_MAX_SPEED)
         )
+        # 2. Position. The left wall stops the car.
         position = np.where(first, position + velocity, single + velocity.astype(np.float32))
         lowest = _rounded(first, _LOWEST)
         position = np.clip(position, lowest, _rounded(first, _HIGHEST))
@@ -363,7 +393,7 @@ class MountainCarContinuous(ClassicControl):
         # float32 as gymnasium stores it; widened again so that one array serves first and later
         # steps.
         self._state = np.stack([position, velocity]).astype(np.float32).astype(np.float64)
-        # The square of a float32 is exact in float64, so this is what math.pow returns.
+        # 3. Rewards. The square of a float32 is exact in float64, so this is what math.pow returns.
         effort = np.square(force.astype(np.float64)) * 0.1
         rewards = np.where(terminated, 100.0, 0.0) - effort
         return rewards, terminated
@@ -407,6 +437,10 @@ class Pendulum(ClassicControl):
     def _advance(
         self, actions: NDArray[np.generic]
     ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+        """Change the speed by gravity and torque, then the angle.
+
+        See `ClassicControl._advance`.
+        """
         theta, speed = self._state
         torque = np.clip(np.asarray(actions, dtype=np.float32)[:, 0], -_MAX_TORQUE, _MAX_TORQUE)
         # A float32 scalar's ** is powf, which no numpy function on arrays calls on every processor.

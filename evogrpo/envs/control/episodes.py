@@ -265,7 +265,7 @@ class EpisodeRecorder:
         acted = np.zeros((len(agents), n), dtype=np.bool_)
         acted.reshape(-1)[entries] = True
         # Agents known in advance come in their order, then all others by name.
-        order = {agent: place for place, agent in enumerate(spec.agents)}
+        order = {agent: number for number, agent in enumerate(spec.agents)}
         acting = np.flatnonzero(acted.any(axis=1)).tolist()
         acting.sort(key=lambda number: (order.get(agents[number], len(order)), agents[number]))
         numbers = np.array(acting)

@@ -253,6 +253,7 @@ class GymnasiumGroups(SeededGroups):
         return env
 
     def _create_vector_env(self) -> VectorEnv:
+        """Create the vector environment: native, of processes, or serial."""
         if self._native is not None:
             return self._native()
         if self._processes:

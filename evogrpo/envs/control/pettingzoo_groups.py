@@ -88,14 +88,12 @@ def choose_score(score: Score, agents: Sequence[str]) -> tuple[ScoreFunction, st
     named = frozenset(names)
 
     def total(returns: Mapping[str, float]) -> float:
+        """Return the sum of the returns of the named agents."""
         # Tested by prefix again, because agents may be born that were not known in advance.
-        return float(
-            sum(
-                value
-                for agent, value in returns.items()
-                if agent in named or prefix_of(agent) in named
-            )
-        )
+        counted = [
+            value for agent, value in returns.items() if agent in named or prefix_of(agent) in named
+        ]
+        return float(sum(counted))
 
     return total, f"returns of {', '.join(sorted(named))}"
 
@@ -265,9 +263,9 @@ class PettingZooGroups(SeededGroups):
             [self.score(dict(returns)) for returns in played.returns], np.float64, "score"
         )
         if not np.isfinite(values).all():
-            place = int(np.flatnonzero(~np.isfinite(values))[0])
+            first = int(np.flatnonzero(~np.isfinite(values))[0])
             raise ValueError(
-                f"score must be finite, got {values[place]} for {dict(played.returns[place])}."
+                f"score must be finite, got {values[first]} for {dict(played.returns[first])}."
             )
         return values
 

@@ -17,6 +17,7 @@ from evogrpo.spaces import check_action_space, flatten, keys_error, leaf_spaces
 from evogrpo.text import shown
 
 SHARED = "shared"
+"""Name of the policy of all agents with policies="shared"."""
 AGENT = "agent"
 """Name of a single agent."""
 
@@ -56,7 +57,7 @@ class PolicySpec:
     def agent_space(self) -> spaces.Space[Any]:
         """Observation space of one agent without the action mask.
 
-        A single other entry without its Dict.
+        If the Dict has only one other entry, this is the space of that entry.
         """
         if not self.has_mask:
             return self.env_space
@@ -68,9 +69,9 @@ class PolicySpec:
         return spaces.Dict(others)
 
     def split_mask(self, observation: Any) -> tuple[Any, Any]:
-        """Return an observation, or a batch, without its action mask, and the mask.
+        """Return an observation, or a batch, without its action mask; and the mask.
 
-        None if its space has none.
+        The mask is None if the space has none.
 
         Raises:
             ValueError: If the space has a mask, but not the observation.
@@ -156,7 +157,10 @@ class PolicyMapping:
         Raises:
             ValueError: If it has none.
         """
-        name = _policy_name(self.policies, agent)
+        if self.policies is None:
+            name = DEFAULT_POLICY
+        else:
+            name = _policy_name(self.policies, agent)
         if name not in self.specs:
             raise ValueError(
                 f"Agent {agent!r} has no policy. List it in possible_agents, or set"
@@ -219,7 +223,8 @@ def map_policies(
             action_space=action_spaces[first],
             agent_ids=agent_ids and len(agents) > 1,
         )
-        assert specs[name].leaf_spaces  # raises for spaces that are not supported
+        # Raises ValueError for observation spaces that are not supported.
+        leaf_spaces(specs[name].agent_space)
     return PolicyMapping(
         policies=policies,
         specs=specs,
@@ -247,7 +252,8 @@ def single_agent(
     )
 
 
-def _policy_name(policies: Policies | None, agent: str) -> str:
+def _policy_name(policies: Policies, agent: str) -> str:
+    """Return the name of an agent's policy."""
     if policies == "shared":
         return SHARED
     if policies == "independent":
@@ -257,23 +263,27 @@ def _policy_name(policies: Policies | None, agent: str) -> str:
 
 def prefix_of(agent: str) -> str:
     """Return an agent's name without its number: "red" for "red_0"."""
-    return agent.rpartition("_")[0] or agent
+    prefix = agent.rpartition("_")[0]
+    if prefix:
+        return prefix
+    return agent
 
 
 def _same_spaces(
     observation_spaces: AgentSpaces, action_spaces: AgentSpaces, one: str, other: str
 ) -> bool:
     """Return True if one network fits both agents; the bounds of observations do not matter."""
-    a = observation_spaces[one]
-    b = observation_spaces[other]
-    if isinstance(a, spaces.Box) and isinstance(b, spaces.Box):
-        same = a.shape == b.shape and a.dtype == b.dtype
+    first = observation_spaces[one]
+    second = observation_spaces[other]
+    if isinstance(first, spaces.Box) and isinstance(second, spaces.Box):
+        same = first.shape == second.shape and first.dtype == second.dtype
     else:
-        same = a == b
+        same = first == second
     return same and action_spaces[one] == action_spaces[other]
 
 
 def _is_vector(space: spaces.Space[Any]) -> TypeGuard[spaces.Box]:
+    """Return True for a Box of one axis with floating-point numbers."""
     return (
         isinstance(space, spaces.Box)
         and len(space.shape) == 1

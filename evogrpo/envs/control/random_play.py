@@ -240,9 +240,9 @@ def _compare_replays(
             reseed()
             played: list[list[ReplayStep]] = [[] for _ in replays]
             for steps in zip_longest(*replays):
-                for place, step in enumerate(steps):
+                for number, step in enumerate(steps):
                     if step is not None:  # None after the end of a replay
-                        played[place].append(step)
+                        played[number].append(step)
             return played
 
         # 1. Play `_SEEDS`, then short episodes, which may leave state behind.

@@ -294,9 +294,9 @@ def check_finite(inputs: PolicyInput, seeds: NDArray[np.int64], t: NDArray[np.in
     """
     for leaf in inputs.observations:
         if leaf.dtype.kind == "f" and not fits_float32(leaf).all():
-            place = int(np.argwhere(~fits_float32(leaf))[0][0])
-            agent = inputs.agents[place] if inputs.agents else ""
-            raise _not_finite("observation", leaf[place].tolist(), agent, seeds[place], t[place])
+            row = int(np.argwhere(~fits_float32(leaf))[0][0])
+            agent = inputs.agents[row] if inputs.agents else ""
+            raise _not_finite("observation", leaf[row].tolist(), agent, seeds[row], t[row])
 
 
 def check_finite_rewards(step: VectorStep, seeds: NDArray[np.int64], t: NDArray[np.int64]) -> None:
@@ -309,10 +309,10 @@ def check_finite_rewards(step: VectorStep, seeds: NDArray[np.int64], t: NDArray[
     """
     finite = np.abs(step.rewards) <= FLOAT32_LIMIT
     if not finite.all():
-        place = int(np.argmin(finite))
-        position = place if step.positions is None else step.positions[place]
-        agent = step.agents[place] if step.agents else ""
-        raise _not_finite("reward", float(step.rewards[place]), agent, seeds[position], t[position])
+        row = int(np.argmin(finite))
+        position = row if step.positions is None else step.positions[row]
+        agent = step.agents[row] if step.agents else ""
+        raise _not_finite("reward", float(step.rewards[row]), agent, seeds[position], t[position])
 
 
 def _not_finite(kind: str, value: Any, agent: str, seed: int, t: int) -> ValueError:

@@ -141,12 +141,19 @@ class SeededGroups(ABC):
             known: The caller's limit or that of the environment's registration; None = unknown.
             unwrapped: The environment without wrappers.
         """
-        declared = None if known is not None else declared_limit(unwrapped)
-        limit = known or declared
-        self.uses_default_limit = limit is None
-        self.max_episode_steps = limit or DEFAULT_MAX_EPISODE_STEPS
-        enforced = known or max(DEFAULT_MAX_EPISODE_STEPS, declared or 0)
-        if enforced not in (known, declared):
+        # 1. A known limit is enforced.
+        if known is not None:
+            self.uses_default_limit = False
+            self.max_episode_steps = known
+            return known
+        # 2. Otherwise the environment may declare one.
+        declared = declared_limit(unwrapped)
+        self.uses_default_limit = declared is None
+        if declared is None:
+            declared = DEFAULT_MAX_EPISODE_STEPS
+        self.max_episode_steps = declared
+        enforced = max(DEFAULT_MAX_EPISODE_STEPS, declared)
+        if self.uses_default_limit or enforced != declared:
             self._default_limit = enforced
         return enforced
 
@@ -170,7 +177,7 @@ class SeededGroups(ABC):
 
     @abstractmethod
     def _create_vector_env(self) -> VectorEnv:
-        """Return a vector environment without episodes."""
+        """Create the vector environment; its episodes begin later."""
 
     @abstractmethod
     def _identity(self) -> dict[str, str]:

@@ -63,6 +63,8 @@ class EndForkedChildren:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        # A child process that was forked inside the block ends here, with the exit code that Python
+        # would give it.
         if os.getpid() == self._process:
             return
         code = 0 if error is None else 1

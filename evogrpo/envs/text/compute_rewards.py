@@ -121,7 +121,7 @@ def compute_rewards(
             `rewards`.
         retry: Repeat failed calls once if on_error is "exclude": the cause may be temporary.
         started: Calls for some of the completions that the runner has already started.
-        known: Values that need no call.
+        known: Values that need no call; None = there are none.
         stop: Checked between calls.
 
     Raises:

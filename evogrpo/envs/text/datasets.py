@@ -75,7 +75,7 @@ def _rows(table: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    # Arrays in frames become lists.
+    """Return a value with lists in place of arrays, which data frames contain."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, Mapping):
@@ -87,8 +87,8 @@ def _plain(value: Any) -> Any:
 
 def check_column_names(names: Sequence[Any], where: str) -> None:
     """Raise ValueError if two columns have the same name: only one of them would be read."""
-    for place, name in enumerate(names):
-        if name in names[:place]:
+    for position, name in enumerate(names):
+        if name in names[:position]:
             raise ValueError(
                 f"Columns of {where} must have different names, got {shown(name)} twice."
                 " Rename one."

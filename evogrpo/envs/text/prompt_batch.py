@@ -277,10 +277,10 @@ class SingleTurnBatch:
                     steps = result.steps[name][row] or steps
                 positions = token_positions(steps, ids, inputs.texts[row], self._text)
                 for position, value in zip(positions, steps.values, strict=True):
-                    place = last_sampled[position]
+                    column = last_sampled[position]
                     weighted = result.weights[row, number] * value
                     # NaN is "no reward here", so the first value replaces it.
-                    table[row, place] = np.nansum([table[row, place], weighted])
+                    table[row, column] = np.nansum([table[row, column], weighted])
         return table
 
     def _turn_texts(self, conversation: Conversation) -> list[str]:

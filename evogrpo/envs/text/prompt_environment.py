@@ -2,12 +2,10 @@
 
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, ClassVar, TypedDict
 
 import gymnasium
-import numpy as np
 
 from evogrpo.chat_templates import end_of_turn_ids
 from evogrpo.config.task_settings import (
@@ -17,7 +15,7 @@ from evogrpo.config.task_settings import (
     configured_values,
 )
 from evogrpo.envs.fingerprint import canonical, code_hash, short_hash
-from evogrpo.envs.protocol import SPLITS, Scores, Split, shuffled_starts
+from evogrpo.envs.protocol import SPLITS, Split, shuffled_starts
 from evogrpo.envs.text.datasets import (
     AnyTable,
     PromptSplit,
@@ -27,6 +25,7 @@ from evogrpo.envs.text.datasets import (
     make_splits,
     tables_by_split,
 )
+from evogrpo.envs.text.preflight import Preflight, first_rewards, score_samples
 from evogrpo.envs.text.prompt_batch import SingleTurnBatch
 from evogrpo.envs.text.prompt_settings import (
     check_data_weights,
@@ -38,7 +37,6 @@ from evogrpo.envs.text.reward_functions import (
     DEFAULT_REWARD_TIMEOUT,
     OnRewardError,
     Reward,
-    RewardError,
     RewardFn,
     RewardFunc,
     Weights,
@@ -64,29 +62,10 @@ from evogrpo.envs.text.templates import (
     template_fields,
     tokenize,
 )
-from evogrpo.records import single_turn_conversations
 from evogrpo.spaces import CompletionSpace
 from evogrpo.synonyms import close_match
-from evogrpo.text import class_name, one_line, shown, text_of
+from evogrpo.text import shown
 from evogrpo.validation import plain_list, refuse_unknown, whole_between, whole_number
-
-SAMPLE_COMPLETIONS = ("This is a made-up completion: 42.", "This is another made-up completion.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Preflight:
-    """Results of testing the reward functions before a run.
-
-    Attributes:
-        prompt: First training prompt, rendered; untrusted text.
-        tokens: Token ids of the prompt.
-        rewards: Reward of the first sample completion by function; None where it does not apply or
-            failed.
-    """
-
-    prompt: str
-    tokens: tuple[int, ...]
-    rewards: dict[str, float | None]
 
 
 class PromptOptions(TypedDict, total=False):
@@ -248,7 +227,9 @@ class PromptEnvironment:
                 continue
             where = f"{split}_dataset"
             if self._sizes.get(split) is not None:
-                raise ValueError(f"{split}_size requires that {where} is not set, got both.")
+                raise ValueError(
+                    f"{split}_size and {where} exclude each other. Remove one of them."
+                )
             table = self._prepare(given, where)
             # Reward functions are checked against the columns of every dataset.
             self._check_columns(check_table(table, self._columns, where), where)
@@ -581,53 +562,20 @@ class PromptEnvironment:
             RewardError: If a function fails.
         """
         batch = self.make_batch("train", [0])
-        rewards = self._tried(batch)
+        rewards = self._sample_rewards(batch)
         if self._metric is not self._rewards:
-            for name, value in self._tried(self.make_batch("validation", [0])).items():
+            held_out = self.make_batch("validation", [0])
+            for name, value in self._sample_rewards(held_out).items():
                 rewards[f"metric {name}"] = value
         (prompt,) = batch.prompts
         text = str(self.tokenizer.decode(prompt))
         return Preflight(prompt=text, tokens=tuple(prompt), rewards=rewards)
 
-    def _tried(self, batch: SingleTurnBatch) -> dict[str, float | None]:
+    def _sample_rewards(self, batch: SingleTurnBatch) -> dict[str, float | None]:
         """Return the reward of the first sample completion by function."""
-        scores = self._score_samples(batch)
-        rewards: dict[str, float | None] = {}
-        for reward in batch.rewards:
-            values = scores.components[reward.name]
-            # A function of one completion that returns nothing has no `return`.
-            no_value = not reward.batched and bool(np.isnan(values).all())
-            if no_value and self.on_reward_error == "raise":
-                raise RewardError(
-                    f"Reward function {reward.name!r} must return a number, got None for all"
-                    " samples."
-                )
-            rewards[reward.name] = None if np.isnan(values[0]) else float(values[0])
-        return rewards
-
-    def _score_samples(self, batch: SingleTurnBatch) -> Scores:
-        """Score sample completions of one prompt, to find errors of user code before training."""
-        ids = self.tokenizer(list(SAMPLE_COMPLETIONS), add_special_tokens=False)["input_ids"]
-        members = [0, 0]
-        if any(reward.batched for reward in self._rewards):
-            # Another member's completion is a group of its own.
-            ids.append(ids[0])
-            members.append(1)
-        samples = single_turn_conversations([0] * len(ids), ids, members)
-        try:
-            # Replies and environments first, as in a run.
-            batch.respond(samples)
-            return batch.score(samples)
-        except Exception as error:  # noqa: BLE001 (user code may raise anything)
-            reason = text_of(error)
-            if not isinstance(error, RewardError):
-                reason = f"{class_name(error)}: {one_line(error)}"
-            message = f"Your functions are tested on sample completions before training: {reason}"
-            # The function may take messages for text.
-            form = self.completion_form()
-            if form and isinstance(error.__cause__, AttributeError | LookupError | TypeError):
-                message = f"{message.removesuffix('.')}. {form}"
-            raise RewardError(message) from error.__cause__ or error
+        batched = any(reward.batched for reward in self._rewards)
+        scores = score_samples(batch, self.tokenizer, batched=batched, hint=self.completion_form())
+        return first_rewards(batch, scores, must_return=self.on_reward_error == "raise")
 
     # ---- rows of a dataset
 

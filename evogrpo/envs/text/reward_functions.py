@@ -104,6 +104,7 @@ def reasoned(result: Any) -> Reasoned | None:
         return result
     if isinstance(result, tuple | list) and len(result) == 2:
         value, reason = result
+    # The type itself: an object such as a mock may claim another class.
     elif issubclass(type(result), Mapping):
         value = result.get("score")
         reason = result.get("feedback")

@@ -287,6 +287,7 @@ class _Worker:
         threading.Thread(target=self._run, name="evogrpo rewards", daemon=True).start()
 
     def _run(self) -> None:
+        """Do tasks until the queue returns None; the body of the thread."""
         while (task := self._tasks.get()) is not None:
             outcome, request = task
             with self.lock:
@@ -321,6 +322,7 @@ class _Worker:
         return self._answer(request, self._timeout)
 
     def _answer(self, request: bytes, limit: float | None) -> Any:
+        """Return the result of a request, or the error of one that failed."""
         assert self.process is not None
         try:
             return decoded(self.process.call(request, limit))

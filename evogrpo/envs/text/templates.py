@@ -266,14 +266,15 @@ def reply_tokens(
     for message in reply:
         if not _contains(between, message["content"]):
             warn(
-                f"The chat template changes the text of replies ({message['role']}).",
+                f"The chat template changes the text of replies ({message['role']}), so the model"
+                " reads another text. Set tokenizer.chat_template to one that keeps it.",
                 rank_zero_only=False,
             )
         for token in special_tokens(tokenizer):
             if token in message["content"]:
                 warn(
                     f"A reply ({message['role']}) contains {token!r}, which the model reads as a"
-                    " special token.",
+                    " special token. Remove it from the reply.",
                     rank_zero_only=False,
                 )
     return tuple(tokenizer([between], add_special_tokens=False)["input_ids"][0])

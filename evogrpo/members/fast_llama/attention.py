@@ -256,6 +256,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of queries, keys and values, the prompts' included."""
         # 1. Attention weights, computed again if they were not kept.
         q, k, v, bias, shared_bias, weights, *shared = ctx.saved_tensors
         runs = ctx.runs

@@ -188,9 +188,9 @@ class FastDecoding:
         visible[:, self._past : self._past + self._length] = True
         bias = torch.zeros(visible.shape, dtype=self._dtype, device=visible.device)
         self._bias = bias.masked_fill_(~visible, self._lowest)[:, None]
-        self._places = torch.arange(visible.shape[1], device=visible.device)
+        self._cache_positions = torch.arange(visible.shape[1], device=visible.device)
 
-    def start(self) -> Tensor:
+    def first_hidden(self) -> Tensor:
         """Return hidden states of the prompts' last tokens."""
         return self._last_hidden
 
@@ -207,14 +207,14 @@ class FastDecoding:
             self._reallocate(None, min(self._max_length, room + growth))
             self._set_bias()
         self._length += 1
-        place = self._past + number
-        self._bias[:, :, place] = 0.0
+        position = self._past + number
+        self._bias[:, :, position] = 0.0
         # 2. Biases of attention scores by window (None = full attention).
         biases = {}
         for window in self._windows:
             biases[window] = self._bias
             if window is not None:
-                too_far = self._places <= place - window
+                too_far = self._cache_positions <= position - window
                 biases[window] = self._bias.masked_fill(too_far, self._lowest)
         # 3. Cosines and sines `[heads, d / 2, n]` of all heads of queries (scaled) and keys.
         kv, rep = layout.heads
@@ -239,7 +239,7 @@ class FastDecoding:
         stored: Sequence[Tensor],
         shared: Sequence[KeyValues],
     ) -> None:
-        """Run one layer on the residual stream `[h, n]`, in place.
+        """Run one layer on the residual stream `[h, n]`, in position.
 
         Args:
             layer: The layer.
@@ -286,7 +286,7 @@ class FastDecoding:
         names = tuple(name for name, _ in layers)
         if names not in self._adapters:
             self._adapters[names] = self._hook.stacked(names, x.shape[1], x.dtype)
-        # Add scale * B A x in place.
+        # Add scale * B A x in position.
         for part in self._adapters[names]:
             low = torch.bmm(part.a, _by_segment(x, part))
             for module, columns, b in part.b:
@@ -379,9 +379,9 @@ class _SharedDecoding:
         self._copied = 0
         self._skipped = 0
 
-    def start(self) -> Tensor:
+    def first_hidden(self) -> Tensor:
         """Return hidden states of the prompts' last tokens."""
-        return self._by_row(self._decoding.start())
+        return self._by_row(self._decoding.first_hidden())
 
     def advance(self, tokens: Tensor) -> Tensor:
         """Feed one token per row; prefixes fork where the tokens of their rows differ."""

@@ -63,6 +63,7 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradient `[m, h]` of x; weight and eps have none."""
         x, weight, inverses = ctx.saved_tensors
         out = torch.empty_like(x)
         for rows, inverse, grad, out_rows in _tiles(x, inverses, grads[0], out):
@@ -95,6 +96,7 @@ class _GatedUnit(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients `[m, w]` of gate and up."""
         grad = grads[0]
         gate, up = ctx.saved_tensors
         grad_gate = torch.empty_like(grad)
@@ -145,7 +147,7 @@ class _Rotate(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, heads: tuple[int, int]) -> Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.heads = heads
-        n, t, half = cos.shape
+        n, t, half = cos.shape  # half = d / 2
         kv, rep = heads
         out = x.new_empty((kv, n, rep, t, 2 * half))
         _rotate_into(_by_head(x, cos.shape, heads), cos, sin, 1.0, out)
@@ -153,9 +155,11 @@ class _Rotate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradient `[n * t, kv * rep * d]` of x, rotated back by the same angles."""
         cos, sin = ctx.saved_tensors
         n, t, half = cos.shape
         kv, rep = ctx.heads
+        # [kv, n, rep * t, d] -> [kv, n, rep, t, d], as `_rotate_into` takes it.
         grad = grads[0].view(kv, n, rep, t, 2 * half)
         out = grad.new_empty((n * t, kv * rep * 2 * half))
         _rotate_into(grad, cos, sin, -1.0, _by_head(out, cos.shape, ctx.heads))
@@ -249,6 +253,7 @@ class _Linears(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Return the gradients of x and of the leaves; the frozen layers have none."""
         # 1. The frozen layers: dx = sum of dy W.
         x, low = ctx.saved_tensors
         grads = tuple(None if grad is None else grad.contiguous() for grad in grads)
@@ -439,6 +444,7 @@ class FastLlama:
         def attend(
             number: int, layer: Layer, prompt_heads: Heads, row_heads: Heads
         ) -> tuple[Tensor, Tensor, Tensor]:
+            """Compute the attention of one layer; see `Attend`."""
             # Rows attend to the keys and values that the prompts' attention has computed.
             of_prompts, keys, values = attend_prompts(number, layer, prompt_heads)
             if order is not None:
@@ -464,6 +470,7 @@ class FastLlama:
         biases = attention_biases(self.layout, mask, t, slice(None))
 
         def attend(number: int, layer: Layer, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
+            """Compute the attention of one layer; see `Attend`."""
             q, k, v = heads
             if cache is not None:
                 # Caches of transformers have the rows first: [n, kv, t, d].
@@ -601,8 +608,8 @@ def attention_biases(
     dtype = layout.decoder.norm.weight.dtype
     # Not -inf: tokens without visible keys must not become NaN.
     lowest = torch.finfo(dtype).min / 2
-    place = torch.arange(mask.shape[1], device=mask.device)
-    distance = place[-t:, None] - place[keys]  # [t, keys]
+    positions = torch.arange(mask.shape[1], device=mask.device)
+    distance = positions[-t:, None] - positions[keys]  # [t, keys]
     no_padding = bool(mask.all())
     biases = dict[int | None, Tensor | None]()
     for window in {layer.window for layer in layout.layers}:

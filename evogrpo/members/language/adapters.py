@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.optimizer import Optimizer
 from evogrpo.functional.optim import clipped_adamw_steps_
+from evogrpo.learn_reports import UpdateReport
 from evogrpo.members.bank import (
     INITIAL_RUNNING_STATS,
     NO_REFERENCES,
@@ -28,14 +29,9 @@ from evogrpo.members.bank import (
 )
 from evogrpo.members.devices import check_allocation
 from evogrpo.members.language.full_finetuning import AllWeights, MemberModels
-from evogrpo.members.language.lora import (
-    LoraTargets,
-    StoredAdapter,
-    Target,
-    initial_weights,
-    scaling,
-)
-from evogrpo.records import UpdateReport
+from evogrpo.members.language.lora import Target, initial_weights, scaling
+from evogrpo.members.language.lora_targets import LoraTargets
+from evogrpo.members.language.peft_files import StoredAdapter
 from evogrpo.warnings import warn
 
 Run = tuple[slice, slice, int]
@@ -68,7 +64,7 @@ class StackedAdapters(NamedTuple):
 
     Attributes:
         tokens: Tokens of the segments.
-        slots: Places of the segments' slots among the slots of the pass.
+        slots: Positions of the segments' slots among the slots of the pass.
         a: `[s, modules * r, in]` of the modules with an adapter.
         b: Number, columns in x A^T, and B `[s, out, r]` of each of these modules.
         scale: Factor on B A x.
@@ -210,13 +206,13 @@ class LoraHook:
         first = [per_row * count for count in self._rows]
         later = [per_row * count for count in self._later]
         stacked = list[StackedAdapters]()
-        for segment, places, _ in runs_of(first) + runs_of(later, sum(first)):
+        for segment, slot_range, _ in runs_of(first) + runs_of(later, sum(first)):
             of_modules = []
-            for place, number in enumerate(numbers):
-                columns = slice(rank * place, rank * (place + 1))
-                of_modules.append((number, columns, every_b[place][places]))
+            for position, number in enumerate(numbers):
+                columns = slice(rank * position, rank * (position + 1))
+                of_modules.append((number, columns, every_b[position][slot_range]))
             stacked.append(
-                StackedAdapters(segment, places, a[places], of_modules, self.adapters.scale)
+                StackedAdapters(segment, slot_range, a[slot_range], of_modules, self.adapters.scale)
             )
         return stacked
 
@@ -274,7 +270,7 @@ class AdapterStates:
         optimizer: AdamW settings shared by all members.
         seed: Root seed of the initial adapters.
         own_reference: Store one reference per member, initially its first adapter.
-        start: Adapter that every member starts from; new adapters by default.
+        initial_adapter: Adapter that every member starts from; None = new adapters.
 
     Attributes:
         lora_config: As passed.
@@ -298,7 +294,7 @@ class AdapterStates:
         *,
         seed: int,
         own_reference: bool,
-        start: StoredAdapter | None = None,
+        initial_adapter: StoredAdapter | None = None,
     ) -> None:
         if size < 1:
             raise ValueError(f"size must be at least 1, got {size}.")
@@ -312,7 +308,7 @@ class AdapterStates:
             _WARNED.add(model)
             warn(f"Adapters train {summary}")
         # 2. Check the memory: float32 weights, two moments and reference of each member; one
-        #    gradient, and the start.
+        #    gradient, and the initial weights.
         device = next(model.parameters()).device
         rows = size * (3 + own_reference) + 2
         remedy = "or a lower r"
@@ -323,10 +319,10 @@ class AdapterStates:
         # 3. State of a new member. A scalar fills a whole row.
         if isinstance(trained, AllWeights):
             initial = trained.flat(model)
-        elif start is None:
+        elif initial_adapter is None:
             initial = initial_weights(trained.targets, seed)
         else:
-            initial = start.flat(trained.targets)
+            initial = initial_adapter.flat(trained.targets)
         initial = initial.to(device)
         zero = initial.new_zeros(())
         stats = torch.tensor(INITIAL_RUNNING_STATS, dtype=torch.float64)

@@ -17,25 +17,26 @@ from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.optimizer import Optimizer
 from evogrpo.distributed import Processes
 from evogrpo.functional.log_probs import chunked_log_probs, scale_logits
+from evogrpo.learn_reports import UpdateReport
 from evogrpo.members.bank import LossFunction, PolicyVersion, RepeatStep, Update
 from evogrpo.members.devices import DEFAULT_MICRO_BATCH_TOKENS, memory_errors
-from evogrpo.members.fast_llama.weight_layout import fast_paths_disabled
 from evogrpo.members.language.causal_model import CausalModel
 from evogrpo.members.language.compatibility import check_causal_class, check_token_ids
 from evogrpo.members.language.fsdp import layers_of, run_on_all_ranks
 from evogrpo.members.language.full_finetuning import AllWeights, choose_trained, transformers_files
 from evogrpo.members.language.loading import loadable_name
-from evogrpo.members.language.lora import CONFIG, TENSORS, StoredAdapter, peft_files
+from evogrpo.members.language.member_policy import MemberPolicy
 from evogrpo.members.language.micro_batches import (
     MicroBatch,
     distinct_prefixes,
-    lexsort,
-    micro_batches,
-    repetitions,
+    plan_micro_batches,
+    scoring_slots,
+    used_columns,
 )
+from evogrpo.members.language.peft_files import CONFIG, TENSORS, StoredAdapter, peft_files
 from evogrpo.members.language.sampling import AdapterSampler
 from evogrpo.members.language.sizing import activation_room, learning_bytes
-from evogrpo.records import Batch, TokenInputs, UpdateReport, positions_in_turn
+from evogrpo.records import Batch, TokenInputs, positions_in_turn
 
 NO_GRAD_FACTOR = 4
 """Size of micro-batches without gradient, relative to those with: they store no activations."""
@@ -57,7 +58,8 @@ class AdapterBank(AdapterSampler):
         size: Number of members.
         pad_token_id: Token used for padding.
         eos_token_ids: Tokens that end a completion.
-        lora_config: LoRA configuration; None = members train all weights, unless `start` is given.
+        lora_config: LoRA configuration; None = that of `initial_adapter`, or members train all
+            weights if there is none.
         optimizer: AdamW settings shared by all members.
         seed: Root seed of the initial adapters.
         micro_batch_tokens: Maximum tokens, padding included, of a forward pass with gradients.
@@ -71,7 +73,7 @@ class AdapterBank(AdapterSampler):
         autocast: Returns the context manager of forward passes, for mixed precision.
         own_reference: Store one reference per member for the KL term, instead of using the base.
             Takes as much memory as the adapters. See `mix_reference`.
-        start: Adapter that every member starts from; brings its own lora_config.
+        initial_adapter: Adapter that every member starts from; brings its own lora_config.
         like: Bank over the same model with the same adapters; its compatibility checks are not
             repeated.
 
@@ -106,14 +108,14 @@ class AdapterBank(AdapterSampler):
         explicit_positions: bool = True,
         autocast: Callable[[], AbstractContextManager[None]] = nullcontext,
         own_reference: bool = False,
-        start: StoredAdapter | None = None,
+        initial_adapter: StoredAdapter | None = None,
         like: "AdapterBank | None" = None,
     ) -> None:
         # 1. Check the arguments.
-        if start is not None and lora_config not in (None, start.lora_config):
+        if initial_adapter is not None and lora_config not in (None, initial_adapter.lora_config):
             raise ValueError("An adapter brings its own lora_config. Leave lora_config out.")
-        if start is not None:
-            lora_config = start.lora_config
+        if initial_adapter is not None:
+            lora_config = initial_adapter.lora_config
         if not eos_token_ids:
             raise ValueError("eos_token_ids must contain at least one token, got none.")
         if micro_batch_tokens < 1:
@@ -125,6 +127,7 @@ class AdapterBank(AdapterSampler):
         # 2. Build train states and the base model. Its compatibility checks run the model, so with
         # a sharded base all ranks run them together.
         def build() -> CausalModel:
+            """Initialise the train states, and return the base model."""
             if like is None:
                 trained = choose_trained(model, lora_config)
             else:
@@ -138,7 +141,7 @@ class AdapterBank(AdapterSampler):
                 optimizer or Optimizer(),
                 seed=seed,
                 own_reference=own_reference,
-                start=start,
+                initial_adapter=initial_adapter,
             )
             if like is not None:
                 return copy(like.base)
@@ -324,7 +327,7 @@ class AdapterBank(AdapterSampler):
             return own
 
         scores: dict[int, tuple[Tensor, Tensor]] = {}
-        for share in self.processes.run_section(score_own_parts):
+        for share in self.processes.gather_results(score_own_parts):
             scores |= share
         device = batch.actions.device
         for number in range(len(parts)):
@@ -404,7 +407,7 @@ class AdapterBank(AdapterSampler):
                     own_scores[number] = [values[rows].cpu() for values in scores]
             return own_scores, losses
 
-        shares = self.processes.run_section(compute_own_parts)
+        shares = self.processes.gather_results(compute_own_parts)
         # 3. Sum the gradients over ranks; write the scores of all ranks.
         totals = {slot: self.processes.all_reduce(gradients.pop(slot)) for slot in slots}
         for scores_of_rank, _ in shares:
@@ -501,54 +504,9 @@ class AdapterBank(AdapterSampler):
     def _plan(
         self, batch: Batch, budget: int, policy: PolicyVersion, slots: Sequence[int] | None = None
     ) -> list[MicroBatch]:
-        """Plan micro-batches of distinct rows with actions, sorted by member and prompt.
-
-        Args:
-            batch: Rows of any members.
-            budget: Maximum tokens of a micro-batch.
-            policy: Policy that scores the rows.
-            slots: Plan the rows of these members only.
-        """
-        # 1. Select the rows of these slots; `numbers` are their row numbers in the whole batch.
-        device = batch.actions.device
-        if slots is None:
-            numbers = torch.arange(len(batch), device=device)
-        else:
-            selected = torch.isin(batch.member_ids, torch.tensor(slots, device=device))
-            numbers = selected.nonzero()[:, 0]
-            batch = batch.select(numbers)
-        # 2. Sort them by member and prompt; leave out rows without actions and repetitions.
-        inputs: TokenInputs = batch.inputs
-        members = _scoring_slots(batch, policy)
-        order = lexsort(inputs.prompt_ids, members).tolist()
-        lengths = _lengths(batch.action_mask).tolist()
-        _, prefixes = distinct_prefixes(members.cpu(), inputs.prompt_ids.cpu())
-        widths = [len(inputs.prompts[prompt]) for prompt in inputs.prompt_ids.tolist()]
-        if fast_paths_disabled():
-            repeated = [[row] for row in range(len(batch))]
-        else:
-            repeated = repetitions(batch, members)
-        rows = [row for row in order if lengths[row] and repeated[row]]
-        # 3. Split the distinct rows into micro-batches.
-        runs = []
-        for group in self.split_passes(policy, rows, members.tolist()):
-            runs += micro_batches(group, prefixes.tolist(), widths, lengths, budget)
-        # 4. Add the rows that repeat them.
-        parts = []
-        for run in runs:
-            all_rows: list[int] = []
-            run_as: list[int] = []
-            for place, row in enumerate(run):
-                all_rows += repeated[row]
-                run_as += [place] * len(repeated[row])
-            parts.append(
-                MicroBatch(
-                    rows=numbers[all_rows],
-                    run=numbers[run],
-                    run_as=torch.tensor(run_as, device=device),
-                )
-            )
-        return parts
+        """Plan micro-batches of the rows of these slots; None = of all rows."""
+        split = partial(self.split_passes, policy)
+        return plan_micro_batches(batch, budget, policy, slots, split)
 
     @memory_errors()
     def _forward(
@@ -586,7 +544,7 @@ class AdapterBank(AdapterSampler):
         # 1. Drop columns after the last action.
         batch = whole.select(part.run)
         inputs: TokenInputs = batch.inputs
-        used = int(_lengths(batch.action_mask).max())
+        used = int(used_columns(batch.action_mask).max())
         # With a token after the first action, each micro-batch takes as many passes.
         if self.base.lockstep:
             used = min(max(used, 2), batch.action_mask.shape[1])
@@ -596,7 +554,7 @@ class AdapterBank(AdapterSampler):
         if inputs.min_new_tokens:
             early = positions_in_turn(batch.chosen[:, :used]) < inputs.min_new_tokens
         # 2. Hidden states `[k, used, h]` that predict the actions.
-        members = _scoring_slots(batch, policy)
+        members = scoring_slots(batch, policy)
         pairs, pair_of_row = distinct_prefixes(members, inputs.prompt_ids.to(members.device))
         prompts = [inputs.prompts[prompt] for _, prompt in pairs]
         slots = [slot for slot, _ in pairs]
@@ -646,6 +604,7 @@ class AdapterBank(AdapterSampler):
         assert not reference, "LanguageSettings refuses kl_estimator 'full'"
 
         def read(passed: _Pass, part: MicroBatch) -> Tensor:
+            """Return what determines the distributions, `[c, ...]`."""
             if passed.model is self.base:
                 return passed.hidden
             return self._log_softmax(passed, passed.hidden)
@@ -661,6 +620,7 @@ class AdapterBank(AdapterSampler):
         """
 
         def read(passed: _Pass, part: MicroBatch) -> Tensor:
+            """Return the divergences `[c]`, in chunks that fit into memory."""
             used = passed.mask.shape[1]
             earlier = before[part.run, :used][passed.mask]
             found = []
@@ -695,6 +655,7 @@ class AdapterBank(AdapterSampler):
 
         @memory_errors()
         def compute() -> Tensor:
+            """Return the values of all micro-batches."""
             found: Tensor | None = None
             with self.base.in_lockstep():
                 for part in self._plan(batch, self.micro_batch_tokens, "weights"):
@@ -709,7 +670,7 @@ class AdapterBank(AdapterSampler):
         # After running out of memory, smaller parts repeat all rows.
         while True:
             try:
-                with self.base.working(), self.processes.section():
+                with self.base.working(), self.processes.shared_errors():
                     return compute()
             except torch.OutOfMemoryError as error:
                 if self.micro_batch_tokens == 1:
@@ -767,54 +728,3 @@ class _Pass:
         """Return values `[c, ...]` of the actions as `[n, width, ...]`, 0 elsewhere."""
         zeros = values.new_zeros(len(self.mask), width, *values.shape[1:])
         return zeros.index_put(self.mask.nonzero(as_tuple=True), values)[self.run_as]
-
-
-def _scoring_slots(batch: Batch, policy: PolicyVersion) -> Tensor:
-    """Return the slots whose weights score the rows.
-
-    Under the base all rows are of one slot and share prompts.
-    """
-    if policy == "base":
-        return torch.zeros_like(batch.member_ids)
-    return batch.member_ids
-
-
-def _lengths(mask: Tensor) -> Tensor:
-    """Return the number of columns up to the last True of each row."""
-    columns = torch.arange(1, mask.shape[1] + 1, device=mask.device)
-    return (mask * columns).amax(1)
-
-
-class MemberPolicy(nn.Module):
-    """One member of a bank as a module: token ids in, logits out.
-
-    Args:
-        bank: Bank of the member.
-        slot: Slot of the member.
-        base: Use the base model without adapters.
-    """
-
-    def __init__(self, bank: AdapterBank, slot: int, *, base: bool = False) -> None:
-        super().__init__()
-        # In a tuple, so that the base does not become a submodule.
-        self._bank = (bank,)
-        self.slot = slot
-        self._policy_version: PolicyVersion = "base" if base else "weights"
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Return logits `[n, t, v]` of tokens `[n, t]`, without gradient.
-
-        Args:
-            input_ids: `[n, t]` token ids.
-            attention_mask: `[n, t]`, True or 1 for real tokens; all tokens by default.
-        """
-        # Under the bank's settings, so that the logits are those of training.
-        (bank,) = self._bank
-        if attention_mask is None:
-            attention_mask = torch.ones_like(input_ids)
-        make_hook = bank.hook_factory(self._policy_version)
-        hook = make_hook(torch.full((len(input_ids),), self.slot))
-        with torch.no_grad(), bank.base.working(), bank.base.autocast(), bank.base.in_lockstep():
-            model = bank.model_of(self._policy_version, self.slot)
-            hidden = model.run(input_ids, attention_mask.bool(), None, hook)
-            return model.head(hidden)

@@ -106,7 +106,7 @@ class CausalModel:
         self.explicit_positions = explicit_positions
         self.autocast: Callable[[], AbstractContextManager[None]] = nullcontext
         self.recomputes_layers = False
-        self._changed = {name: model.get_submodule(name) for name in changed}
+        self._changed_modules = {name: model.get_submodule(name) for name in changed}
         self._adapter_hook: LoraHook | None = None
         self._working = False
         # The forward pass in use, inside `working`.
@@ -121,7 +121,7 @@ class CausalModel:
         with frozen_model(model), torch.no_grad():
             check_causal(model)
             self.head = find_head(model, self.decoder)
-            check_differentiable(model, self.decoder, self._changed)
+            check_differentiable(model, self.decoder, self._changed_modules)
             check_padding(
                 lambda ids, mask: self.run(ids, mask, None, None),
                 model,
@@ -129,10 +129,10 @@ class CausalModel:
                 pad_id,
                 explicit_positions=explicit_positions,
             )
-            # `_check_prefix` sets the number of tokens to 1, so the real value comes after it.
+            # `_check_prefix` sets `_min_shared_tokens` to 1, so its real value comes afterwards.
             self.shares_prefix = self._check_prefix()
             self._min_shared_tokens = MIN_SHARED_TOKENS
-            # It has passed its check.
+            # None if fast_llama does not support the model, or gives other results.
             self._usable_fast_llama = self._checked_fast_llama()
         if not self.shares_prefix:
             warn(
@@ -233,7 +233,7 @@ class CausalModel:
                     self._active_fast_llama = self._usable_fast_llama
                 # fast_llama adds the adapters itself.
                 if self._active_fast_llama is None:
-                    for name, module in self._changed.items():
+                    for name, module in self._changed_modules.items():
                         handles.append(module.register_forward_hook(self._hook(name)))
                 yield
         finally:
@@ -252,7 +252,10 @@ class CausalModel:
         return self._sharded_layers.in_lockstep()
 
     def _hook(self, name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor | None]:
+        """Return the forward hook of a module with adapters."""
+
         def change(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
+            """Return the output with adapters; None leaves it as it is."""
             if self._adapter_hook is None:
                 return None
             return self._adapter_hook(name, args[0], output)
@@ -557,6 +560,7 @@ def _gather_rows(parts: Sequence[KVCache], part_of: Tensor, row_of: Tensor) -> K
 
     # 2. Pad on the left along `dim`, concatenate, reorder.
     def joined(values: Sequence[Tensor], dim: int) -> Tensor:
+        """Return one tensor of all parts, in the order of the rows."""
         padded = []
         for value, indices in zip(values, rows, strict=True):
             missing = width - value.shape[dim]

@@ -255,8 +255,8 @@ def find_head(model: PreTrainedModel, decoder: nn.Module) -> Head:
     inputs: list[Tensor] = []
 
     def enlarge(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Hook before the head: enlarge the logits of each token to the sizes that are probed."""
         (hidden,) = args
-        # Enlarge the logits of each token to the size that is probed.
         logits = module.forward(hidden).float()
         sizes = logits.abs().amax(-1, keepdim=True).clamp(min=1e-2)
         factors = torch.tensor(PROBED, device=sizes.device)[:, None] / sizes
@@ -317,6 +317,8 @@ def _heads(bare: Head, config: Any) -> Iterator[Head]:
 
 
 def _head(bare: Head, scale: float, cap: float | None) -> Head:
+    """Return a head with scaled logits, and with soft capping unless `cap` is None."""
+
     def head(hidden: Tensor) -> Tensor:
         logits = scale * bare(hidden)
         if cap is None:
@@ -450,6 +452,7 @@ def token_counts(model: PreTrainedModel, names: re.Pattern[str]) -> dict[str, in
     found: dict[str, int] = {}
 
     def add(name: str, value: Any) -> None:
+        """Add the settings in a value of the configuration, the largest of each name."""
         if isinstance(value, dict):
             for key, each in value.items():
                 add(name if names.search(name) else str(key), each)

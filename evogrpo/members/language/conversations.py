@@ -256,6 +256,7 @@ def _stream_groups(batch: SingleTurnBatch, rows: SamplingBatch) -> FinishedCallb
     finished = dict[tuple[int, int], list[Conversation]]()
 
     def on_finished(numbers: Sequence[int], completions: Sequence[Sequence[int]]) -> None:
+        """Collect finished rows, and score a group when its last row is finished."""
         for row, tokens in zip(numbers, completions, strict=True):
             group = groups[row]
             conversation = Conversation(

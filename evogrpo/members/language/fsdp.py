@@ -102,7 +102,7 @@ class ShardedLayers:
             ProcessError: If another rank has ended.
         """
         ranks = processes()
-        if not ranks.in_section:
+        if not ranks.sharing_errors:
             raise ValueError(
                 f"The base model is sharded over {self.size} processes, so one process cannot run"
                 " it alone. Load the saved agent in a program of one process."
@@ -194,7 +194,7 @@ def run_on_all_ranks(model: PreTrainedModel, work: Callable[[], T]) -> T:
         with layers.in_lockstep():
             found.append(work())
 
-    processes().run_section(run)
+    processes().gather_results(run)
     return found[0]
 
 

@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from evogrpo.members.language.compatibility import end_ids_of, is_quantised
 from evogrpo.members.language.fsdp import sharded_over
 from evogrpo.members.language.loading import quietly
-from evogrpo.members.language.lora import CONFIG, TENSORS, LoraTargets, check_export, choose_targets
+from evogrpo.members.language.lora_targets import LoraTargets, choose_targets
+from evogrpo.members.language.peft_files import CONFIG, TENSORS, check_export
 from evogrpo.text import class_name
 
 

@@ -135,7 +135,7 @@ ForwardPass = Callable[[Tensor, Tensor, Cache | None, LoraHook | None], Tensor]
 class Decoding(Protocol):
     """Rows that are decoded token by token."""
 
-    def start(self) -> Tensor:
+    def first_hidden(self) -> Tensor:
         """Return hidden states `[n, h]` of the prompts' last tokens."""
 
     def advance(self, tokens: Tensor) -> Tensor:
@@ -182,7 +182,7 @@ class CachedDecoding:
             self._cache.update(keys[rows], values[rows], number)
         self._adapter_hook = make_hook(slots)
 
-    def start(self) -> Tensor:
+    def first_hidden(self) -> Tensor:
         """Return hidden states of the prompts' last tokens."""
         return self._first
 
@@ -235,7 +235,7 @@ class PlainDecoding:
         self._mask = prompts.mask[rows]
         self._adapter_hook = make_hook(slots)
 
-    def start(self) -> Tensor:
+    def first_hidden(self) -> Tensor:
         """Return hidden states of the prompts' last tokens."""
         return self._run(self._ids, self._mask, None, self._adapter_hook)[:, -1]
 
@@ -243,7 +243,7 @@ class PlainDecoding:
         """Run the whole sequences with one more token per row."""
         self._ids = torch.cat([self._ids, tokens[:, None]], dim=1)
         self._mask = pad(self._mask, (0, 1), value=True)
-        return self.start()
+        return self.first_hidden()
 
     def keep(self, rows: Tensor) -> None:
         """Keep these rows only."""

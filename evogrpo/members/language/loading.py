@@ -208,9 +208,9 @@ def check_quantised(kind: str | None, device: str, parts: int = 1) -> None:
         return
     # Kernels exist for some devices only.
     if torch.device(device).type not in DEVICES[kind]:
-        places = " or ".join(DEVICES[kind])
+        supported = " or ".join(DEVICES[kind])
         raise ValueError(
-            f"A base in {kind} requires the device {places}, got {shown(device)}. Use another"
+            f"A base in {kind} requires the device {supported}, got {shown(device)}. Use another"
             " precision."
         )
     if parts > 1:
@@ -294,7 +294,7 @@ def load_base(
     device = checked_device(device)
     kind, compute = _checked_dtype(dtype, device)
     check_quantised(kind, device, parts)
-    place = locate_base(source)
+    location = locate_base(source)
     name = str(source)
     options = {}
     if kind is not None:
@@ -305,18 +305,18 @@ def load_base(
         # In the dtype of its files, the plain model is memory-mapped and takes hardly any memory.
         if kind is not None:
             plain = AutoModelForCausalLM.from_pretrained(
-                place, dtype="auto", trust_remote_code=False
+                location, dtype="auto", trust_remote_code=False
             )
             plain_fingerprint = fingerprint(plain)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            place, dtype=compute, trust_remote_code=False, output_loading_info=True, **options
+            location, dtype=compute, trust_remote_code=False, output_loading_info=True, **options
         )
         model, info = loaded
         if missing := sorted(info["missing_keys"]):
             raise ValueError(
                 f"{len(missing)} weights are missing in its files, for example {missing[0]}"
             )
-        tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(location, trust_remote_code=False)
     _add_end_tokens(model, tokenizer)
     if name == DEMO_MODEL:
         # The cache folder would not be found on other machines.
@@ -375,17 +375,17 @@ def load_outline(source: str | Path) -> BaseModel:
     Raises:
         ValueError: As for `load_base`.
     """
-    place = locate_base(source)
+    location = locate_base(source)
     name = str(source)
     # On the meta device no memory is needed, however large the model is.
     with _loading(name):
-        config = AutoConfig.from_pretrained(place, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(location, trust_remote_code=False)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         # Models need not have this file.
         with suppress(OSError):
-            model.generation_config = GenerationConfig.from_pretrained(place)
-        tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
+            model.generation_config = GenerationConfig.from_pretrained(location)
+        tokenizer = AutoTokenizer.from_pretrained(location, trust_remote_code=False)
     _add_end_tokens(model, tokenizer)
     return BaseModel(model, tokenizer, name)
 

@@ -42,8 +42,9 @@ from evogrpo.members.language.conversations import rewarded_batch, sample_conver
 from evogrpo.members.language.fsdp import NEEDS_SAMPLER, sharded_over
 from evogrpo.members.language.full_finetuning import choose_trained
 from evogrpo.members.language.loading import fingerprint, load_base, load_tokenizer
-from evogrpo.members.language.lora import StoredAdapter, lora_from_json, lora_to_json
+from evogrpo.members.language.lora import lora_from_json, lora_to_json
 from evogrpo.members.language.own_loop import Experiences, as_batch, as_completions, prompt_rows
+from evogrpo.members.language.peft_files import StoredAdapter
 from evogrpo.members.language.sizing import size_for_memory
 from evogrpo.members.language.vllm_sampler import VLLMSampler
 from evogrpo.members.members import BankMembers, CheckpointFiles, SavedMembers
@@ -91,7 +92,7 @@ class LanguageMembers(BankMembers):
         base_fingerprint: Fingerprint of the base, if known; None = compute it.
         observation_space: Observation space, if given.
         action_space: Action space, if given.
-        start: Adapter that members start from, with its lora_config; None = fresh adapters.
+        initial_adapter: Adapter that members start from, and its lora_config; None = new ones.
         like: A bank with the same base and adapters, whose compatibility checks are not repeated.
         end_ids: Tokens that end a completion; None = those of the settings, or of the model and the
             action space.
@@ -100,7 +101,7 @@ class LanguageMembers(BankMembers):
         settings: As given, with `micro_batch_tokens` set.
         bank: Weights and optimizers.
         sampler: Generates completions: the bank, or an external engine.
-        start: As given.
+        initial_adapter: As given.
         source: As given.
         fingerprint: Fingerprint of the base.
     """
@@ -125,7 +126,7 @@ class LanguageMembers(BankMembers):
         base_fingerprint: str | None = None,
         observation_space: spaces.Space[Any] | None = None,
         action_space: spaces.Space[Any] | None = None,
-        start: StoredAdapter | None = None,
+        initial_adapter: StoredAdapter | None = None,
         like: AdapterBank | None = None,
         end_ids: Sequence[int] | None = None,
     ) -> None:
@@ -140,7 +141,9 @@ class LanguageMembers(BankMembers):
                 f" Load it with load_base(..., device={str(device)!r})."
             )
         # 2. Choose the tokens that end a completion.
-        ends: Collection[int] = end_ids or settings.eos_token_ids or ()
+        ends: Collection[int] = end_ids or ()
+        if not ends and settings.eos_token_ids is not None:
+            ends = settings.eos_token_ids
         if not ends:
             ends = end_ids_of(model) | self._end_ids_in(action_space, model)
         if not ends:
@@ -153,7 +156,7 @@ class LanguageMembers(BankMembers):
         self.hp_config = hp_config
         self.observation_space = observation_space
         self.action_space = action_space
-        self.start = start
+        self.initial_adapter = initial_adapter
         self.bank = AdapterBank(
             model,
             size=size,
@@ -168,7 +171,7 @@ class LanguageMembers(BankMembers):
             explicit_positions=settings.calc_position_embeddings,
             autocast=autocast,
             own_reference=settings.objective.reference == "snapshot",
-            start=start,
+            initial_adapter=initial_adapter,
             like=like,
         )
         super().__init__({DEFAULT_POLICY: self.bank})
@@ -179,7 +182,8 @@ class LanguageMembers(BankMembers):
         # 4. Set the sampler, which has loaded no weights yet, and the identity of the base model.
         self.sampler: Sampler = self.bank
         self._loaded: list[int] | None = None
-        self.source = source or str(getattr(model, "name_or_path", "") or type(model).__name__)
+        name = getattr(model, "name_or_path", "")
+        self.source = source or str(name or type(model).__name__)
         self.fingerprint = base_fingerprint or fingerprint(model)
 
     @property
@@ -209,7 +213,7 @@ class LanguageMembers(BankMembers):
             self.settings,
             self.hp_config,
             lora_config=self.bank.lora_config,
-            start=self.start,
+            initial_adapter=self.initial_adapter,
             source=self.source,
             autocast=self.bank.base.autocast if wrap else nullcontext,
             base_fingerprint=self.fingerprint,
@@ -282,15 +286,20 @@ class LanguageMembers(BankMembers):
         return batch
 
     def _stop_strings_in(self, space: object, tokenizer: Any = None) -> StopStrings | None:
-        """Return the stop strings, decoded by a tokenizer, or else by that of an action space."""
+        """Return the stop strings, decoded by a tokenizer, or else by that of an action space.
+
+        None if the settings have none.
+        """
         texts = self.settings.stop_strings
         if texts is None:
             return None
-        tokenizer = tokenizer or getattr(space, "tokenizer", None) or self._tokenizer
+        if tokenizer is None:
+            tokenizer = getattr(space, "tokenizer", None) or self._tokenizer
         return StopStrings(texts=texts, tokenizer=tokenizer)
 
     @cached_property
     def _stop_strings(self) -> StopStrings | None:
+        """Stop strings; None if the settings have none."""
         # Replaced with every batch of an environment.
         return self._stop_strings_in(self.action_space)
 
@@ -438,6 +447,7 @@ class LanguageMembers(BankMembers):
     def _score(
         self, prompts: PromptBatch, conversations: Sequence[Conversation], stop: Stop
     ) -> Scores:
+        """Score conversations, and count them as progress."""
         stop.progress("rewarding", len(conversations), "completions")
         if isinstance(prompts, SingleTurnBatch):  # a user's own batch need not accept `stop`
             return prompts.score(conversations, stop)
@@ -621,9 +631,9 @@ class LanguageMembers(BankMembers):
 
     def shared_tensors(self) -> dict[str, Tensor]:
         """Return the adapter that members start from."""
-        if self.start is None:
+        if self.initial_adapter is None:
             return {}
-        return dict(self.start.tensors)
+        return dict(self.initial_adapter.tensors)
 
     def files(self, slot: int) -> CheckpointFiles:
         """Return the member as a PEFT adapter or a model of transformers."""
@@ -678,9 +688,9 @@ class LanguageMembers(BankMembers):
             stored_spaces[name] = None
             if name in record:
                 stored_spaces[name] = space_from_json(record[name], saved.tensor_bytes)
-        start = None
+        initial_adapter = None
         if lora is not None and saved.shared_tensors:
-            start = StoredAdapter(lora_config=lora, tensors=saved.shared_tensors)
+            initial_adapter = StoredAdapter(lora_config=lora, tensors=saved.shared_tensors)
         members = cls(
             model,
             saved.size,
@@ -688,7 +698,7 @@ class LanguageMembers(BankMembers):
             saved.hp_config,
             base_fingerprint=actual,
             lora_config=lora,
-            start=start,
+            initial_adapter=initial_adapter,
             source=source,
             device=choose_device(accelerator, device),
             autocast=autocast_context(accelerator),

@@ -1,6 +1,6 @@
 """Micro-batches: distinct rows of a batch, split into parts that fit into memory."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,6 +8,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from evogrpo.members.bank import PolicyVersion
+from evogrpo.members.fast_llama.weight_layout import fast_paths_disabled
 from evogrpo.records import Batch, TokenInputs
 
 
@@ -125,3 +127,77 @@ def distinct_prefixes(
 def lexsort(minor: Tensor, major: Tensor) -> NDArray[np.intp]:
     """Return the stable order that sorts by `major`, then `minor`."""
     return np.lexsort((minor.cpu().numpy(), major.cpu().numpy()))
+
+
+def plan_micro_batches(
+    batch: Batch,
+    budget: int,
+    policy: PolicyVersion,
+    slots: Sequence[int] | None,
+    split: Callable[[Sequence[int], Sequence[int]], Sequence[Sequence[int]]],
+) -> list[MicroBatch]:
+    """Plan micro-batches of distinct rows with actions, sorted by member and prompt.
+
+    Args:
+        batch: Rows of any members.
+        budget: Maximum tokens of a micro-batch.
+        policy: Policy that scores the rows.
+        slots: Plan the rows of these members only; None = all.
+        split: Splits rows, given their members, into groups that one pass can hold.
+    """
+    # 1. Select the rows of these slots; `numbers` are their row numbers in the whole batch.
+    device = batch.actions.device
+    if slots is None:
+        numbers = torch.arange(len(batch), device=device)
+    else:
+        selected = torch.isin(batch.member_ids, torch.tensor(slots, device=device))
+        numbers = selected.nonzero()[:, 0]
+        batch = batch.select(numbers)
+    # 2. Sort them by member and prompt; leave out rows without actions and repetitions.
+    inputs: TokenInputs = batch.inputs
+    members = scoring_slots(batch, policy)
+    order = lexsort(inputs.prompt_ids, members).tolist()
+    lengths = used_columns(batch.action_mask).tolist()
+    _, prefixes = distinct_prefixes(members.cpu(), inputs.prompt_ids.cpu())
+    widths = [len(inputs.prompts[prompt]) for prompt in inputs.prompt_ids.tolist()]
+    if fast_paths_disabled():
+        repeated = [[row] for row in range(len(batch))]
+    else:
+        repeated = repetitions(batch, members)
+    rows = [row for row in order if lengths[row] and repeated[row]]
+    # 3. Split the distinct rows into micro-batches.
+    runs = []
+    for group in split(rows, members.tolist()):
+        runs += micro_batches(group, prefixes.tolist(), widths, lengths, budget)
+    # 4. Add the rows that repeat them.
+    parts = []
+    for run in runs:
+        all_rows: list[int] = []
+        run_as: list[int] = []
+        for number, row in enumerate(run):
+            all_rows += repeated[row]
+            run_as += [number] * len(repeated[row])
+        parts.append(
+            MicroBatch(
+                rows=numbers[all_rows],
+                run=numbers[run],
+                run_as=torch.tensor(run_as, device=device),
+            )
+        )
+    return parts
+
+
+def scoring_slots(batch: Batch, policy: PolicyVersion) -> Tensor:
+    """Return the slots whose weights score the rows.
+
+    Under the base all rows are of one slot and share prompts.
+    """
+    if policy == "base":
+        return torch.zeros_like(batch.member_ids)
+    return batch.member_ids
+
+
+def used_columns(mask: Tensor) -> Tensor:
+    """Return the number of columns up to the last True of each row."""
+    columns = torch.arange(1, mask.shape[1] + 1, device=mask.device)
+    return (mask * columns).amax(1)

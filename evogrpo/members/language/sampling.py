@@ -438,7 +438,7 @@ class _Sampler:
         # True for unfinished rows.
         live = torch.ones_like(numbers, dtype=torch.bool)
         tokens = torch.zeros_like(numbers)
-        hidden = decoding.start()
+        hidden = decoding.first_hidden()
         # Number of unfinished rows at the latest check, and of tokens per row until then.
         alive = len(numbers)
         checked = 0

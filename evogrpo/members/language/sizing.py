@@ -115,6 +115,7 @@ def widths_of(model: PreTrainedModel) -> Widths:
     text = model.config.get_text_config()
 
     def width(name: str, default: int) -> int:
+        """Return a dimension by name; `default` if the config has none, or 0."""
         try:
             value = getattr(text, name, None)
         # Where layers differ, transformers has no single value: use the largest.
@@ -160,7 +161,10 @@ def parameters_per_rank(model: PreTrainedModel, parts: int) -> int:
 
 
 def base_bytes(model: PreTrainedModel) -> int:
-    """Return the maximum bytes of a loaded model's weights on this rank."""
+    """Return the bytes of a loaded model's weights on this rank.
+
+    Of a sharded model, the maximum: while two of its layers are gathered.
+    """
     if is_quantised(model):
         return sum(stored_bytes(weights.data) for weights in model.parameters())
     count = parameters_per_rank(model, sharded_over(model))

@@ -23,8 +23,14 @@ from evogrpo.members.bank import FinishedCallback
 from evogrpo.members.language.bank import AdapterBank
 from evogrpo.members.language.compatibility import is_quantised, vocabulary_of
 from evogrpo.members.language.loading import loadable_name
-from evogrpo.members.language.lora import CONFIG, TENSORS
-from evogrpo.members.language.vllm_server import MAX_ANSWER, Choice, Server, VLLMError
+from evogrpo.members.language.peft_files import CONFIG, TENSORS
+from evogrpo.members.language.vllm_server import (
+    MAX_ANSWER,
+    SUPPORTED_SERVERS,
+    Choice,
+    Server,
+    VLLMError,
+)
 from evogrpo.records import Batch, Rollout, SamplingBatch, TokenInputs
 from evogrpo.text import expand_user, printable, shorten
 from evogrpo.validation import finite_number
@@ -81,14 +87,14 @@ def vllm_command(
         raise ValueError(
             f"vLLM supports LoRA ranks up to {LORA_RANKS[-1]}, got {rank}. Use a smaller rank."
         )
-    place = urllib.parse.urlsplit(url)
+    address = urllib.parse.urlsplit(url)
     # vLLM accepts some ranks only: the smallest one that is large enough.
     largest = next(each for each in LORA_RANKS if each >= rank)
     return (
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 python -m vllm.entrypoints.openai.api_server --model"
-        f" {shlex.quote(model)} --host {shlex.quote(place.hostname or '')} --port"
-        f" {place.port or 8000} --dtype {dtype} --enable-lora --max-loras {members} --max-lora-rank"
-        f" {largest} --logprobs-mode processed_logprobs --generation-config vllm"
+        f" {shlex.quote(model)} --host {shlex.quote(address.hostname or '')} --port"
+        f" {address.port or 8000} --dtype {dtype} --enable-lora --max-loras {members}"
+        f" --max-lora-rank {largest} --logprobs-mode processed_logprobs --generation-config vllm"
     )
 
 
@@ -151,7 +157,7 @@ class VLLMSampler:
         self._bank = bank
         self._versions = dict(enumerate(bank.changes))
         # 2. Find the base model of each server, and compare it with the trainer's.
-        with ranks.section():
+        with ranks.shared_errors():
             for server in self._servers:
                 models = server.models(threading.Event())
                 bases = [name for name, parent in models.items() if parent is None]
@@ -161,7 +167,7 @@ class VLLMSampler:
         for server in self._servers:
             self._check_log_probs(server)
         # 3. Write and load the adapters.
-        with ranks.section():
+        with ranks.shared_errors():
             if ranks.is_rank_zero:
                 tasks = []
                 for slot, version in self._versions.items():
@@ -178,7 +184,7 @@ class VLLMSampler:
         bank = self._connected()
         changed = [slot for slot in slots if self._versions[slot] != bank.changes[slot]]
         # Other ranks wait until rank 0 has loaded the adapters.
-        with bank.processes.section():
+        with bank.processes.shared_errors():
             if bank.processes.is_rank_zero:
                 tasks = []
                 for slot in changed:
@@ -286,7 +292,7 @@ class VLLMSampler:
         )
         # All ranks score the tokens that rank 0 gets.
         request = (server, None, list(range(PROBE_ROWS)))
-        rollouts = bank.processes.run_section(lambda: self._sample(rows, [request], None))
+        rollouts = bank.processes.gather_results(lambda: self._sample(rows, [request], None))
         rollout = rollouts[0]
         # 2. Score the same tokens.
         device = bank.base.device
@@ -451,12 +457,14 @@ class VLLMSampler:
         if [choice.index for choice in choices] != list(range(len(numbers))):
             raise VLLMError(
                 f"{server.url} returned {len(choices)} completions for {len(numbers)} prompts."
+                f" {SUPPORTED_SERVERS}"
             )
         vocabulary = vocabulary_of(bank.base.model)
         for choice, prompt in zip(choices, prompts, strict=True):
             if choice.prompt_token_ids not in (None, prompt):
                 raise VLLMError(
                     f"{server.url} returned the completions in another order than the prompts."
+                    f" {SUPPORTED_SERVERS}"
                 )
             if not _finish(choice, rows, ends, vocabulary):
                 tokens = choice.token_ids

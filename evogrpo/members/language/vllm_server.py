@@ -22,6 +22,8 @@ MAX_ANSWER = 4 * 2**20
 """Maximum bytes of an answer, without the completions that were requested."""
 MAX_ERROR = 2000
 """Bytes that are read of an answer with an error."""
+SUPPORTED_SERVERS = "Use vLLM 0.10.2 or newer, or another server with the same endpoints."
+"""Remedy for answers of another form."""
 
 _URL = re.compile(r"https?://([\w.-]+|\[[\w.:]+\])(:(?P<port>\d{1,5}))?(/[!-~]*)?", re.ASCII)
 
@@ -96,7 +98,7 @@ class Server:
         self.url = url.rstrip("/")
         self.base = ""
         self._timeout = timeout
-        self._place = urllib.parse.urlsplit(self.url)
+        self._address = urllib.parse.urlsplit(self.url)
         # 2. Read the key. http.client would show an invalid one in its error.
         self._name = name
         self._key = os.environ.get(key_name, "") if key_name else ""
@@ -177,11 +179,11 @@ class Server:
         """
         # 1. Connect. The timeout of a socket limits each packet only, so a timer ends it.
         deadline = time.monotonic() + seconds
-        is_https = self._place.scheme == "https"
+        is_https = self._address.scheme == "https"
         connect: type[http.client.HTTPConnection] = http.client.HTTPConnection
         if is_https:
             connect = http.client.HTTPSConnection
-        connection = connect(self._place.hostname or "", self._place.port, timeout=seconds)
+        connection = connect(self._address.hostname or "", self._address.port, timeout=seconds)
         with closing(connection):
             connection.connect()
             timer = threading.Timer(deadline - time.monotonic(), _shut_down, [connection.sock])
@@ -195,7 +197,7 @@ class Server:
                 method = "POST"
                 if body is None:
                     method = "GET"
-                connection.request(method, self._place.path + path, body, headers)
+                connection.request(method, self._address.path + path, body, headers)
                 # 3. Read the answer piece by piece: its length in the header may be wrong.
                 with closing(connection.getresponse()) as response:
                     status = response.status
@@ -239,8 +241,7 @@ class Server:
             first = error.errors(include_url=False, include_context=False, include_input=False)[0]
             raise VLLMError(
                 f"{self.url} returned an invalid answer: {'.'.join(map(str, first['loc']))}"
-                f" {first['msg']}, in {self.shown(content)}. Use vLLM 0.10.2 or newer, or another"
-                " server with the same endpoints."
+                f" {first['msg']}, in {self.shown(content)}. {SUPPORTED_SERVERS}"
             ) from None
 
     def shown(self, content: bytes) -> str:

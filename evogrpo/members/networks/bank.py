@@ -217,7 +217,7 @@ class StackedBank(StackedTrainStates):
         free = self.distribution.free_parameters.values()
         width = self.distribution.outputs + sum(map(math.prod, free))
 
-        def read(rows: Batch, places: Tensor | None, outputs: Tensor) -> Sequence[Tensor]:
+        def read(rows: Batch, positions: Tensor | None, outputs: Tensor) -> Sequence[Tensor]:
             return [outputs]
 
         (values,) = self._evaluate(
@@ -235,7 +235,7 @@ class StackedBank(StackedTrainStates):
         """
         mask = batch.action_mask
         counted = mask.flatten().nonzero()[:, 0]
-        outputs = _take(self.distributions(batch), places=counted)
+        outputs = _take(self.distributions(batch), positions=counted)
         *_, divergences = self._read_scores(
             batch, counted, outputs, entropy_gradient=False, reference=before, reverse_kl=True
         )
@@ -377,10 +377,10 @@ class StackedBank(StackedTrainStates):
         # 2. Run each stack.
         parts = []
         for stack, layout in layouts:
-            places = None
+            positions = None
             if not in_order or layout.real is not None:
-                places = torch.from_numpy(counted[layout.index])  # [q, w]
-            take = partial(_take, places=places, shape=layout.index.shape)
+                positions = torch.from_numpy(counted[layout.index])  # [q, w]
+            take = partial(_take, positions=positions, shape=layout.index.shape)
             observations = map_tensors(batch.inputs.observations, take)
             if tape is None:
                 outputs = stack.outputs(name, layout.rows, observations)  # [q, w, o]
@@ -393,24 +393,24 @@ class StackedBank(StackedTrainStates):
             parts.append(outputs)
         outputs = torch.cat(parts) if len(parts) > 1 else parts[0]  # [c, o]
         # 3. Compute the values and put them back in the order of the batch.
-        places = None
+        positions = None
         if not in_order:
             items = np.concatenate([layout.items for _, layout in layouts])
-            places = torch.from_numpy(counted[items])
+            positions = torch.from_numpy(counted[items])
         found = []
-        for computed in read(batch, places, outputs):
+        for computed in read(batch, positions, outputs):
             values = computed.to(mask.device)
             shape = values.shape[1:]
-            if places is not None:
+            if positions is not None:
                 zeros = values.new_zeros(mask.numel(), *shape)
-                values = zeros.index_copy(0, places.to(mask.device), values)
+                values = zeros.index_copy(0, positions.to(mask.device), values)
             found.append(values.view(*mask.shape, *shape))
         return found
 
     def _read_scores(
         self,
         batch: Batch,
-        places: Tensor | None,
+        positions: Tensor | None,
         outputs: Tensor,
         *,
         entropy_gradient: bool,
@@ -420,7 +420,7 @@ class StackedBank(StackedTrainStates):
         """Return log-probabilities, entropies and, with a reference, divergences `[c]`."""
         # 1. Read temperatures and masks of legal actions at the counted actions; None = they change
         #    nothing.
-        take = partial(_take, places=places)
+        take = partial(_take, positions=positions)
         distribution = self.distribution
         temperature = None
         if not bool((batch.inputs.temperature == 1).all()):
@@ -454,17 +454,19 @@ class StackedBank(StackedTrainStates):
         return [log_probs, entropies, distribution.kl(first, second)]
 
 
-def _take(values: Tensor, *, places: Tensor | None, shape: tuple[int, ...] | None = None) -> Tensor:
-    """Return `[n, t, ...]` at positions in `[n * t]`, in the shape of `places`.
+def _take(
+    values: Tensor, *, positions: Tensor | None, shape: tuple[int, ...] | None = None
+) -> Tensor:
+    """Return `[n, t, ...]` at positions in `[n * t]`, in the shape of `positions`.
 
-    None = all in order, in `shape`.
+    Without positions, all values in order, in `shape`.
     """
     # Rows and steps become one axis.
     flat = values.flatten(0, 1)
-    if places is not None:
-        places = places.to(flat.device)
-        taken = flat.index_select(0, places.flatten())
-        return taken.view(*places.shape, *flat.shape[1:])
+    if positions is not None:
+        positions = positions.to(flat.device)
+        taken = flat.index_select(0, positions.flatten())
+        return taken.view(*positions.shape, *flat.shape[1:])
     if shape is not None:
         flat = flat.unflatten(0, shape)
     return flat

@@ -22,7 +22,9 @@ from torch.nn.functional import logsigmoid, softplus
 from evogrpo.spaces import check_action_space
 
 Legal = NDArray[np.bool_] | None
+"""`[m, o]` True for legal actions; None = all are legal."""
 Samples = tuple[NDArray[Any], NDArray[np.float32]]
+"""Actions `[m, ...]` and their log-probabilities `[m]`."""
 
 # Probability 0 beside any finite logit.
 MASKED_LOGIT = -math.inf

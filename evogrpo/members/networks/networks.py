@@ -347,6 +347,7 @@ class DefaultNetwork:
         values, outputs = self._run(parameters, features.detach(), workspace)
 
         def add(grad: Tensor, gradients: Parameters) -> None:
+            """Add the gradients of all parameters to `gradients`."""
             # 3. Backward through the layers, y = x W + b: dW = x^T dy, db = sum of dy, dx = dy W^T.
             #    The rounding of a product does not depend on the number of members, that of a sum
             #    does.
@@ -595,6 +596,7 @@ class ModuleNetwork:
             outputs = self._stacked(leaves, observations)
 
         def add(grad: Tensor, gradients: Parameters) -> None:
+            """Add the gradients of all parameters to `gradients`."""
             inputs = list(leaves.values())
             grads = torch.autograd.grad(outputs, inputs, grad, materialize_grads=True)
             for name, values in zip(leaves, grads, strict=True):
@@ -603,6 +605,7 @@ class ModuleNetwork:
         return outputs.detach(), add
 
     def _stacked(self, parameters: Parameters, observations: Any) -> Tensor:
+        """Return the outputs of all members, `[members, ...]`, one after the other."""
         # Any leaf has one entry for each member.
         members = len(flatten(self._space, observations)[0])
         outputs = []

@@ -265,7 +265,7 @@ def _legal(
     # The masks of all components are side by side, so a component's values start after those before
     # it.
     values = chosen.reshape(len(rows), -1).astype(np.int64)
-    places = values + np.cumsum((0, *sizes[:-1]))
-    if not np.take_along_axis(legal, places, axis=1)[steps].all():
+    columns = values + np.cumsum((0, *sizes[:-1]))
+    if not np.take_along_axis(legal, columns, axis=1)[steps].all():
         raise ValueError("An action was not legal. Pass the masks that get_action was called with.")
     return legal.reshape(*chosen.shape[:2], -1)

@@ -22,6 +22,7 @@ from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.network import NetworkConfig
 from evogrpo.config.optimizer import Optimizer
 from evogrpo.functional.optim import clipped_adamw_steps_
+from evogrpo.learn_reports import UpdateReport
 from evogrpo.members.bank import (
     INITIAL_RUNNING_STATS,
     NO_REFERENCES,
@@ -41,7 +42,6 @@ from evogrpo.members.networks.networks import (
     join,
     split,
 )
-from evogrpo.records import UpdateReport
 from evogrpo.validation import dump
 
 IntArray = NDArray[np.int64]
@@ -115,10 +115,10 @@ def lay_out(rows: IntArray) -> list[Layout]:
     for size in np.unique(sizes):
         group = members[sizes == size]  # [q]
         width = int(counts[group].max())
-        place = np.arange(width)
-        is_real = place < counts[group][:, None]  # [q, w]
+        column = np.arange(width)
+        is_real = column < counts[group][:, None]  # [q, w]
         first = starts[group][:, None]
-        index = order[first + np.where(is_real, place, 0)]
+        index = order[first + np.where(is_real, column, 0)]
         real = None
         if not is_real.all():
             real = np.flatnonzero(is_real)
@@ -193,6 +193,7 @@ class Stack:
         outputs, add_gradients = self.network.vjp(parameters, observations)
 
         def backward(grad: Tensor) -> None:
+            """Add to the gradients of the members, given that of the outputs."""
             # 1. Gradients of all members are written in place, those of fewer are added below.
             all_members = len(rows) == len(self.slots)
             if all_members:

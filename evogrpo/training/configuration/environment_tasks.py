@@ -54,7 +54,7 @@ def _described(error: Exception) -> str:
 
 
 @settings
-class StartsTask(TaskSection):
+class ControlTask(TaskSection):
     """Settings of all tasks in environments.
 
     Attributes:
@@ -105,7 +105,7 @@ class StartsTask(TaskSection):
 
 
 @settings
-class EnvironmentTask(StartsTask):
+class EnvironmentTask(ControlTask):
     """A registered Gymnasium environment.
 
     See `evogrpo.envs.control.gymnasium_groups.GymnasiumGroups`.
@@ -122,7 +122,7 @@ class EnvironmentTask(StartsTask):
             serial.
         num_envs: Maximum number of parallel episodes; null = 4096 native, 64 serial, one process
             per processor.
-        reseed_noise: Give each episode of a group its own noise after reset; null = if the
+        reseed_noise: Give each episode of a group its own noise after reset; null = only if the
             environment is random after reset.
     """
 
@@ -163,9 +163,10 @@ class EnvironmentTask(StartsTask):
                 invalid.
         """
         try:
-            return self.groups(
-                load_plugin(self.env, "environment", gymnasium.registry) or self.env, seed=seed
-            )
+            make = load_plugin(self.env, "environment", gymnasium.registry)
+            if make is None:  # not a plugin, so an id
+                return self.groups(self.env, seed=seed)
+            return self.groups(make, seed=seed)
         except ValueError:
             raise
         except Exception as error:  # an environment and its graphics library may raise any
@@ -261,7 +262,7 @@ def _registered(env: str) -> EnvSpec:
 
 
 @settings
-class ParallelTask(StartsTask, TeamOptions):
+class ParallelTask(ControlTask, TeamOptions):
     """A parallel environment of several agents.
 
     See `evogrpo.envs.control.pettingzoo_groups.PettingZooGroups`.
@@ -311,9 +312,12 @@ class ParallelTask(StartsTask, TeamOptions):
                 invalid.
         """
         require("task.parallel_env", "pettingzoo")
-        others = ("parallel_env", "policies", "credit", "agent_ids")
+        # Settings of the members, and the function itself, are no options of the groups.
+        left_out = ("parallel_env", "policies", "credit", "agent_ids")
         options = {
-            each.name: getattr(self, each.name) for each in fields(self) if each.name not in others
+            each.name: getattr(self, each.name)
+            for each in fields(self)
+            if each.name not in left_out
         }
         # A score with a colon is a function of the user; others are names that the groups read.
         score: Any = self.score
@@ -321,8 +325,8 @@ class ParallelTask(StartsTask, TeamOptions):
         if isinstance(score, str) and ":" in score:
             score = load_named(score, "score")
         try:
-            own = {"rewards": self._components(), "score": score, "seed": seed}
-            return PettingZooGroups(make, **{**options, **own})
+            options |= {"rewards": self._components(), "score": score, "seed": seed}
+            return PettingZooGroups(make, **options)
         except ValueError:
             raise
         except Exception as error:  # PettingZoo checks arguments by `assert`
@@ -399,7 +403,10 @@ def merge_sections(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dic
     merged = dict(values)
     for name, change in changes.items():
         if isinstance(change, Mapping):
-            merged[name] = {**(merged.get(name) or {}), **change}
+            section = merged.get(name)
+            if section is None:
+                section = {}
+            merged[name] = {**section, **change}
         else:
             merged[name] = change
     return merged
@@ -409,6 +416,8 @@ def without_packaged_limits(
     values: Mapping[str, Any], schedule: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return packaged values; without their own limits if the caller limits steps, tokens or time.
+
+    A run would otherwise end at the first of the packaged limits.
 
     Args:
         values: Values of the packaged configuration.

@@ -665,12 +665,11 @@ def _is_object(text: str) -> bool:
 
 
 def _parse_json(text: str, source: str) -> Any:
+    """Return the value of a JSON text, or raise ValueError with its source."""
     try:
         return json.loads(text, object_pairs_hook=unique_keys)
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # invalid JSON, repeated keys, huge integers, or deep nesting
+    # Invalid JSON, repeated keys and huge integers; deep nesting.
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{source} is not valid JSON: {error}") from error
 
 

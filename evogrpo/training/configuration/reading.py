@@ -254,9 +254,18 @@ def setting_called(name: str) -> str | None:
     A name of a section stands for its most important setting: `population` for `population.size`.
     """
     names = _keys(Config)
-    path = name if name in names else counterpart(name, names) or _misplaced(name, "", names)
-    main_key = None if path is None else _MAIN_KEYS.get(path)
-    return path if main_key is None else f"{path}.{main_key}"
+    # 1. A name of evogrpo, one of another library, or one in another section.
+    path: str | None = name
+    if name not in names:
+        path = counterpart(name, names)
+        if path is None:
+            path = _misplaced(name, "", names)
+    if path is None:
+        return None
+    # 2. A section stands for its main key.
+    if path in _MAIN_KEYS:
+        return f"{path}.{_MAIN_KEYS[path]}"
+    return path
 
 
 _MAIN_KEYS = {

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from evogrpo.algorithms.checkpointing import TASK_SETTINGS
-from evogrpo.algorithms.grpo import GRPO, MultiAgentGRPO
+from evogrpo.algorithms.grpo import GRPO
+from evogrpo.algorithms.multi_agent import MultiAgentGRPO
 from evogrpo.algorithms.population import Population
 from evogrpo.config.agent import LanguageAgent
 from evogrpo.config.search_space import LANGUAGE_RANGES, RLParameter

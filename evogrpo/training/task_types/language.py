@@ -13,7 +13,8 @@ from evogrpo.algorithms.population import Population
 from evogrpo.config.agent import LanguageOptions
 from evogrpo.config.task_settings import TaskSettings
 from evogrpo.distributed import processes
-from evogrpo.envs.text.prompt_environment import SAMPLE_COMPLETIONS, Preflight, PromptEnvironment
+from evogrpo.envs.text.preflight import SAMPLE_COMPLETIONS, Preflight
+from evogrpo.envs.text.prompt_environment import PromptEnvironment
 from evogrpo.envs.text.reward_functions import RewardError
 from evogrpo.members.devices import DEFAULT_MICRO_BATCH_TOKENS, available_device, device_memory
 from evogrpo.members.language.bank import REDUCED_LOGITS_ROWS
@@ -35,7 +36,9 @@ from evogrpo.members.language.loading import (
     load_base,
     load_outline,
 )
-from evogrpo.members.language.lora import LoraTargets, lora_from_json, read_adapter
+from evogrpo.members.language.lora import lora_from_json
+from evogrpo.members.language.lora_targets import LoraTargets
+from evogrpo.members.language.peft_files import read_adapter
 from evogrpo.members.language.sampling import CACHED_TOKENS, rows_at_once
 from evogrpo.members.language.sizing import (
     FLOAT,
@@ -376,9 +379,9 @@ def build(config: Config, env: PromptEnvironment | None = None) -> LanguageTask:
     assert config.model is not None  # it has a default
     # 1. Check the device, the initial adapter and the architecture of the base model.
     device = available_device(config.device)
-    start = None if agent.adapter is None else read_adapter(agent.adapter)
-    if start is not None:
-        lora = start.lora_config
+    adapter = None if agent.adapter is None else read_adapter(agent.adapter)
+    if adapter is not None:
+        lora = adapter.lora_config
     elif agent.full_finetuning:
         lora = None
     else:
@@ -392,8 +395,8 @@ def build(config: Config, env: PromptEnvironment | None = None) -> LanguageTask:
     check_quantised(config.precision, device, parts)
     # 2. Choose what members train.
     trained = choose_trained(outline.model, lora, outline=True)
-    if start is not None and isinstance(trained, LoraTargets):
-        start.flat(trained.targets)  # raises ValueError if the adapter is of another base model
+    if adapter is not None and isinstance(trained, LoraTargets):
+        adapter.flat(trained.targets)  # raises ValueError if the adapter is of another base model
     # 3. Build the environment. By default, prompts leave room for a completion in the model's
     #    context.
     context = context_of(outline.model)

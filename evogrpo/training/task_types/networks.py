@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from gymnasium import spaces
 
-from evogrpo.algorithms.grpo import GRPO, MultiAgentGRPO
+from evogrpo.algorithms.grpo import GRPO
+from evogrpo.algorithms.multi_agent import MultiAgentGRPO
 from evogrpo.algorithms.population import Population
 from evogrpo.config.agent import NETWORK_DEFAULTS, NetworkOptions, TeamOptions
 from evogrpo.config.search_space import NETWORK_RANGES
