@@ -450,6 +450,7 @@ class Batch:
         """Return this batch with all tensors, those of its inputs included, on a device."""
 
         def on_device(record: R) -> R:
+            """Return a record with its tensors on the device."""
             values = {
                 name: map_tensors(value, lambda leaf: leaf.to(device))
                 for name, value in vars(record).items()
@@ -567,6 +568,7 @@ class ObservationInputs:
             known = self.action_masks
 
         def masks_of(inputs: ObservationInputs) -> Any:
+            """Return the masks of legal actions of a batch."""
             # If only one batch has masks, all actions of the other are legal.
             rows = len(inputs.temperature)
             all_legal = map_tensors(known, lambda leaf: leaf.new_ones(rows, width, *leaf.shape[2:]))

@@ -197,6 +197,7 @@ def read_yaml_file(path: Path) -> dict[str, Any]:
 
 
 def _children(node: Any) -> list[yaml.Node]:
+    """Return the nodes inside a YAML node."""
     if isinstance(node, yaml.MappingNode):
         return list(chain.from_iterable(node.value))
     if isinstance(node, yaml.SequenceNode):
@@ -295,6 +296,7 @@ def _refuse_constant(name: str) -> Any:
 
 
 def _finite_float(text: str) -> float:
+    """Return a JSON number; ValueError if a float cannot hold it."""
     number = float(text)
     if not math.isfinite(number):
         raise ValueError(f"{text[:40]} does not fit a float")
@@ -302,6 +304,7 @@ def _finite_float(text: str) -> float:
 
 
 def _bounded_int(text: str) -> int:
+    """Return a JSON integer; ValueError if it has too many digits."""
     if len(text) > MAX_DIGITS:
         raise ValueError(f"a whole number has at most {MAX_DIGITS} digits, got {len(text):,}")
     return int(text)

@@ -38,6 +38,7 @@ class StopStrings:
         """Return the number of tokens up to the end of the first stop string; None if none."""
 
         def has_stop(count: int) -> bool:
+            """Return True if the first `count` tokens contain a stop string."""
             text = self.tokenizer.decode(
                 list(tokens[:count]), clean_up_tokenization_spaces=False, skip_special_tokens=False
             )

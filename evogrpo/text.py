@@ -172,6 +172,7 @@ class _ShortRepr(reprlib.Repr):
 
     @staticmethod
     def _beginning(value: str | bytes) -> str:
+        """Return the repr of a text; of a long one, of its beginning."""
         limit = 4 * MAX_SHOWN
         if len(value) <= limit:
             return repr(value)

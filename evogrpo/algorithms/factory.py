@@ -357,6 +357,7 @@ def _named(names: Iterable[str], options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_other_kind(names: tuple[str, ...], options: Mapping[str, Any], kind: str) -> None:
+    """Raise ValueError if an option of another kind of members is set."""
     for name in names:
         if options.get(name) is not None:
             raise ValueError(f"{name} is for {kind}. Leave it out.")

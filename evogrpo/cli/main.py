@@ -169,6 +169,7 @@ def _reject(args: argparse.Namespace, argument: str) -> NoReturn:
 
 
 def _did_you_mean(name: str, names: Sequence[str]) -> str:
+    """Return a hint at the most similar name; empty if none is similar."""
     match = close_match(name, names)
     if match is None:
         return ""
@@ -416,6 +417,7 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _exit_code(text: str) -> int:
+    """Return an exit code that was given as text."""
     if not re.fullmatch(r"\d{1,3}", text) or int(text) > MAX_EXIT_CODE:
         raise argparse.ArgumentTypeError(
             f"must be an integer from 0 to {MAX_EXIT_CODE}, got {shown(text, 40)}."

@@ -257,6 +257,7 @@ def one_of(*choices: Any) -> Parse:
     """Return a parser that accepts these values."""
 
     def parse(what: str, value: Any) -> Any:
+        """Return the value if it is one of the choices."""
         if value not in choices:
             raise unknown_name_error(f"value of {what}:", value, map(str, choices))
         return value

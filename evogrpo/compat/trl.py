@@ -25,6 +25,7 @@ from evogrpo.validation import finite_number, flag, whole_number
 
 
 def _numbers(what: str, value: Any) -> list[float]:
+    """Return a list of finite numbers, or raise ValueError."""
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise ValueError(f"{what} must be a list of numbers, got {shown(value)}.")
     return [finite_number(what, weight) for weight in value]

@@ -130,7 +130,8 @@ def mutate_architecture(
                 propose(
                     "remove units", hidden=(*hidden[:layer], units - step, *hidden[layer + 1 :])
                 )
-    for activation in limits.activations if hidden else ():  # a linear policy has none
+    # A linear policy has no activation.
+    for activation in limits.activations if hidden else ():
         if activation != config.activation:
             propose("activation", activation=activation)
     if not kinds:

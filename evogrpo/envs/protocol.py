@@ -252,6 +252,7 @@ class SupportsPreflight(Protocol):
 
 @lru_cache(maxsize=16)
 def _shuffled(seed: int, size: int, round_number: int) -> NDArray[np.int64]:
+    """Return the order of the starts in one pass, read-only."""
     order = generator(seed, "deal", round_number).permutation(size)
     order.setflags(write=False)
     return order

@@ -27,6 +27,7 @@ def ranked_by_chance(last: Generation, rng: np.random.Generator) -> list[int]:
     stream = streams(rng.spawn(1)[0])
 
     def key(slot: int) -> tuple[float, float]:
+        """Return a key that sorts the fittest slot first; ties are broken at random."""
         fitness = last.slots[slot].fitness
         assert fitness is not None  # healthy members only
         return -fitness.mean, stream("tie", last.indices[slot]).random()

@@ -65,6 +65,7 @@ def chunked_log_probs(
         def scores(
             hidden: Tensor, targets: Tensor, temperature: Tensor, forbidden: Tensor
         ) -> tuple[Tensor, Tensor]:
+            """Return log-probabilities and entropies of a chunk."""
             log_p = scale_logits(head(hidden), temperature, forbidden, forbidden_ids).log_softmax(1)
             # H = -sum(p log p). A forbidden token has log p = -inf, and 0 * -inf would be NaN.
             entropies = -(log_p.exp() * log_p.clamp(min=-1e30)).sum(1)
@@ -165,6 +166,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         chunk: int,
         entropy_gradient: bool,
     ) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities and entropies `[c]`, and keep their gradients."""
         # 1. Allocate the results, and the gradients of the hidden states if they are needed.
         log_probs = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
         entropies = torch.empty_like(log_probs)

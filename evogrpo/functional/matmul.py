@@ -121,6 +121,7 @@ def onednn_is_faster() -> bool:
 
 
 def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return x W^T + b by oneDNN."""
     if bias is not None:
         # The operator ignores strides.
         bias = bias.contiguous()

@@ -100,6 +100,7 @@ class NotRegularFileError(OSError):
 
 
 def _not_regular(path: Path) -> NotRegularFileError:
+    """Return the error for a path that is not a regular file."""
     return NotRegularFileError(
         f"{path} must be a regular file, not a link, folder, pipe or device. Put the file itself"
         " there."

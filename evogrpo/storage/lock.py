@@ -118,6 +118,7 @@ class DirectoryLock:
             self._close()
 
     def _give_up_descriptor(self) -> int:
+        """Return the descriptor, which another lock of this process takes over."""
         self.lost = True
         self._close.detach()
         return self._descriptor

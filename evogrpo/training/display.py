@@ -89,6 +89,7 @@ class RunDisplay(Callback):
             self._live.stop()
 
     def _on_progress(self, work: ProgressUpdate) -> None:
+        """Show the progress of work that takes long."""
         # No hook is called for it.
         self._show_baseline()
         self._work = work
@@ -455,6 +456,7 @@ def _width_left(width: int, columns: Sequence[tuple[str, Sequence[str]]]) -> int
 
 
 def _signed(value: float | None) -> str:
+    """Return a number with its sign."""
     if not value:
         return number_text(value)
     return f"{value:+.3g}"

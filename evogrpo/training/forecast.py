@@ -334,6 +334,7 @@ def _time_rows(task: "Task", trainer: "Trainer", step: TimedStep) -> dict[str, s
 
 
 def _seconds(seconds: float) -> str:
+    """Return a duration as text."""
     if seconds < 10:
         return f"{seconds:.2g} s"
     return duration_text(seconds)

@@ -227,6 +227,7 @@ def _call_with_limit(call: Callable[[], Any], seconds: float, stop: Stop) -> Any
     results: list[Any] = []
 
     def work() -> None:
+        """Keep the result of the call, or its error."""
         try:
             results.append(call())
         except BaseException as error:  # noqa: BLE001 (user code may raise anything)

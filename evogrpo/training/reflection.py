@@ -52,6 +52,7 @@ class Reflection:
             raise ValueError(f"api_key_env names {self.api_key_env}, which is not set. Export it.")
 
     def _server(self) -> Server:
+        """Client of the server; raises ValueError if its settings are invalid."""
         return Server(
             self.url.rstrip("/").removesuffix("/v1"),
             self.timeout,
@@ -95,6 +96,7 @@ def gepa_proposer(reflection: Callable[[str], str]) -> ProposalFunction:
     from gepa.strategies.instruction_proposal import InstructionProposalSignature
 
     def model(prompt: str | list[dict[str, Any]]) -> str:
+        """Return the answer of the language model to a prompt."""
         # Prompts with images are messages; completions have none.
         assert isinstance(prompt, str)
         return reflection(prompt)

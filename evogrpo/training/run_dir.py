@@ -357,6 +357,7 @@ class RunDir:
         self._export_time = _manifest_time(self.path / BEST)
 
     def _check_lock(self) -> None:
+        """Raise an error unless this process holds the lock on the directory."""
         if self._lock is None:
             self._lock = DirectoryLock(self.path)
         self._lock.check()

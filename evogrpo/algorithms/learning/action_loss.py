@@ -80,6 +80,7 @@ class RowHyperparameters:
 
         # 3. Mark the rows of each loss type and advantage type.
         def masks(types: Mapping[int, str]) -> dict[str, Tensor]:
+            """Return the rows of each loss type, as a mask by name."""
             found = {}
             for name in sorted(set(types.values())):
                 slots = [slot for slot, kind in types.items() if kind == name]
@@ -199,6 +200,7 @@ class ActionLosses:
             estimates = kl
 
             def corrected(name: str, part: Part) -> Tensor:
+                """Return the KL estimates of rows whose members have one loss type."""
                 return bias_corrected_kl(
                     estimates[part], name, log_probs[part], old[part], mask[part]
                 )

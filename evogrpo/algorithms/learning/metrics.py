@@ -148,6 +148,7 @@ def merge_reports(reports: Mapping[str, LearnReport], *, several: bool) -> Learn
 
 
 def _min_mean_max(values: Tensor) -> dict[str, float]:
+    """Return minimum, mean and maximum by name; empty without values."""
     if not len(values):
         return {}
     return {"min": float(values.min()), "mean": float(values.mean()), "max": float(values.max())}

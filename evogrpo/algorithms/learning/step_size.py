@@ -331,6 +331,7 @@ class StepSizes:
         return again
 
     def _set_factor(self, slot: int, factor: float) -> None:
+        """Multiply the learning rate of a slot, as its member has it, by a factor."""
         given = self._learners[slot].hyperparameters
         self.hyperparameters[slot] = (
             given if factor == 1.0 else replace(given, lr=given.lr * factor)

@@ -303,6 +303,7 @@ def _car_start(seed: int) -> Start:
 
 
 def _cosines(angles: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return cosines, rounded as by gymnasium."""
     # gymnasium calls math.cos here, and numpy's own cosine may differ from it in the last bit on
     # some processors.
     return np.fromiter(map(math.cos, angles.tolist()), np.float64, len(angles))

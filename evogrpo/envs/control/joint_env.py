@@ -228,6 +228,7 @@ class JointVectorEnv(SerialVectorEnv):
         replicas: Sequence[int],
         options: Sequence[Options],
     ) -> list[JointStep]:
+        """Reset environments one after the other."""
         steps = []
         for env, seed, own in zip(envs, seeds, options, strict=True):
             self.stop.check()

@@ -302,6 +302,7 @@ class PettingZooGroups(SeededGroups):
         return self._joint_env(self.recreate_env)
 
     def _joint_env(self, recreate_env: bool) -> JointVectorEnv:
+        """Return the vector environment of joint episodes."""
         return JointVectorEnv(
             lambda: JointEnv(
                 self._create(), self._enforced_limit, self.action_spaces, self.settings
@@ -319,6 +320,7 @@ class PettingZooGroups(SeededGroups):
         return self._create()
 
     def _create(self, **env_kwargs: Any) -> "ParallelEnv[Any, Any, Any]":
+        """Return one environment, with further keyword arguments."""
         from pettingzoo import ParallelEnv
 
         env = self._make(**{**self._kwargs, **env_kwargs})

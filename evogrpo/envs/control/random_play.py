@@ -302,6 +302,7 @@ def _global_generators() -> Iterator[Callable[[], None]]:
     calls = 0
 
     def reseed() -> None:
+        """Seed the global generators differently at each call."""
         nonlocal calls
         calls += 1
         random.seed(calls)

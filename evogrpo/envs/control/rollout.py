@@ -316,6 +316,7 @@ def check_finite_rewards(step: VectorStep, seeds: NDArray[np.int64], t: NDArray[
 
 
 def _not_finite(kind: str, value: Any, agent: str, seed: int, t: int) -> ValueError:
+    """Return the error for a value that float32 cannot hold."""
     subject = f"{kind} of {agent}" if agent else kind
     return ValueError(
         f"{subject} must be finite and at most {FLOAT32_LIMIT:g} in size, got {value} after {t}"

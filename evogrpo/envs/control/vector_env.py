@@ -205,7 +205,7 @@ class GymnasiumVectorEnv(SerialVectorEnv):
         replicas: Sequence[int],
         options: Sequence[Options],
     ) -> list[Any]:
-        """Reset environments; return the observation, "not ended" and the mask of each."""
+        """Reset environments; return observation, False (not ended) and action mask of each."""
         if self._reseed:
             seeds = [
                 noise_seed(seed, replica) for seed, replica in zip(seeds, replicas, strict=True)
@@ -283,6 +283,7 @@ class ProcessVectorEnv(GymnasiumVectorEnv):
     def _call(
         self, method: Method, envs: Sequence[EnvProcess], values: Iterable[Any]
     ) -> list[EnvResult]:
+        """Call a method of several environments, each in its process."""
         # All processes work at the same time.
         for env, value in zip(envs, values, strict=True):
             env.send(method, value, training=self.components is not None)

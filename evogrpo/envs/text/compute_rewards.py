@@ -298,6 +298,7 @@ def _run(
 
 
 def _any_failed(running: Iterable[StartedCall]) -> bool:
+    """Return True if a call that has ended failed."""
     return any(
         outcome.done() and isinstance(_result(call, outcome), BaseException)
         for call, outcome in running

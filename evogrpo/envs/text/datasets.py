@@ -121,7 +121,10 @@ def check_table(table: AnyTable, columns: Sequence[str], name: str) -> list[str]
         raise ValueError(f"{name} must contain at least one row, got none.")
     # 2. Check each row of a list; a `datasets.Dataset` has the same columns in all rows.
     names = getattr(table, "column_names", None)
-    for number in range(len(table)) if names is None else ():
+    unchecked = range(len(table))
+    if names is not None:
+        unchecked = range(0)
+    for number in unchecked:
         row = table[number]
         if not isinstance(row, Mapping):
             raise ValueError(
@@ -132,8 +135,7 @@ def check_table(table: AnyTable, columns: Sequence[str], name: str) -> list[str]
             raise ValueError(
                 f"{numbered(number, name)} must have the columns {list(table[0])}, got {list(row)}."
             )
-    # 3. Check the columns.
-    # Names of a `datasets.Dataset`, otherwise those of the first row.
+    # 3. Check the columns: names of a `datasets.Dataset`, otherwise those of the first row.
     present = list(table[0]) if names is None else list(names)
     missing = [column for column in columns if column not in present]
     if missing:

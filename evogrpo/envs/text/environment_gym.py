@@ -383,6 +383,7 @@ class EnvironmentGym(PromptEnvironment):
     def _row(
         self, split: Split, start: int, values: Mapping[str, SettingValue]
     ) -> Mapping[str, Any]:
+        """Return a row with its observation and the values of a member."""
         questions = self._splits[split]
         (observation,) = self._observations(split, [start], [values])
         row = questions.table.observed(questions.rows[start], observation)
@@ -443,6 +444,7 @@ class EnvironmentGym(PromptEnvironment):
         return ObservedTable(table=table, observations=observations)
 
     def _first_observation(self, row: Mapping[str, Any], values: Mapping[str, SettingValue]) -> Any:
+        """Reset an environment with a row, and return what it shows."""
         arguments = self._reset_arguments(row, values)
         environment, observation = self._pool.start(self._name(row), arguments)
         self._pool.give(self._name(row), environment)

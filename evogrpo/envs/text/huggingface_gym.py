@@ -359,6 +359,7 @@ class HuggingFaceGym(PromptEnvironment):
         return replace(cursor, starts=starts, batch=self.make_batch(cursor.split, starts))
 
     def _observation(self) -> list[PromptTensors]:
+        """Return the prompts of the batch as tensors."""
         assert self._cursor.batch is not None
         observation = []
         for prompt in self._cursor.batch.prompts:

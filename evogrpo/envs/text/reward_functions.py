@@ -117,6 +117,7 @@ def reasoned(result: Any) -> Reasoned | None:
 
 
 def _listed(name: str, given: Any) -> list[Any]:
+    """Return a list of plain numbers or texts, or raise ValueError."""
     items = plain_list(given)
     if items is None:
         raise ValueError(f"{name} of StepRewards must be a list, got {shown(given)}.")

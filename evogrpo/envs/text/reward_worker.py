@@ -45,6 +45,7 @@ class RewardHandler:
         """Do nothing: functions have no end."""
 
     def _load(self) -> CallFailedError | None:
+        """Load the functions; return the error if one cannot be loaded, otherwise None."""
         try:
             for name, packed in self._packed.items():
                 self._functions[name] = packed.load()
@@ -98,6 +99,7 @@ def _not_numbers(value: Any) -> dict[str, str]:
 
 
 def _from_dict(item: dict[str, Any]) -> StepRewards | Reasoned | CallFailedError:
+    """Return the result that a mapping in a reply stands for."""
     # A mapping is one of the three that `_plain` writes: those of the user never get here.
     if "steps" in item:
         return StepRewards(*item["steps"])

@@ -220,6 +220,7 @@ def finished(value: Any) -> Any:
 
 @lru_cache(maxsize=1)
 def _event_loop() -> asyncio.AbstractEventLoop:
+    """Start the event loop of async tools, in a thread of its own."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="evogrpo async tools", daemon=True).start()
     return loop

@@ -359,6 +359,7 @@ class FastLlama:
         # 2. Compare the embeddings, what each layer adds to the residual stream, and the final
         #    norm.
         def near(result: Tensor, expected: Tensor, residual: Tensor) -> bool:
+            """Return True if a result differs by rounding only."""
             relative, rounding = TOLERANCES[expected.dtype]
             error = (result - expected).float().norm()
             size = expected.float().norm()

@@ -319,6 +319,7 @@ class AdapterBank(AdapterSampler):
 
         # 2. On several ranks, each computes its own micro-batches, and all exchange the scores.
         def score_own_parts() -> dict[int, tuple[Tensor, Tensor]]:
+            """Return the scores of this rank's micro-batches by number."""
             own = {}
             with self.base.in_lockstep():
                 for number, _ in self._own_parts(len(parts)):

@@ -188,6 +188,7 @@ class CausalModel:
         """Return True if completions on top of shared prompts get the model's own hidden states."""
 
         def continued(prompts: Sequence[Tokens], rows: Tensor, ids: Tensor) -> Tensor:
+            """Return hidden states of rows that continue prompts, after their first token."""
             slots = [0] * len(prompts)
             members = torch.zeros_like(rows)
             present = torch.ones_like(ids, dtype=torch.bool)
@@ -520,6 +521,7 @@ class CausalModel:
             passes = self._active_fast_llama
 
             def begin(numbers: Tensor) -> Decoding:
+                """Begin to decode the rows of these numbers."""
                 return FastDecoding(
                     passes, prefix, prompt_of[numbers], slots[numbers], room, make_hook
                 )

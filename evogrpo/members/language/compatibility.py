@@ -201,6 +201,7 @@ def check_differentiable(model: PreTrainedModel, decoder: nn.Module, names: Iter
     """
 
     def begin(module: nn.Module, args: object, output: Tensor) -> Tensor:
+        """Hook: let gradients begin at the output of a module."""
         # Clone, because the model may modify outputs in place.
         if output.requires_grad:
             return output
@@ -320,6 +321,7 @@ def _head(bare: Head, scale: float, cap: float | None) -> Head:
     """Return a head with scaled logits, and with soft capping unless `cap` is None."""
 
     def head(hidden: Tensor) -> Tensor:
+        """Return the logits `[..., v]` of hidden states."""
         logits = scale * bare(hidden)
         if cap is None:
             return logits

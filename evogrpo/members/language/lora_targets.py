@@ -176,6 +176,8 @@ def _not_linear(model: PreTrainedModel, targets: Sequence[Target]) -> dict[str, 
     # 2. Observe inputs and outputs of all layers in one forward pass. A layer may be called several
     #    times; one unexpected call is enough.
     def observer(target: Target) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
+        """Return a forward hook that checks one layer."""
+
         def observe(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
             """Forward hook: remove the layer's reason if its input and output are as expected."""
             *shape, width = args[0].shape

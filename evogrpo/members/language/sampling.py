@@ -402,6 +402,7 @@ class _Sampler:
     def _start_decoding(
         self, prefix: Prefix | Prompts, prefix_of: Tensor, members: Tensor
     ) -> Decoding:
+        """Return the decoding of rows that continue these prompts."""
         device = self._model.device
         # The last token is not fed.
         room = self._rows.max_new_tokens - 1

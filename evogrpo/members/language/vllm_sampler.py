@@ -228,6 +228,7 @@ class VLLMSampler:
         return self._sample(rows, requests, on_finished)
 
     def _connected(self) -> AdapterBank:
+        """Return the bank of the members, or raise ValueError."""
         if self._bank is None:
             raise ValueError("The sampler has no members. Pass it to population.sample_with.")
         return self._bank
@@ -532,6 +533,7 @@ def _run(
     results = SimpleQueue[tuple[int, Any, Exception | None]]()
 
     def work(number: int, task: Callable[[threading.Event], Any]) -> None:
+        """Put the result of a task, or its error, into the queue."""
         try:
             results.put((number, task(ended), None))
         except Exception as error:  # noqa: BLE001  # raised in the calling thread

@@ -432,6 +432,7 @@ class StackedBank(StackedTrainStates):
 
         # 2. Apply both to the parameters of the policy, and of the reference.
         def adjusted(parameters: Tensor) -> Tensor:
+            """Return parameters at the temperatures, with illegal actions masked."""
             if temperature is not None:
                 parameters = distribution.at_temperature(parameters, temperature)
             if legal is None:

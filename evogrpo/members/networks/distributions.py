@@ -385,6 +385,7 @@ def _greedy_and_divisor(
 
 
 def _sum(parts: list[Tensor]) -> Tensor:
+    """Return the sum of tensors of one shape."""
     if len(parts) == 1:
         return parts[0]
     return torch.stack(parts).sum(0)

@@ -452,6 +452,7 @@ class DefaultNetwork:
         return inputs, torch.baddbmm(bias, values, parameters["output.weight"])
 
     def _activate(self, hidden: Tensor) -> None:
+        """Apply the activation function in place."""
         if self.config.activation == "tanh" and hidden.device.type == "cpu":
             array = hidden.numpy()
             # This tanh is ten times as fast as torch's.
@@ -616,6 +617,7 @@ class ModuleNetwork:
         return torch.stack(outputs)
 
     def _member(self, parameters: Parameters, observations: Any) -> Tensor:
+        """Return the outputs of one member, float32."""
         device = next(iter(parameters.values())).device
         inputs = preprocess_observation(observations, self._space, device)
         outputs: Tensor = functional_call(self.module, parameters, (inputs,))

@@ -373,6 +373,7 @@ class StackedTrainStates:
     # ---- stacks
 
     def _network_for(self, config: NetworkConfig | None) -> Network:
+        """Return the network of an architecture; None = the user's own module."""
         if config is not None:
             return DefaultNetwork(config, self._observation_space, self.distribution.outputs)
         assert self._module is not None

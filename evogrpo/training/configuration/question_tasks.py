@@ -648,6 +648,7 @@ def read_hub(name: str, subset: str | None, split: str, revision: str | None) ->
 
 
 def _read_text(path: str, what: str) -> str:
+    """Return the text of a file, or raise ValueError."""
     try:
         return read_regular(Path(path)).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -428,6 +428,7 @@ def _absolute(path: str, folder: Path) -> str:
 
 
 def _absolute_or_hub(name: str, folder: Path) -> str:
+    """Return the absolute path of a folder; a hub id stays as it is."""
     # A hub id looks like a relative path, so a name is a path only if it exists.
     if name.startswith((".", "~")) or (folder / name).exists():
         return _absolute(name, folder)
@@ -435,6 +436,7 @@ def _absolute_or_hub(name: str, folder: Path) -> str:
 
 
 def _absolute_file(name: str, folder: Path) -> str:
+    """Return the absolute path of a dataset file; other names stay as they are."""
     # With `hub`, the name is that of a split, which has no such suffix.
     if Path(name).suffix.lower() in DATASET_SUFFIXES and "://" not in name:
         return _absolute(name, folder)
@@ -442,6 +444,7 @@ def _absolute_file(name: str, folder: Path) -> str:
 
 
 def _absolute_reference(reference: str, folder: Path) -> str:
+    """Return "path.py:name" with an absolute path; other references stay as they are."""
     file, colon, name = reference.rpartition(":")
     if file.endswith(".py"):
         return f"{_absolute(file, folder)}{colon}{name}"

@@ -110,6 +110,7 @@ def _proposer(value: Any) -> Any:
 
 
 def _fitness(value: Any = "validation") -> "FitnessConfig":
+    """Return the measure of fitness that a value describes."""
     from evogrpo.evolution.fitness import FitnessConfig
 
     return FitnessConfig.of(value)

@@ -535,6 +535,7 @@ def longest_prompt(env: Any, lengths: Sequence[int]) -> int:
 
 
 def _millions_text(count: int) -> str:
+    """Return a number of parameters as text."""
     if count >= 1e5:
         return f"{count / 1e6:.1f} M"
     return count_text(count)

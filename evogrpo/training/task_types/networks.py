@@ -357,6 +357,7 @@ def _parameters(state: Mapping[str, torch.Tensor]) -> int:
 
 
 def _space(space: spaces.Space[Any]) -> str:
+    """Return a short text for a space."""
     if isinstance(space, spaces.Box):
         return f"Box{space.shape}"
     return str(space)
