@@ -423,7 +423,7 @@ def show_plan(console: Console, task: Task, run_dir: Path, *, preset: bool = Fal
     rows["objective"] = _objective_text(config.agent.objective)
     rows["schedule"] = _schedule_text(config)
     step = task.forecast.step
-    rows |= selection_row(config, step, "if all samples have the maximum length")
+    rows |= selection_row(config, step, " if all samples have the maximum length")
     rows["run directory"] = relative_path(run_dir)
     rows |= config.task.facts()
     print_rows(console, rows)

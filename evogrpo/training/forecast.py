@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING
 from evogrpo.distributed import processes
 from evogrpo.envs.protocol import SPLITS, GroupEnvironment
 from evogrpo.envs.text.reward_functions import RewardError
-from evogrpo.evolution.strategies import SuccessiveHalving, selects
+from evogrpo.evolution.strategies import SuccessiveHalving
 from evogrpo.interruption import Interrupted, Stop
 from evogrpo.members.devices import device_memory, single_threaded
 from evogrpo.text import count_text, duration_text, pluralize, user_line
 from evogrpo.training.configuration.sections import Config
+from evogrpo.training.schedule import early_end
 
 if TYPE_CHECKING:
     from evogrpo.training.task_types import Task
@@ -148,17 +149,15 @@ def selection_row(config: Config, step: Mapping[str, float], condition: str) -> 
 
     Args:
         config: Configuration of the run.
-        step: Timesteps, tokens and seconds of a learning step of all members, by name.
-        condition: Condition under which a learning step takes so much.
+        step: Costs of a learning step; see `evogrpo.training.schedule.early_end`.
+        condition: Condition under which a learning step costs so much.
     """
-    schedule = config.schedule
-    if config.population.size == 1 or not selects(config.strategy):
+    reason = early_end(config.schedule, config.strategy, config.population.size, step)
+    if reason is None:
         return {}
-    if schedule.generations == 1:
-        return {"selection": "none, as the run has one generation. Set generations to 2 or more."}
-    cost = {name: schedule.steps_per_generation * amount for name, amount in step.items()}
-    reason = schedule.end_before_selection(cost)
-    return {} if reason is None else {"selection": f"none {condition}: {reason}"}
+    if config.schedule.generations == 1:
+        condition = ""
+    return {"selection": f"none{condition}: {reason}"}
 
 
 # ---- memory
@@ -329,7 +328,7 @@ def _time_rows(task: "Task", trainer: "Trainer", step: TimedStep) -> dict[str, s
     cost = {"seconds": seconds * whole / step.samples}
     if trainer.population.members.step_based:
         cost["timesteps"] = step.length * len(trainer.population) * whole
-    selection = selection_row(task.config, cost, "at the cost of the measured step")
+    selection = selection_row(task.config, cost, ", as measured")
     return {"measured": measured, "time": f"{text}. {longest}", **selection}
 
 

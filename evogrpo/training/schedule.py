@@ -148,26 +148,6 @@ class Schedule:
                 return f"{name} {shown} reached"
         return None
 
-    def end_before_selection(self, cost: Mapping[str, float]) -> str | None:
-        """Return the limit that ends a run in its first generation, and what to change, or None.
-
-        Members are selected after each generation but the last.
-
-        Args:
-            cost: "timesteps", "tokens" and "seconds" of a generation of all members.
-        """
-        for name, amount in cost.items():
-            limit = getattr(self, f"max_{name}")
-            if limit is not None and amount >= limit:
-                needed = f"{count_text(amount)} {name}"
-                if name == "seconds":
-                    needed = duration_text(amount)
-                return (
-                    f"a generation takes {needed}, and max_{name} is {limit:,}. Lower"
-                    f" steps_per_generation or samples_per_step, or raise max_{name}."
-                )
-        return None
-
     def check_held_out(self, env: "GroupEnvironment") -> None:
         """Raise ValueError if a held-out split that is used has fewer than two questions."""
         held_out: dict[Split, int | None] = {
@@ -210,6 +190,39 @@ class Schedule:
         if parameter is not None:
             sizes.append(int(parameter.bounds[0]))
         return samples // min(sizes)
+
+
+def early_end(
+    schedule: Schedule, strategy: "Strategy", members: int, step: Mapping[str, float]
+) -> str | None:
+    """Return why a run ends before its first selection, and what to change; None if it does not.
+
+    Members are selected after each generation but the last.
+
+    Args:
+        schedule: Schedule of the run.
+        strategy: Rule of selection and mutation.
+        members: Number of members.
+        step: "timesteps", "tokens" and "seconds" of a learning step of all members.
+    """
+    from evogrpo.evolution.strategies import selects
+
+    if members == 1 or not selects(strategy):
+        return None
+    if schedule.generations == 1:
+        return "the run has one generation. Set generations to 2 or more."
+    for name, amount in step.items():
+        limit = getattr(schedule, f"max_{name}")
+        cost = schedule.steps_per_generation * amount
+        if limit is not None and cost >= limit:
+            needed = f"{count_text(cost)} {name}"
+            if name == "seconds":
+                needed = duration_text(cost)
+            return (
+                f"a generation takes {needed}, and max_{name} is {limit:,}. Lower"
+                f" steps_per_generation or samples_per_step, or raise max_{name}."
+            )
+    return None
 
 
 def warn_of_task(space: HyperparameterConfig, schedule: Schedule, env: "GroupEnvironment") -> None:

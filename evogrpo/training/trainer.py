@@ -15,7 +15,7 @@ from evogrpo.envs.protocol import GroupEnvironment, SupportsDate, SupportsProgre
 from evogrpo.envs.text.prompt_environment import PromptEnvironment
 from evogrpo.evolution.fitness import FitnessConfig
 from evogrpo.evolution.plan import Plan
-from evogrpo.evolution.strategies import Strategy, selects
+from evogrpo.evolution.strategies import Strategy
 from evogrpo.interruption import STOPPED, Interrupted
 from evogrpo.learn_reports import LearnReport
 from evogrpo.members.requests import RolloutBatch
@@ -69,6 +69,7 @@ from evogrpo.training.run_state import Clock, Limits, RunState, as_generation
 from evogrpo.training.schedule import (
     Schedule,
     check_run,
+    early_end,
     warn_of_task,
     warn_without_effect,
 )
@@ -478,22 +479,17 @@ class Trainer:
                 )
         self._learning_signal.update(learned)
         self._sampler_check.update(learned)
-        if report.step == 0:
-            self._warn_of_early_end()
+        if report.step == 0 and self.schedule.generations != 1:
+            state = self.run_state
+            cost = {
+                "timesteps": state.latest_timesteps,
+                "tokens": state.latest_tokens,
+                "seconds": state.longest_step,
+            }
+            reason = early_end(self.schedule, self.strategy, len(self.population), cost)
+            if reason is not None:
+                warn(f"Members will not be selected: as measured in the first step, {reason}")
         return report
-
-    def _warn_of_early_end(self) -> None:
-        """Warn after the first learning step if the run will end before its first selection."""
-        state = self.run_state
-        steps = state.steps_per_generation
-        cost = {
-            "timesteps": steps * state.latest_timesteps,
-            "tokens": steps * state.latest_tokens,
-            "seconds": steps * state.longest_step + state.longest_evaluation,
-        }
-        reason = self.schedule.end_before_selection(cost)
-        if reason is not None and len(self.population) > 1 and selects(self.strategy):
-            warn(f"Members will not be selected: at the cost of the first learning step, {reason}")
 
     def _end_generation(self) -> GenerationReport:
         """Evaluate, plan, apply and save."""
