@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.functional.matmul import padded_rows
 from evogrpo.members.fast_llama import decode
-from evogrpo.members.language.micro_batches import micro_batches
+from evogrpo.members.language.micro_batches import RowSizes, micro_batches
+from evogrpo.randomness import generator
 from evogrpo.records import SamplingOptions
 from evogrpo.testing.samplers import (
     PROMPTS,
@@ -256,21 +257,42 @@ def test_further_turns_resume_from_shared_prefixes(monkeypatch):
 LENGTHS = st.lists(st.tuples(st.integers(0, 4), st.integers(1, 12)), min_size=0, max_size=20)
 
 
-@given(LENGTHS, st.lists(st.integers(1, 9), min_size=5, max_size=5), st.integers(1, 120))
-def test_micro_batches_respect_the_budget(rows, widths, budget):
+@given(
+    LENGTHS,
+    st.lists(st.integers(1, 9), min_size=5, max_size=5),
+    st.integers(1, 120),
+    st.integers(1, 3),
+)
+def test_micro_batches_respect_the_budget(rows, widths, budget, ranks):
     rows = sorted(rows, key=lambda row: row[0])
     prefixes = [prefix for prefix, _ in rows]
+    members = [prefix // 2 for prefix in prefixes]
     lengths = [length for _, length in rows]
-    own_widths = [widths[prefix] for prefix in prefixes]
-    parts = micro_batches(range(len(rows)), prefixes, own_widths, lengths, budget)
-    assert list(chain.from_iterable(parts)) == list(range(len(rows)))
-
-    def cost(part):
-        return len(part) * max(lengths[r] for r in part) + len({prefixes[r] for r in part}) * max(
-            own_widths[r] for r in part
-        )
-
+    sizes = RowSizes(members, prefixes, [widths[prefix] for prefix in prefixes], lengths)
+    parts = micro_batches([range(len(rows))], sizes, budget, ranks)
+    assert sorted(chain.from_iterable(parts)) == list(range(len(rows)))
+    # Only a few gradients exist at once, as members follow each other.
+    in_order = [members[row] for part in parts for row in part]
+    assert in_order == sorted(in_order)
     for part, following in itertools.zip_longest(parts, parts[1:]):
-        assert len(part) == 1 or cost(part) <= budget
-        if following is not None:  # full: the next row would exceed the budget
-            assert cost([*part, following[0]]) > budget
+        assert part == sorted(part)
+        assert len(part) == 1 or sizes.padded_tokens(part) <= budget
+        # Full: the next rows would exceed the budget.
+        if following is not None and ranks == 1:
+            assert sizes.padded_tokens([*part, *following]) > budget
+
+
+def test_ranks_are_busy_and_padding_is_small():
+    """Eight prompts of 256 tokens, with eight completions of 1 to 1,024 tokens each."""
+    lengths = (1 + 1023 * generator(0, "lengths").random(64)).astype(int).tolist()
+    prefixes = [row // 8 for row in range(64)]
+    sizes = RowSizes([0] * 64, prefixes, [256] * 64, lengths)
+    real = 8 * 256 + sum(lengths)
+    assert sizes.padded_tokens(range(64)) > 8192
+    for ranks, count in ((1, None), (8, 8)):
+        parts = micro_batches([range(64)], sizes, 8192, ranks)
+        tokens = [sizes.padded_tokens(part) for part in parts]
+        assert sum(tokens) < 1.45 * real
+        if count is not None:
+            assert len(parts) == count
+            assert max(tokens) < 1.5 * real / ranks

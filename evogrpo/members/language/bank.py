@@ -507,7 +507,7 @@ class AdapterBank(AdapterSampler):
     ) -> list[MicroBatch]:
         """Plan micro-batches of the rows of these slots; None = of all rows."""
         split = partial(self.split_passes, policy)
-        return plan_micro_batches(batch, budget, policy, slots, split)
+        return plan_micro_batches(batch, budget, policy, slots, split, self.processes.size)
 
     @memory_errors()
     def _forward(
