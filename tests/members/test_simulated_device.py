@@ -12,10 +12,10 @@ from tests.forking import Forked
 ROOT = Path(__file__).parents[2]
 FILES = [f"tests/members/test_{name}.py" for name in ("devices", "sampling", "stacked_bank")]
 SELECTIONS = [
-    ("separate or devices_agree and some or free_memory", 3),
+    ("separate or devices_agree and some or free_memory", 4),
     pytest.param(
         "or_batches or separate or devices_agree or free_memory or kernels",
-        12,
+        13,
         marks=pytest.mark.slow,
     ),
 ]

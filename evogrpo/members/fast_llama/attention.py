@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from evogrpo.members.language.adapters import runs_of
@@ -67,7 +69,7 @@ def attention(
         k: `[kv, n, s, d]`.
         v: `[kv, n, s, d]`.
         t: Tokens of a row that attend, the last t of s, each to none that come later.
-        bias: `[n or 1, t, s]` bias of the rows' own keys; None = 0.
+        bias: `[n or 1, t, s]` bias of the rows' own keys; None = later tokens are masked.
         shared: Keys and values of the prompts, if any.
         shared_bias: `[n or 1, t or 1, P]` bias of the prompts' keys; None = 0.
 
@@ -108,24 +110,31 @@ def attention(
 def _joined_biases(
     shared: Tensor | None, own: Tensor | None, sizes: tuple[int, int, int], like: Tensor
 ) -> Tensor | None:
-    """Join the biases of prompts and rows along the keys: `[n or 1, t, P + s]`; None = all 0.
+    """Join the biases of prompts and rows along the keys: `[n or 1, t, P + s]`.
+
+    None = only later tokens are masked.
 
     Args:
         shared: `[n or 1, t or 1, P]`; None = 0.
-        own: `[n or 1, t, s]`; None = 0.
+        own: `[n or 1, t, s]`; None = later tokens are masked.
         sizes: t, P and s.
         like: Tensor with the dtype and device of the result.
     """
     if shared is None and own is None:
         return None
-    zero = like.new_zeros(1, 1, 1)
-    if shared is None:
-        shared = zero
-    if own is None:
-        own = zero
-    rows = max(len(shared), len(own))
     t, past, s = sizes
+    if shared is None:
+        shared = like.new_zeros(1, 1, 1)
+    if own is None:
+        own = _causal_bias(t, s, like)
+    rows = max(len(shared), len(own))
     return torch.cat([shared.expand(rows, t, past), own.expand(rows, t, s)], 2)
+
+
+def _causal_bias(t: int, s: int, like: Tensor) -> Tensor:
+    """Return the bias `[1, t, s]` that masks later tokens, for the last t of s tokens."""
+    lowest = torch.finfo(like.dtype).min / 2
+    return like.new_full((1, t, s), lowest).triu(s - t + 1)
 
 
 def _in_blocks(q: Tensor, k: Tensor, v: Tensor, t: int, bias: Tensor | None, keep: bool) -> Tensor:
@@ -159,14 +168,34 @@ def _by_torch(q: Tensor, k: Tensor, v: Tensor, t: int, bias: Tensor | None) -> T
     # 1. torch's layout: [kv, n, rep * t, d] -> [n, kv * rep, t, d].
     by_head = q.view(kv, n, rep, t, d)
     heads = by_head.permute(1, 0, 2, 3, 4).reshape(n, kv * rep, t, d)
-    keys = k.transpose(0, 1).repeat_interleave(rep, dim=1)
-    values = v.transpose(0, 1).repeat_interleave(rep, dim=1)
-    # 2. Zeros instead of no mask, as torch may choose another kernel without one.
-    if bias is None:
-        bias = q.new_zeros(1)
-    mask = bias.expand(n, t, k.shape[2])[:, None]
-    # 3. Queries are scaled already, so the scale is 1.
-    out = scaled_dot_product_attention(heads, keys, values, attn_mask=mask, scale=1.0)
+    keys = k.transpose(0, 1)
+    values = v.transpose(0, 1)
+    # 2. FlashAttention takes no mask, but masks later tokens, and shares keys among heads. Other
+    #    kernels need a copy of the keys for each head.
+    s = k.shape[2]
+    params = SDPAParams(heads, keys, values, None, 0.0, True, True)
+    flash = bias is None and can_use_flash_attention(params)
+    if not flash:
+        keys = keys.repeat_interleave(rep, dim=1)
+        values = values.repeat_interleave(rep, dim=1)
+    # 3. Without earlier keys, no kernel needs a mask for later tokens.
+    mask: Tensor | None = None
+    if flash and t < s:
+        mask = causal_lower_right(t, s)
+    elif bias is not None or t < s:
+        if bias is None:
+            bias = _causal_bias(t, s, q)
+        mask = bias.expand(n, t, s)[:, None]
+    # 4. Queries are scaled already, so the scale is 1.
+    out = scaled_dot_product_attention(
+        heads,
+        keys,
+        values,
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=1.0,
+        enable_gqa=flash,
+    )
     by_head = out.view(n, kv, rep, t, d)
     return by_head.permute(1, 0, 2, 3, 4).reshape(q.shape)
 

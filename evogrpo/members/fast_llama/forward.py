@@ -604,8 +604,11 @@ def attention_biases(
         layout: Layout of the decoder.
         mask: `[n, s]` booleans: True for real tokens.
         t: Number of query tokens, the last ones.
-        keys: Keys that the scores are about. A bias is None where all of them are visible.
+        keys: Keys that the scores are about. A bias is None where all of them are visible. On
+            accelerators, whose kernels mask later tokens, it is also None where every real token
+            sees all tokens before it.
     """
+    kernels_are_causal = mask.device.type != "cpu"
     dtype = layout.decoder.norm.weight.dtype
     # Not -inf: tokens without visible keys must not become NaN.
     lowest = torch.finfo(dtype).min / 2
@@ -620,7 +623,12 @@ def attention_biases(
         # One bias serves all rows without padding.
         visible = near[None] if no_padding else near & mask[:, None, keys]
         biases[window] = None
-        if not bool(visible.all()):
+        hidden = ~visible
+        if kernels_are_causal:
+            hidden = hidden & (distance >= 0)
+            if not no_padding:
+                hidden = hidden & mask[:, -t:, None]
+        if bool(hidden.any()):
             zeros = torch.zeros(visible.shape, dtype=dtype, device=mask.device)
             biases[window] = zeros.masked_fill_(~visible, lowest)
     return biases
