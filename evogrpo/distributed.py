@@ -21,6 +21,7 @@ from evogrpo.interruption import Interrupted, Stop
 from evogrpo.text import class_name, one_line, shown
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 T = TypeVar("T")
@@ -77,6 +78,8 @@ class Processes:
         self.rank = rank
         self.size = size
         self._group = group
+        # Of the GPUs, chosen by the first sum; that of the CPUs if ranks share a GPU.
+        self._gpu_group: Any = None
         self.interruptible = size == 1
         self.sharing_errors = False
         self.waiting_seconds = 0.0
@@ -207,31 +210,52 @@ class Processes:
         """Return the sum `[k]` over all ranks, in rank order, so that all ranks get equal bits.
 
         Each rank sums one part and sends it to the others. Traffic is twice the tensor for any
-        world size.
+        world size. Tensors on GPUs are exchanged by NCCL, unless ranks share a GPU.
         """
         if self.size == 1:
             return values
         import torch
         import torch.distributed as dist
 
+        group, device = self._transport(values)
         part = math.ceil(len(values) / self.size)
-        padded = torch.zeros(self.size * part, dtype=values.dtype)
+        padded = torch.zeros(self.size * part, dtype=values.dtype, device=device)
         padded[: len(values)] = values.detach()
         received = torch.empty_like(padded)
         # Raises an error if a rank failed since the last exchange and cannot take part.
         self._exchange(None)
-        # 1. Get the part of this rank from all ranks, and sum it in rank order.
-        self.wait(lambda: dist.all_to_all_single(received, padded, group=self._group))
+        # 1. Get the part of this rank from all ranks, and sum it in rank order: no operation of
+        #    NCCL adds.
+        self.wait(lambda: dist.all_to_all_single(received, padded, group=group))
         total, *others = received.view(self.size, part).unbind()
         for other in others:
             total += other
         # 2. Get the sums of all parts.
         self.wait(
-            lambda: dist.all_gather(
-                list(padded.view(self.size, part).unbind()), total, group=self._group
-            )
+            lambda: dist.all_gather(list(padded.view(self.size, part).unbind()), total, group=group)
         )
         return padded[: len(values)].to(values.device)
+
+    def _transport(self, values: "Tensor") -> "tuple[Any, torch.device]":
+        """Return the process group that exchanges a tensor, and the device on which it does.
+
+        A collective on first use.
+        """
+        import torch
+        import torch.distributed as dist
+
+        if self._gpu_group is None and values.device.type == "cuda":
+            self._exchange(None)
+            # NCCL needs a GPU for each rank.
+            card = str(torch.cuda.get_device_properties(values.device).uuid)
+            cards = set(self.all_gather(card))
+            self._gpu_group = self._group
+            if len(cards) == self.size and dist.is_nccl_available():
+                timeout = timedelta(minutes=timeout_minutes())
+                self._gpu_group = dist.new_group(backend="nccl", timeout=timeout)
+        if values.device.type != "cuda" or self._gpu_group is self._group:
+            return self._group, torch.device("cpu")
+        return self._gpu_group, values.device
 
     def wait(self, exchange: Callable[[], object]) -> None:
         """Run a blocking exchange; raise ProcessError if the connection was lost."""

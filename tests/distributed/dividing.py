@@ -81,6 +81,7 @@ def divided() -> None:
         compare_learning_steps(
             tiny_env(reward_fn=reward), {"objective": objective, **options}, rewarded
         )
+    sum_in_rank_order()
     compare_learning_steps(GuessTwice(tokenizer=shared_tokenizer()), TALK)
     play_together()
     differ()
@@ -181,6 +182,15 @@ def differ() -> None:
         population[1].load_state(state | {"weights": state["weights"] + 1})
     with pytest.raises(ProcessError, match=r"rank 0 and ranks \[1\]"):
         population.check_replicas()
+
+
+def sum_in_rank_order() -> None:
+    """Sum numbers whose sum depends on the order: all ranks get the bits of the order of ranks."""
+    own = torch.randn(1001, generator=torch.Generator().manual_seed(processes().rank))
+    total, *others = processes().all_gather(own)
+    for other in others:
+        total += other
+    assert torch.equal(processes().all_reduce(own), total)
 
 
 def fail_between_exchanges() -> None:
