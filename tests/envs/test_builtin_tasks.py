@@ -13,8 +13,12 @@ from evogrpo.envs.text.huggingface_gym import HuggingFaceGym
 from evogrpo.envs.text.tasks import (
     TASKS,
     accuracy,
+    brevity,
+    closeness,
     final_number,
+    right_digits,
     sequence_questions,
+    three_digit_questions,
     two_digit_questions,
 )
 from evogrpo.records import single_turn_conversations
@@ -43,6 +47,33 @@ def test_answers_are_correct_and_questions_distinct(sums):
         assert min(int(a), int(b)) >= 10
         seen.add((min(a, b), sign, max(a, b)))
     assert len(seen) == 8190
+
+
+def test_sums_of_three_digits_are_correct_and_distinct():
+    tables = three_digit_questions(0, 64, 256)
+    seen = set()
+    for row in chain.from_iterable(tables.values()):
+        a, b = map(int, re.search(r": (\d{3}) \+ (\d{3}) =$", row["question"]).groups())
+        assert int(row["answer"]) == a + b
+        seen.add((min(a, b), max(a, b)))
+    assert len(seen) == sum(map(len, tables.values())) == 4000
+
+
+@pytest.mark.parametrize(
+    ("completion", "digits", "near"),
+    [
+        ("It is 579.", 1, 1),
+        ("569", 2 / 3, 0.5),
+        ("1,579", 0, 1 / 101),
+        ("579.5", 0, 1 / 1.05),
+        ("none", 0, 0),
+        ("", 0, 0),
+    ],
+)
+def test_partial_credit(completion, digits, near):
+    assert right_digits(completion, "579", "") == pytest.approx(digits)
+    assert closeness(completion, "579", "") == pytest.approx(near)
+    assert brevity(completion, "579", "") == pytest.approx(1 - len(completion) / 40)
 
 
 def test_sequences_are_arithmetic_and_distinct():
@@ -112,7 +143,7 @@ def test_accuracy_is_one_if_the_last_number_is_the_answer(before, numbers, separ
 
 
 def test_tasks_are_registered_and_build(tokenizer, encode):
-    assert list(TASKS) == ["two_digit_sums", "number_sequences"]
+    assert list(TASKS) == ["two_digit_sums", "three_digit_sums", "number_sequences"]
     env = TASKS["number_sequences"].build(tokenizer, seed=4, validation_size=8, test_size=16)
     assert [env.size(split) for split in ("train", "validation", "test")] == [1065, 8, 16]
     assert not any(counts.duplicates or counts.held_out for counts in env.filtered.values())

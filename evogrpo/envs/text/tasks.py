@@ -1,4 +1,4 @@
-"""Built-in tasks: two-digit arithmetic and number sequences."""
+"""Built-in tasks: arithmetic and number sequences."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -7,11 +7,13 @@ from typing import Any
 
 from evogrpo.envs.protocol import TEST_SIZE, VALIDATION_SIZE, Split
 from evogrpo.envs.text.huggingface_gym import HuggingFaceGym
+from evogrpo.envs.text.reward_functions import RewardFn
 from evogrpo.envs.text.templates import Tokenizer
 from evogrpo.randomness import generator
 
 # With commas between thousands, or none.
 _NUMBER = re.compile(r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?", re.ASCII)
+THREE_DIGIT_QUESTIONS = 4000
 _MINUS = re.compile(r"(?:^|[^\w)])-$|(?:^|[=:])\s*- +$", re.ASCII)
 
 
@@ -42,6 +44,33 @@ def accuracy(completion: str, answer: str, question: str) -> float:
     Only the last number counts, so listing many numbers is not rewarded.
     """
     return float(final_number(completion) == float(answer))
+
+
+def right_digits(completion: str, answer: str, question: str) -> float:
+    """Return the share of right digits if the last number has as many digits as the answer, else 0.
+
+    Digits are compared place by place.
+    """
+    number = final_number(completion)
+    if number is None or number != int(number):
+        return 0.0
+    given = str(int(number))
+    if len(given) != len(answer):
+        return 0.0
+    return sum(map(str.__eq__, given, answer)) / len(answer)
+
+
+def closeness(completion: str, answer: str, question: str) -> float:
+    """Return 1 for the right number, 0.5 for one that differs by 10, and less for others."""
+    number = final_number(completion)
+    if number is None:
+        return 0.0
+    return 1 / (1 + abs(number - float(answer)) / 10)
+
+
+def brevity(completion: str, answer: str, question: str) -> float:
+    """Return 1 for an empty completion, and less for longer ones; 0 from 40 characters on."""
+    return max(0.0, 1 - len(completion) / 40)
 
 
 def two_digit_questions(
@@ -77,6 +106,36 @@ def two_digit_questions(
         problem = f"{a} - {b}" if number % 2 else f"{a} + {b}"
         question = f"State the final answer to the following arithmetic problem: {problem} ="
         rows.append({"question": question, "answer": str(a - b if number % 2 else a + b)})
+    return _split(rows, validation_size, test_size)
+
+
+def three_digit_questions(
+    seed: int, validation_size: int, test_size: int
+) -> dict[Split, list[dict[str, str]]]:
+    """Return 4,000 questions of the task three_digit_sums, split at random.
+
+    Each is the sum of two numbers from 100 to 999; no unordered pair occurs twice.
+
+    Args:
+        seed: Seed of the pairs, of their order and of the order of terms.
+        validation_size: Questions in the validation split.
+        test_size: Questions in the test split.
+
+    Returns:
+        4000 rows with the columns question and answer, by split.
+
+    Raises:
+        ValueError: If a size is not positive or leaves no training question.
+    """
+    rng = generator(seed, "three_digit_sums")
+    pairs: dict[frozenset[int], tuple[int, int]] = {}
+    while len(pairs) < THREE_DIGIT_QUESTIONS:
+        a, b = (int(number) for number in rng.integers(100, 1000, size=2))
+        pairs.setdefault(frozenset((a, b)), (a, b))
+    rows = []
+    for a, b in pairs.values():
+        question = f"State the final answer to the following arithmetic problem: {a} + {b} ="
+        rows.append({"question": question, "answer": str(a + b)})
     return _split(rows, validation_size, test_size)
 
 
@@ -133,15 +192,17 @@ def _split(
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A built-in task with the reward `accuracy`.
+    """A built-in task, whose metric is `accuracy`.
 
     Attributes:
-        description: Question and reward, in one line.
+        description: Question and rewards, in one line.
         questions: `questions(seed, validation_size, test_size)` returns the questions by split.
+        others: Rewards beside `accuracy`. Their weights are 0 unless a search space changes them.
     """
 
     description: str
     questions: Callable[[int, int, int], dict[Split, list[dict[str, str]]]]
+    others: tuple[RewardFn, ...] = ()
 
     def build(
         self,
@@ -163,9 +224,14 @@ class Task:
                 data_batch_size.
         """
         tables = self.questions(seed, validation_size, test_size)
-        return HuggingFaceGym(
-            tables, tokenizer=tokenizer, reward_fn=accuracy, seed=seed, **gym_options
-        )
+        rewards: dict[str, Any] = {"reward_fn": accuracy}
+        if self.others:
+            rewards = {
+                "reward_fn": [accuracy, *self.others],
+                "reward_weights": [1.0] + [0.0] * len(self.others),
+                "metric": accuracy,
+            }
+        return HuggingFaceGym(tables, tokenizer=tokenizer, seed=seed, **{**rewards, **gym_options})
 
 
 TASKS: Mapping[str, Task] = {
@@ -174,6 +240,14 @@ TASKS: Mapping[str, Task] = {
             "sums and differences of two two-digit numbers; reward 1 if the last number is right"
         ),
         questions=two_digit_questions,
+    ),
+    "three_digit_sums": Task(
+        description=(
+            "sums of two three-digit numbers; reward 1 if the last number is right; right_digits,"
+            " closeness and brevity have weight 0 until a search space changes it"
+        ),
+        questions=three_digit_questions,
+        others=(right_digits, closeness, brevity),
     ),
     "number_sequences": Task(
         description=(

@@ -148,6 +148,8 @@ class BuiltinTask(QuestionTask):
             them.
         validation_size: Number of questions for selection.
         test_size: Number of questions for the final test.
+        reward_weights: Weight of each reward of the task by name. null = 1 for accuracy, 0 for the
+            others.
     """
 
     key: ClassVar[str] = "name"
@@ -156,10 +158,17 @@ class BuiltinTask(QuestionTask):
     name: Text
     validation_size: PositiveInt = VALIDATION_SIZE
     test_size: PositiveInt = TEST_SIZE
+    reward_weights: Mapping[Text, Float] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._builder()  # raises ValueError for an unknown name
+
+    def configured_settings(self) -> dict[str, SettingValue]:
+        """See `TaskSection.configured_settings`; also the given weights of rewards."""
+        weights = self.reward_weights or {}
+        by_name = {f"reward_weights.{name}": weight for name, weight in weights.items()}
+        return {**super().configured_settings(), **by_name}
 
     @property
     def label(self) -> str:
@@ -170,12 +179,15 @@ class BuiltinTask(QuestionTask):
         self, tokenizer: Tokenizer, *, seed: int, max_prompt_length: int | None
     ) -> HuggingFaceGym:
         """Build the task's environment."""
+        options = self.gym_options(max_prompt_length)
+        if self.reward_weights is not None:
+            options["reward_weights"] = self.reward_weights
         return self._builder()(
             tokenizer,
             seed=seed,
             validation_size=self.validation_size,
             test_size=self.test_size,
-            **self.gym_options(max_prompt_length),
+            **options,
         )
 
     def _builder(self) -> Callable[..., HuggingFaceGym]:
