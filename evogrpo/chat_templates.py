@@ -101,29 +101,33 @@ def closing_token(tokenizer: Any, options: Mapping[str, Any]) -> str | None:
     if getattr(tokenizer, "chat_template", None) is None:
         return None
     # 1. Render an answer that is the last message, and the same with the start of a further turn.
+    answers = []
     endings = []
-    for opened in (False, True):
+    for with_next_turn in (False, True):
         try:
             text = render_chat(
-                tokenizer, [QUESTION, ANSWER], **options, add_generation_prompt=opened
+                tokenizer, [QUESTION, ANSWER], **options, add_generation_prompt=with_next_turn
             )
         except RenderError:
             raise
         except Exception:  # noqa: BLE001 (templates may raise anything; some open no turn after an answer)
             continue
-        endings.append(text.rpartition(ANSWER["content"]))
+        _, answer, ending = text.rpartition(ANSWER["content"])
+        answers.append(answer)  # empty if the template changes or leaves out the answer
+        endings.append(ending)
     # Longer tokens first, as one may begin with another.
     tokens = sorted(tokenizer.get_added_vocab(), key=len, reverse=True)
-    if not endings or not tokens or not all(answer for _, answer, _ in endings):
+    if not endings or not tokens or not all(answers):
         return None
     # 2. Split what follows the answer at special tokens. What both have in common closes the turn;
     #    some templates end the whole conversation with EOS.
     pattern = "|".join(map(re.escape, tokens))
-    parts = [re.split(f"({pattern})", ending) for *_, ending in endings]
+    parts = [re.split(f"({pattern})", ending) for ending in endings]
     last = ""
     for part, other in zip(parts[0], parts[-1], strict=False):
         if part != other:
             break
-        last = part if part.strip() else last
+        if part.strip():
+            last = part
     # 3. The turn ends with the last of these tokens, unless ordinary text follows it.
     return last if last in tokens else None
