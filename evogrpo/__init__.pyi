@@ -4,6 +4,7 @@ from evogrpo.algorithms.grpo import GRPO as GRPO
 from evogrpo.algorithms.grpo import EvolvableAlgorithm as EvolvableAlgorithm
 from evogrpo.algorithms.multi_agent import MultiAgentGRPO as MultiAgentGRPO
 from evogrpo.algorithms.population import Population as Population
+from evogrpo.chat_templates import TOOLS_TEMPLATE as TOOLS_TEMPLATE
 from evogrpo.compat.roll import from_roll as from_roll
 from evogrpo.compat.trl import from_trl as from_trl
 from evogrpo.config.hyperparameters import Hyperparameters as Hyperparameters

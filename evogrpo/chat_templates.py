@@ -16,6 +16,40 @@ MAX_CHARACTERS = 10_000_000
 QUESTION: dict[str, Any] = {"role": "user", "content": "What is asked?"}
 ANSWER: dict[str, Any] = {"role": "assistant", "content": "This is answered."}
 """Messages that stand for turns of which only the markers matter."""
+TOOLS_TEMPLATE = """\
+{%- if bos_token and bos_token not in ['<|im_start|>', eos_token] %}{{ bos_token }}{% endif %}
+{%- set end = (eos_token or '<|im_end|>') + '\n' %}
+{%- set rest = messages %}
+{%- set system = '' %}
+{%- if messages[0].role == 'system' %}
+    {%- set system = messages[0].content %}
+    {%- set rest = messages[1:] %}
+{%- endif %}
+{%- if tools %}
+    {{- '<|im_start|>system\n' }}
+    {{- system + '\n\n' if system else '' }}
+    {{- 'You may call these functions:\n<tools>' }}
+    {%- for tool in tools %}{{ '\n' }}{{ tool | tojson }}{% endfor %}
+    {{- '\n</tools>\nTo call one, write its name and arguments as JSON:\n' }}
+    {{- '<tool_call>\n{"name": NAME, "arguments": {ARGUMENT: VALUE}}\n</tool_call>' }}
+    {{- end }}
+{%- elif system %}
+    {{- '<|im_start|>system\n' + system + end }}
+{%- endif %}
+{%- for message in rest %}
+    {{- '<|im_start|>' + message.role + '\n' + message.content }}
+    {%- for call in message.tool_calls or [] %}
+        {{- '\n' if message.content or not loop.first else '' }}
+        {{- '<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' }}
+        {{- call.function.arguments | tojson }}
+        {{- '}\n</tool_call>' }}
+    {%- endfor %}
+    {{- end }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+"""Chat template with tools, for models that have none: ChatML, with the model's own EOS as the end
+of a turn. Calls are JSON in <tool_call> tags, as Qwen and Hermes models write them.
+"""
 
 
 class RenderError(ValueError):

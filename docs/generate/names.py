@@ -129,7 +129,10 @@ def _entry(name: str, home: str) -> str:
 def _text_below(name: str, home: str) -> Sequence[str]:
     """Return the text below an assignment, in the module or where it is imported from."""
     while True:
-        tree = ast.parse(Path(import_module(home).__file__ or "").read_text(encoding="utf-8"))
+        file = Path(import_module(home).__file__ or "")
+        # The stub of the package says where its names come from.
+        stub = file.with_suffix(".pyi")
+        tree = ast.parse((stub if stub.exists() else file).read_text(encoding="utf-8"))
         for node, after in pairwise([*tree.body, ast.Pass()]):
             if _assigned(node) == name:
                 text = after.value if isinstance(after, ast.Expr) else None

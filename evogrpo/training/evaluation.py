@@ -358,6 +358,36 @@ class SamplerCheck:
         )
 
 
+class ToolCallCheck:
+    """Warning for runs in whose first learning steps no conversation calls a tool.
+
+    Args:
+        steps: Learning steps of the whole run, if known: a shorter run is checked as a whole.
+        taken: Learning steps taken already. A resumed run is past its first steps and is not
+            checked.
+    """
+
+    def __init__(self, steps: int | None, *, taken: int = 0) -> None:
+        self._all = min(CHECKED_STEPS, steps or CHECKED_STEPS)
+        self._left = 0 if taken else self._all
+
+    def update(self, metrics: Mapping[str, float]) -> None:
+        """Check the metrics of a learning step of all members."""
+        # Environments without tools do not have the metric.
+        frequency = metrics.get("tools/call_frequency")
+        if self._left == 0 or frequency is None:
+            return
+        self._left -= 1
+        if frequency > 0:
+            self._left = 0
+        elif self._left == 0:
+            warn(
+                "No conversation called a tool in the first"
+                f" {pluralize(self._all, 'learning step')}. Show a call in the prompt, raise"
+                " max_output_tokens, or take a model that calls tools."
+            )
+
+
 class LearningSignalCheck:
     """Warning for runs whose first learning steps have no learning signal.
 

@@ -40,6 +40,7 @@ from evogrpo.training.evaluation import (
     GreedyGapCheck,
     LearningSignalCheck,
     SamplerCheck,
+    ToolCallCheck,
     estimate,
     first_step_baseline,
     measure,
@@ -229,6 +230,7 @@ class Trainer:
         generations = schedule.generations
         steps = generations and generations * schedule.steps_per_generation
         self._sampler_check = SamplerCheck()
+        self._tool_calls = ToolCallCheck(steps, taken=self.run_state.step)
         objective = population.members.settings.objective
         filters = ("mask_truncated", "min_group_reward", "max_group_reward")
         self._learning_signal = LearningSignalCheck(
@@ -479,6 +481,7 @@ class Trainer:
                 )
         self._learning_signal.update(learned)
         self._sampler_check.update(learned)
+        self._tool_calls.update(collected.scores.metrics)
         if report.step == 0 and self.schedule.generations != 1:
             state = self.run_state
             cost = {

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from evogrpo import GRPO
+from evogrpo import GRPO, TOOLS_TEMPLATE
 from evogrpo.envs.text.environment_gym import EnvironmentGym
 from evogrpo.envs.text.reward_functions import RewardError
 from evogrpo.envs.text.tools import hermes_template
@@ -563,6 +563,24 @@ def test_a_reset_that_hangs_does_not_block_later_ones(monkeypatch):
     release.set()
 
 
+def test_the_template_with_tools_renders_tools_calls_and_results():
+    env = gym(TOOLS_TEMPLATE)
+    batch = env.make_batch("train", [0])
+    prompt = batch.tokenizer.decode(batch.prompts[0])
+    assert '"name": "add"' in prompt
+    assert prompt.endswith(
+        f"<|im_start|>user\ncount from {first_of(batch)}<eos>\n<|im_start|>assistant\n"
+    )
+    conversation = converse(batch, call("add", amount=2) + "<eos>", "done<eos>")
+    result = f"\n<|im_start|>tool\nnow {first_of(batch) + 2}<eos>\n<|im_start|>assistant\n"
+    assert batch.tokenizer.decode(conversation.replies[0]) == result
+    # A system message stands before the tools, and BOS before both.
+    tokenizer = build(TOOLS_TEMPLATE)
+    tokenizer.bos_token = "<s>"
+    text = tokenizer.apply_chat_template([{"role": "system", "content": "S"}, *ASK], tokenize=False)
+    assert text == "<s><|im_start|>system\nS<eos>\n<|im_start|>user\ncount<eos>\n"
+
+
 def undocumented(number: int) -> int:
     return number
 
@@ -590,7 +608,8 @@ def add(amount: int) -> int:
         ({"tools": add}, "tools .*add"),
         ({"environment_factory": Other}, "reward_funcs"),
         ({"template": FORGETFUL}, "chat_template must leave earlier turns"),
-        ({"template": NO_TOOLS}, "does not render tool"),
+        ({"template": NO_TOOLS}, "does not render tool.*chat_template to tools"),
+        ({"template": None}, "no chat_template.*chat_template to tools"),
         (
             {"template": CHAT.replace("<tool_call>", "[").replace("</tool_call>", "]")},
             "response_template",

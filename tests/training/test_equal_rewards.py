@@ -5,8 +5,9 @@ import warnings
 
 import pytest
 
-from evogrpo import HuggingFaceGym, Objective, evolve, resume
+from evogrpo import GRPO, TOOLS_TEMPLATE, HuggingFaceGym, Objective, evolve, resume
 from evogrpo.envs.text.reward_functions import RewardError
+from tests.envs.test_environment_gym import gym, tiny_language_model
 from tests.tiny_training import QUESTIONS, shared_model, shared_tokenizer, tiny_env, tiny_population
 
 BRIEF = {
@@ -70,6 +71,17 @@ def test_a_resumed_run_does_not_warn(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert len(list(again)) == 2
+
+
+def test_tools_that_no_conversation_calls_are_told():
+    env = gym(TOOLS_TEMPLATE)
+    model = tiny_language_model(len(env.tokenizer))
+    population = GRPO.population(
+        1, actor_network=model, pad_token_id=0, group_size=4, max_output_tokens=2
+    )
+    _, caught = run(env, population, generations=1)
+    (message,) = [str(each.message) for each in caught if "called a tool" in str(each.message)]
+    assert "first 2 learning steps" in message
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from evogrpo import TOOLS_TEMPLATE
 from evogrpo.cli.main import make_parser
 from evogrpo.envs.text.tools import hermes_template
 from evogrpo.reporting.records import TERMS, terms_of
@@ -171,6 +172,14 @@ class TestEnvironments(TaskTypeTestCase):
     def test_templates_come_from_files(self, built):
         assert built.outline.tokenizer.chat_template == TOOLS
         assert built.outline.tokenizer.response_template == hermes_template(build(None))
+
+    def test_the_template_of_the_package_replaces_template_and_parser(self, built):
+        tokenizer = build(None)
+        tokenizer.response_template = hermes_template(tokenizer)
+        replace(built.config.task, chat_template="tools", response_template=None).set_templates(
+            tokenizer
+        )
+        assert (tokenizer.chat_template, tokenizer.response_template) == (TOOLS_TEMPLATE, None)
 
     def test_each_start_has_its_own_task(self, built):
         prompts = [

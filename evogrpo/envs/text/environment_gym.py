@@ -47,6 +47,11 @@ DEFAULT_ENVIRONMENT_TIMEOUT = 60.0
 """Default time limit of the calls to an environment in one turn, in seconds."""
 DEFAULT_ENVIRONMENT_WORKERS = 8
 """Default number of threads that call environments."""
+_TEMPLATE_WITH_TOOLS = (
+    "Set task.chat_template to tools, or to a file with one that does (in Python"
+    " tokenizer.chat_template = evogrpo.TOOLS_TEMPLATE)."
+)
+"""Advice for models whose chat template has no tools."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -417,7 +422,12 @@ class EnvironmentGym(PromptEnvironment):
 
     def _prepare(self, table: AnyTable, where: str) -> ObservedTable:
         """Reset an environment for each row, and return the rows with their observations."""
-        # 1. Check the rows.
+        # 1. Check the template, without which there are no prompts, and the rows.
+        if self._chat_template is None:
+            raise ValueError(
+                "The tokenizer has no chat_template, so it does not render tools."
+                f" {_TEMPLATE_WITH_TOOLS}"
+            )
         # Environments may provide the whole prompt.
         required = [] if self._pool.factories else ["prompt"]
         if self._several:
@@ -478,8 +488,8 @@ def _check_tool_template(tokenizer: Tokenizer, options: Options, schemas: Sequen
     with_tools = render_chat(tokenizer, [QUESTION], **options, tools=schemas or None)
     if name not in before or content not in after or with_tools == without_tools:
         raise ValueError(
-            "The tokenizer's chat_template does not render tools, calls and results. Set"
-            " tokenizer.chat_template, or task.chat_template in a configuration, to one that does."
+            "The tokenizer's chat_template does not render tools, calls and results."
+            f" {_TEMPLATE_WITH_TOOLS}"
         )
     # 2. The parser must read the calls that it writes.
     if getattr(tokenizer, "response_template", None) is None:
@@ -488,7 +498,7 @@ def _check_tool_template(tokenizer: Tokenizer, options: Options, schemas: Sequen
         if parse_completion(tokenizer, call, (), ()).calls != ((name, {}),):
             raise ValueError(
                 "The tokenizer has no response_template, and its chat_template does not write tool"
-                " calls as JSON in <tool_call> tags. Set task.response_template to a JSON file (in"
-                " Python tokenizer.response_template);"
+                " calls as JSON in <tool_call> tags. Set task.chat_template to tools, or"
+                " task.response_template to a JSON file (in Python tokenizer.response_template);"
                 " trl.chat_template_utils.add_response_schema(tokenizer) sets one for known models."
             )

@@ -9,6 +9,7 @@ from inspect import signature
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TextIO
 
+from evogrpo.chat_templates import TOOLS_TEMPLATE
 from evogrpo.config.task_settings import SettingValue
 from evogrpo.envs.protocol import SPLITS, TEST_SIZE, VALIDATION_SIZE, Split
 from evogrpo.envs.text.datasets import check_column_names
@@ -27,7 +28,7 @@ from evogrpo.extras import require
 from evogrpo.safe_parsing import read_regular, unique_keys
 from evogrpo.synonyms import close_match
 from evogrpo.text import class_name, one_line, pluralize, shown
-from evogrpo.training.configuration.sections import DATASET_SUFFIXES, TaskSection
+from evogrpo.training.configuration.sections import BUILT_IN_TEMPLATE, DATASET_SUFFIXES, TaskSection
 from evogrpo.training.configuration.user_code import load_named, load_plugin, plugin_names
 from evogrpo.validation import (
     Float,
@@ -50,7 +51,8 @@ class QuestionTask(TaskSection, ABC):
 
     Attributes:
         seed: Seed of the splits and of the order of questions; null = the run's seed.
-        chat_template: File with a Jinja template that replaces the chat template of the tokenizer.
+        chat_template: File with a Jinja template that replaces the chat template of the tokenizer;
+            "tools" = one with tools that comes with evogrpo, for models without one.
         chat_template_kwargs: Keyword arguments of the chat template, such as {enable_thinking:
             false}.
         response_template: JSON file with a response template of transformers, which parses tool
@@ -109,7 +111,11 @@ class QuestionTask(TaskSection, ABC):
         Raises:
             ValueError: If a file cannot be read.
         """
-        if self.chat_template is not None:
+        if self.chat_template == BUILT_IN_TEMPLATE:
+            tokenizer.chat_template = TOOLS_TEMPLATE
+            # A parser of the model's own calls does not read those of this template.
+            tokenizer.response_template = None
+        elif self.chat_template is not None:
             tokenizer.chat_template = _read_text(self.chat_template, "chat_template")
         if self.response_template is not None:
             text = _read_text(self.response_template, "response_template")

@@ -16,6 +16,7 @@ from evogrpo.safe_parsing import load_yaml, read_yaml_file
 from evogrpo.synonyms import close_match, counterpart
 from evogrpo.text import expand_user, shown
 from evogrpo.training.configuration.sections import (
+    BUILT_IN_TEMPLATE,
     DATASET_SUFFIXES,
     Config,
     LoggingConfig,
@@ -443,6 +444,10 @@ def _absolute_file(name: str, folder: Path) -> str:
     return name
 
 
+def _absolute_template(name: str, folder: Path) -> str:
+    return name if name == BUILT_IN_TEMPLATE else _absolute(name, folder)
+
+
 def _absolute_reference(reference: str, folder: Path) -> str:
     """Return "path.py:name" with an absolute path; other references stay as they are."""
     file, colon, name = reference.rpartition(":")
@@ -467,7 +472,7 @@ _PATHS: Mapping[str, Callable[[str, Path], str]] = {
     "task.environment_factory.*": _absolute_reference,
     "task.wrappers": _absolute_reference,
     "task.wrappers.name": _absolute_reference,
-    "task.chat_template": _absolute,
+    "task.chat_template": _absolute_template,
     "task.response_template": _absolute,
     "strategy": _absolute_reference,
     "strategy.name": _absolute_reference,

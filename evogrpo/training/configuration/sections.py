@@ -52,6 +52,8 @@ TRACKERS = (
     "swanlab",
 )
 """Names of trackers: TensorBoard and those of accelerate."""
+BUILT_IN_TEMPLATE = "tools"
+"""Name of `TOOLS_TEMPLATE` as `task.chat_template`."""
 DATASET_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 """Supported types of dataset files."""
 
