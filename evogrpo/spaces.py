@@ -1,5 +1,6 @@
 """Observation and action spaces: leaves, dimensions, and observations as tensors."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -31,8 +32,14 @@ class CompletionSpace(spaces.Sequence):
         self.tokenizer = tokenizer
 
 
-def leaf_spaces(space: spaces.Space[Any]) -> list[spaces.Space[Any]]:
+def leaf_spaces(
+    space: spaces.Space[Any], name: str = "observation_space"
+) -> list[spaces.Space[Any]]:
     """Return the spaces at the leaves of a (nested) Dict or Tuple, in order.
+
+    Args:
+        space: The space.
+        name: Its name in messages.
 
     Raises:
         ValueError: If a leaf is not a Box, Discrete, MultiDiscrete or MultiBinary, a Dict or Tuple
@@ -43,8 +50,7 @@ def leaf_spaces(space: spaces.Space[Any]) -> list[spaces.Space[Any]]:
             keys = [key for key in space.spaces if not isinstance(key, str)]
             if keys:
                 raise ValueError(
-                    f"observation_space must have text keys, got {shown(keys[0])}. Use"
-                    f" {str(keys[0])!r}."
+                    f"{name} must have text keys, got {shown(keys[0])}. Use {str(keys[0])!r}."
                 )
             parts = list(space.spaces.values())
         case spaces.Tuple() if space.spaces:
@@ -53,10 +59,10 @@ def leaf_spaces(space: spaces.Space[Any]) -> list[spaces.Space[Any]]:
             return [space]
         case _:
             raise ValueError(
-                "observation_space must be Box, Discrete, MultiDiscrete, MultiBinary, or a Dict or"
+                f"{name} must be Box, Discrete, MultiDiscrete, MultiBinary, or a Dict or"
                 f" Tuple of these, got {shown(space, 80)}. Use a wrapper that converts it."
             )
-    return list(chain.from_iterable(map(leaf_spaces, parts)))
+    return list(chain.from_iterable(leaf_spaces(part, name) for part in parts))
 
 
 def flatten(space: spaces.Space[Any], observation: Any) -> list[Any]:
@@ -100,15 +106,31 @@ def unflatten(space: spaces.Space[Any], leaves: Iterable[Any]) -> Any:
 
 def check_action_space(space: spaces.Space[Any] | None) -> None:
     """Raise ValueError unless the space is one in which policies can act."""
+    if isinstance(space, spaces.Dict | spaces.Tuple):
+        for part in leaf_spaces(space, "action_space"):
+            check_action_space(part)
+        return
     supported = isinstance(space, spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary) or (
         isinstance(space, spaces.Box) and np.issubdtype(space.dtype, np.floating)
     )
     if not supported or 0 in (getattr(space, "shape", None) or ()):
         raise ValueError(
-            "action_space must be Discrete, MultiDiscrete, MultiBinary or a floating-point Box,"
-            f" and not empty, got {shown(space, 200)}. Use a wrapper that converts it, or"
-            " MultiAgentGRPO for several agents."
+            "action_space must be Discrete, MultiDiscrete, MultiBinary, a floating-point Box, or a"
+            f" Dict or Tuple of these, and not empty, got {shown(space, 200)}. Use a wrapper that"
+            " converts it."
         )
+
+
+def action_form(space: spaces.Space[Any]) -> spaces.Space[Any]:
+    """Return the space of a policy's actions as one array.
+
+    The parts of a Dict or Tuple stand side by side in a vector, in the order of `leaf_spaces`;
+    discrete values are exact in float32 and count from 0. Any other space stays as it is.
+    """
+    if not isinstance(space, spaces.Dict | spaces.Tuple):
+        return space
+    width = sum(math.prod(leaf.shape or ()) for leaf in leaf_spaces(space))
+    return spaces.Box(-np.inf, np.inf, (width,), np.float32)
 
 
 def observation_dim(

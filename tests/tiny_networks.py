@@ -12,6 +12,7 @@ from torch import Tensor
 
 from evogrpo.config.network import NetworkConfig
 from evogrpo.config.objective import Objective
+from evogrpo.envs.control.conversion import mask_sizes
 from evogrpo.members.networks.bank import StackedBank
 from evogrpo.randomness import generator
 from evogrpo.records import DEFAULT_POLICY, UNTRUNCATED, Batch, ObservationInputs, SamplingOptions
@@ -109,6 +110,17 @@ CASES = {
     "box": Case(
         actions=spaces.Box(np.array([-2.0, 0.0]), np.array([2.0, np.inf]), dtype=np.float64)
     ),
+    "parts": Case(
+        actions=spaces.Tuple(
+            (
+                spaces.Dict({"move": spaces.Discrete(3, start=-1), "keys": spaces.MultiBinary(2)}),
+                spaces.Box(-2.0, 2.0, (2,)),
+                spaces.MultiDiscrete([[2, 3]]),
+            )
+        ),
+        architectures=(NetworkConfig(hidden=(8, 6)), NetworkConfig(hidden=(5,))),
+        masked=True,
+    ),
     "images": Case(observations=MIXED, actions=spaces.MultiBinary((2, 2))),
     "module": Case(actions=spaces.Discrete(4), network=Branching(3, 4), own_reference=True),
 }
@@ -172,7 +184,7 @@ def acted_batch(
     uniforms = np.stack([rng.random(bank.distribution.uniforms_per_action) for rng in rngs])
     masks = None
     if case.masked:
-        counts = getattr(case.actions, "nvec", np.array([getattr(case.actions, "n", 0)])).ravel()
+        counts = mask_sizes(case.actions)
         masks = np.concatenate(
             [np.stack([rng.permutation(n) for rng in rngs]) < n - 1 for n in counts], axis=1
         )

@@ -16,7 +16,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from evogrpo.envs.control.action_noise import ActionNoise
-from evogrpo.envs.control.conversion import mask_sizes
+from evogrpo.envs.control.conversion import mask_sizes, masks_of_parts
 from evogrpo.envs.control.policy_mapping import PolicyMapping, map_policies, single_agent
 from evogrpo.envs.protocol import (
     SPLITS,
@@ -28,7 +28,7 @@ from evogrpo.envs.protocol import (
 )
 from evogrpo.randomness import generator
 from evogrpo.records import Conversation, SampledActions
-from evogrpo.spaces import flatten
+from evogrpo.spaces import flatten, leaf_spaces
 
 MAX_STARTS = 24  # starts of each split
 
@@ -351,6 +351,12 @@ class PseudoRandomActor:
     def choose(self, mixed: NDArray[np.float64], m: int, mask: Any) -> NDArray[Any]:
         """Return the actions for numbers `[m]` in [0, 1)."""
         space: Any = self.space
+        if isinstance(space, spaces.Dict | spaces.Tuple):
+            parts = []
+            for leaf, own in zip(leaf_spaces(space), masks_of_parts(space, mask), strict=True):
+                chosen = PseudoRandomActor(leaf).choose(mixed, m, own)
+                parts.append(chosen.reshape(m, -1))
+            return np.concatenate(parts, axis=1).astype(np.float32)
         expanded = mixed.reshape(m, *[1] * len(space.shape))
         actions: NDArray[Any]
         # A mask has the flags of all components of a Discrete or MultiDiscrete space side by side.

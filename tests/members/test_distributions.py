@@ -183,7 +183,8 @@ def test_illegal_actions_have_no_probability_and_no_gradient():
     [
         spaces.Text(3),
         spaces.Box(0, 9, (2,), np.uint8),
-        spaces.Dict({"a": spaces.Discrete(2)}),
+        spaces.Dict({"a": spaces.Text(2)}),
+        spaces.Tuple(()),
         spaces.Graph(BOX, None),
         None,
     ],
@@ -191,6 +192,49 @@ def test_illegal_actions_have_no_probability_and_no_gradient():
 def test_unsupported_action_spaces_are_rejected(space):
     with pytest.raises(ValueError, match="action_space"):
         distribution_for(space)
+
+
+def test_a_dict_or_tuple_is_the_product_of_its_parts():
+    leaves = [spaces.Discrete(3), BOX, spaces.MultiBinary(2), spaces.MultiDiscrete([2, 2])]
+    whole = spaces.Tuple((spaces.Dict({"a": leaves[0], "b": leaves[1]}), leaves[2], leaves[3]))
+    dist = distribution_for(whole)
+    rng = np.random.default_rng(0)
+    outputs = rng.standard_normal((6, dist.outputs + 3)).astype(np.float32)
+    uniforms = rng.random((6, dist.uniforms_per_action)).astype(np.float32)
+    temperature = np.array([0.5, 1, 2, 1, 0.7, 3], np.float32)
+    legal = np.tile([True, False, True, True, True, False, True], (6, 1))
+    # Outputs of the network, then free parameters; masks of discrete parts only.
+    network = np.split(outputs[:, : dist.outputs], [3, 6, 8], axis=1)
+    network[1] = np.concatenate([network[1], outputs[:, dist.outputs :]], axis=1)
+    actions, log_probs = dist.sample(outputs, uniforms, temperature, legal)
+    columns = np.split(uniforms, [1, 4, 6], axis=1)
+    given = (legal[:, :3], None, None, legal[:, 3:])
+    hot = torch.from_numpy(temperature)
+    other = torch.from_numpy(outputs).flip(0)
+    others = list(other[:, : dist.outputs].split([3, 3, 2, 4], dim=1))
+    others[1] = torch.cat([others[1], other[:, dist.outputs :]], dim=1)
+    scores = np.zeros(6, np.float32)
+    expected = torch.zeros(3, 6)
+    chosen = []
+    for leaf, own, draws, mask, second in zip(leaves, network, columns, given, others, strict=True):
+        part = distribution_for(leaf)
+        drawn, found = part.sample(own, draws, temperature, mask)
+        chosen.append(drawn.reshape(6, -1))
+        scores += found
+        parameters = part.at_temperature(torch.from_numpy(own), hot)
+        if mask is not None:
+            parameters = part.masked(parameters, torch.from_numpy(mask))
+        both = part.evaluate_actions(parameters, torch.from_numpy(drawn), entropy_gradient=True)
+        expected[:2] += torch.stack(both)
+        expected[2] += part.kl(second, torch.from_numpy(own))
+    np.testing.assert_allclose(actions, np.concatenate(chosen, axis=1), rtol=1e-6)
+    np.testing.assert_allclose(log_probs, scores, rtol=1e-5)
+    adjusted = dist.masked(
+        dist.at_temperature(torch.from_numpy(outputs), hot), torch.from_numpy(legal)
+    )
+    found = dist.evaluate_actions(adjusted, torch.from_numpy(actions), entropy_gradient=True)
+    torch.testing.assert_close(torch.stack(found), expected[:2])
+    torch.testing.assert_close(dist.kl(other, torch.from_numpy(outputs)), expected[2])
 
 
 # ---- KL divergences

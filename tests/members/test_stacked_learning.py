@@ -24,6 +24,15 @@ SPACES = {
     "discrete": spaces.Discrete(4),
     "several": spaces.MultiDiscrete([3, 2]),
     "bits": spaces.MultiBinary(3),
+    "parts": spaces.Dict(
+        {
+            "move": spaces.Discrete(3, start=2),
+            "turn": spaces.Box(-2.0, 4.0, (2,)),
+            "keys": spaces.MultiBinary(2),
+            "gears": spaces.MultiDiscrete([2, 3]),
+            "aim": spaces.Box(-float("inf"), float("inf"), (1,)),
+        }
+    ),
     "box": spaces.Box(torch.tensor([-2.0, -3.0]).numpy(), torch.tensor([4.0, torch.inf]).numpy()),
 }
 

@@ -1,5 +1,6 @@
 """Oracle of a stacked bank: each member as its own torch module, dist and torch.optim.AdamW."""
 
+import math
 from itertools import pairwise
 
 import torch
@@ -22,18 +23,16 @@ class TorchMember(nn.Module):
         super().__init__()
         config = bank.architecture(slot)
         assert isinstance(config, NetworkConfig)
-        self.space = space
-        self.box = isinstance(space, spaces.Box)
-        outputs = {spaces.Box: lambda: space.shape[0], spaces.MultiBinary: lambda: space.n}.get(
-            type(space), lambda: int(getattr(space, "n", 0) or space.nvec.sum())
-        )()
-        sizes = [inputs, *config.hidden, outputs]
+        self.parts = list(space.spaces.values()) if isinstance(space, spaces.Dict) else [space]
+        sizes = [inputs, *config.hidden, sum(map(outputs_of, self.parts))]
         layers = []
         for fan_in, fan_out in pairwise(sizes):
             layers += [nn.Linear(fan_in, fan_out), ACTIVATIONS[config.activation]()]
         self.layers = nn.Sequential(*layers[:-1])
+        boxes = [part for part in self.parts if isinstance(part, spaces.Box)]
+        self.box = bool(boxes)
         if self.box:
-            self.log_std = nn.Parameter(torch.zeros(outputs))
+            self.log_std = nn.Parameter(torch.zeros(sum(map(outputs_of, boxes))))
         self.load(bank.state(slot)["weights"])
 
     def ordered(self) -> list[nn.Parameter]:
@@ -64,28 +63,62 @@ class TorchMember(nn.Module):
         self, observations: Tensor, actions: Tensor, temperature: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return both `[n, t]` for observations `[n, t, f]`, by torch.distributions."""
-        outputs = self.layers(observations)
-        scale = temperature[:, None, None]
-        match self.space:
-            case spaces.Box():
-                low = torch.from_numpy(self.space.low.copy())
-                high = torch.from_numpy(self.space.high.copy())
-                bounded = (low.isfinite() & high.isfinite()).float()
-                middle = torch.where(bounded > 0, (low + high) / 2, 0.0)
-                half = torch.where(bounded > 0, (high - low) / 2, 1.0)
-                dist = distributions.Normal(
-                    middle + half * outputs, half * self.log_std.exp() * scale.sqrt()
-                )
-                return dist.log_prob(actions).sum(2), dist.entropy().sum(2)
-            case spaces.MultiBinary():
-                dist = distributions.Bernoulli(logits=outputs / scale)
-                return dist.log_prob(actions.float()).sum(2), dist.entropy().sum(2)
-            case spaces.Discrete():
-                parts = [outputs]
-                chosen = [actions]
-            case _:
-                parts = outputs.split(self.space.nvec.tolist(), dim=2)
-                chosen = actions.unbind(2)
-        laws = [distributions.Categorical(logits=part / scale) for part in parts]
-        log_probs = sum(dist.log_prob(action) for dist, action in zip(laws, chosen, strict=True))
-        return log_probs, sum(dist.entropy() for dist in laws)
+        outputs = self.layers(observations).split([*map(outputs_of, self.parts)], dim=2)
+        chosen = [actions]
+        if len(self.parts) > 1:  # they stand side by side in an action
+            widths = [math.prod(part.shape) for part in self.parts]
+            chosen = actions.split(widths, dim=2)
+        log_probs = 0
+        entropies = 0
+        free = 0
+        for part, own, taken in zip(self.parts, outputs, chosen, strict=True):
+            log_std = None
+            if isinstance(part, spaces.Box):
+                log_std = self.log_std[free : free + outputs_of(part)]
+                free += outputs_of(part)
+            found = scored(part, own, log_std, taken, temperature[:, None, None])
+            log_probs += found[0]
+            entropies += found[1]
+        return log_probs, entropies
+
+
+def outputs_of(space: spaces.Space) -> int:
+    """Return the number of outputs of a network for one simple space."""
+    if isinstance(space, spaces.Box):
+        return space.shape[0]
+    if isinstance(space, spaces.MultiBinary | spaces.Discrete):
+        return int(space.n)
+    return int(space.nvec.sum())
+
+
+def scored(
+    space: spaces.Space,
+    outputs: Tensor,
+    log_std: Tensor | None,
+    actions: Tensor,
+    scale: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Return log-probabilities and entropies `[n, t]` of one simple space."""
+    match space:
+        case spaces.Box():
+            low = torch.from_numpy(space.low.copy())
+            high = torch.from_numpy(space.high.copy())
+            bounded = (low.isfinite() & high.isfinite()).float()
+            middle = torch.where(bounded > 0, (low + high) / 2, 0.0)
+            half = torch.where(bounded > 0, (high - low) / 2, 1.0)
+            dist = distributions.Normal(
+                middle + half * outputs, half * log_std.exp() * scale.sqrt()
+            )
+            return dist.log_prob(actions).sum(2), dist.entropy().sum(2)
+        case spaces.MultiBinary():
+            dist = distributions.Bernoulli(logits=outputs / scale)
+            return dist.log_prob(actions.float()).sum(2), dist.entropy().sum(2)
+        case spaces.Discrete():
+            parts = [outputs]
+            chosen = [actions.reshape(outputs.shape[:2])]
+        case _:
+            parts = outputs.split(space.nvec.tolist(), dim=2)
+            chosen = actions.unbind(2)
+    laws = [distributions.Categorical(logits=part / scale) for part in parts]
+    log_probs = sum(dist.log_prob(action) for dist, action in zip(laws, chosen, strict=True))
+    return log_probs, sum(dist.entropy() for dist in laws)

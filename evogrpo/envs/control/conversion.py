@@ -2,18 +2,21 @@
 
 from array import array
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
+from evogrpo.spaces import leaf_spaces, unflatten
 from evogrpo.text import shown
+from evogrpo.validation import refuse_unknown
 
 Array = NDArray[Any]
 
 
-def to_environment(space: spaces.Space[Any], actions: Array) -> Array:
+def to_environment(space: spaces.Space[Any], actions: Array) -> Any:
     """Convert a policy's actions to the environment's form.
 
     A policy counts the values of Discrete and MultiDiscrete from 0; the space's `start` is added
@@ -23,7 +26,10 @@ def to_environment(space: spaces.Space[Any], actions: Array) -> Array:
 
     Args:
         space: Action space of one environment.
-        actions: `[m, ...]` in the dtype of the space.
+        actions: `[m, ...]` in the form of `evogrpo.spaces.action_form`.
+
+    Returns:
+        `[m, ...]`; for a Dict or Tuple a list of m dicts or tuples.
 
     Raises:
         ValueError: If a discrete action is out of range.
@@ -42,9 +48,36 @@ def to_environment(space: spaces.Space[Any], actions: Array) -> Array:
         case spaces.MultiDiscrete():
             _check_range(actions, space.nvec)
             return actions + space.start
+        case spaces.Dict() | spaces.Tuple():
+            parts = zip(leaf_spaces(space), action_parts(space, actions), strict=True)
+            columns = [to_environment(leaf, values) for leaf, values in parts]
+            return [unflatten(space, row) for row in zip(*columns, strict=True)]
     # MultiBinary, the only other kind of action space.
     _check_range(actions, 2)
     return actions.copy()  # an environment may write into its argument
+
+
+def action_parts(space: spaces.Space[Any], actions: Array) -> list[Array]:
+    """Return a policy's actions `[m, k]` of a Dict or Tuple as an array for each leaf.
+
+    Each is `[m, ...]` in the shape and dtype of its space.
+    """
+    parts = []
+    first = 0
+    for leaf in leaf_spaces(space):
+        shape = leaf.shape or ()
+        end = first + int(np.prod(shape))
+        values = actions[:, first:end].reshape(len(actions), *shape)
+        parts.append(values.astype(leaf.dtype))
+        first = end
+    return parts
+
+
+def numbered(space: spaces.Space[Any], actions: Array, sign: int = 1) -> Array:
+    """Add the `start` of a discrete space to actions that count from 0; sign -1 subtracts it."""
+    if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
+        return actions + sign * space.start
+    return actions
 
 
 def _check_range(actions: Array, count: Any) -> None:
@@ -55,20 +88,43 @@ def _check_range(actions: Array, count: Any) -> None:
 def mask_sizes(space: spaces.Space[Any]) -> tuple[int, ...]:
     """Return the number of values of each component of a maskable action.
 
-    () if actions cannot be masked.
+    Of a Dict or Tuple, those of its discrete parts. () if actions cannot be masked.
     """
     match space:
         case spaces.Discrete():
             return (int(space.n),)
         case spaces.MultiDiscrete():
             return tuple(int(count) for count in space.nvec.ravel())
+        case spaces.Dict() | spaces.Tuple():
+            return tuple(chain.from_iterable(map(mask_sizes, leaf_spaces(space))))
     return ()
+
+
+def masks_of_parts(space: spaces.Space[Any], mask: Array | None) -> list[Array | None]:
+    """Return the flags of each leaf of a Dict or Tuple, from a mask `[..., sum of values]`.
+
+    None for leaves that cannot be masked.
+    """
+    parts: list[Array | None] = []
+    first = 0
+    for leaf in leaf_spaces(space):
+        end = first + sum(mask_sizes(leaf))
+        own = None
+        if mask is not None and end > first:
+            own = mask[..., first:end]
+        parts.append(own)
+        first = end
+    return parts
 
 
 def can_act(mask: Any) -> bool:
     """Return False if an action mask allows no action, as while an agent waits for its turn."""
+    if isinstance(mask, Mapping):
+        mask = list(mask.values())
     if isinstance(mask, tuple | list):
-        return any(np.any(part) for part in mask)
+        # Parts of a Dict or Tuple may have no mask.
+        given = [part for part in mask if part is not None]
+        return not given or any(can_act(part) for part in given)
     return mask is None or bool(np.any(mask))
 
 
@@ -78,7 +134,8 @@ def legal_actions(space: spaces.Space[Any], masks: list[Any]) -> Array | None:
     Args:
         space: Action space of one environment.
         masks: Mask of each environment, or None. For Discrete one flag per value; for MultiDiscrete
-            the same for each component, as a tuple or concatenated.
+            the same for each component, as a tuple or concatenated. For a Dict or Tuple a dict or
+            tuple with the masks of discrete parts; a part without one, or with None, is free.
 
     Returns:
         `[m, sum of values]` booleans, True = legal; None if there is no mask at all.
@@ -93,17 +150,14 @@ def legal_actions(space: spaces.Space[Any], masks: list[Any]) -> Array | None:
     sizes = mask_sizes(space)
     if not sizes:
         raise ValueError(
-            f"action_mask needs Discrete or MultiDiscrete actions, got {space}. Remove the mask."
+            f"action_mask needs discrete actions, or discrete parts, got {space}. Remove the mask."
         )
     # 2. Fill in one row per environment; without a mask, all values are legal.
     legal = np.ones((len(masks), sum(sizes)), dtype=np.bool_)
     for row, mask in zip(legal, masks, strict=True):
         if mask is None:
             continue
-        if isinstance(mask, tuple | list):
-            flags = np.concatenate([np.ravel(part) for part in mask])
-        else:
-            flags = np.ravel(mask)
+        flags = _flags(space, mask)
         if len(flags) != len(row):
             raise ValueError(
                 f"action_mask must have {len(row)} flags for {space}, got {len(flags)}."
@@ -118,6 +172,29 @@ def legal_actions(space: spaces.Space[Any], masks: list[Any]) -> Array | None:
             "action_mask must leave at least one legal value. End the episode if there is none."
         )
     return legal
+
+
+def _flags(space: spaces.Space[Any], mask: Any) -> Array:
+    """Return the flags of one action mask side by side; all are True for a part without a mask."""
+    match space:
+        case spaces.Dict() if mask is None or isinstance(mask, Mapping):
+            refuse_unknown("part of action_mask", mask or (), space.spaces)
+            parts = [_flags(part, (mask or {}).get(key)) for key, part in space.spaces.items()]
+            return np.concatenate(parts)
+        case spaces.Tuple() if mask is None or isinstance(mask, tuple | list):
+            given = mask or [None] * len(space.spaces)
+            if len(given) != len(space.spaces):
+                raise ValueError(
+                    f"action_mask must have {len(space.spaces)} parts for {space}, got"
+                    f" {len(given)}."
+                )
+            pairs = zip(space.spaces, given, strict=True)
+            return np.concatenate([_flags(part, own) for part, own in pairs])
+    if mask is None:
+        return np.ones(sum(mask_sizes(space)), dtype=np.bool_)
+    if isinstance(mask, tuple | list):
+        return np.concatenate([np.ravel(part) for part in mask])
+    return np.ravel(mask)
 
 
 _IMMUTABLE = (bool, int, float, complex, str, bytes, np.generic, type(None))

@@ -206,7 +206,11 @@ class JointEnv:
 
 
 def plain_action(action: Any) -> Any:
-    """Return an action as every environment accepts it: a number, or an array of its own."""
+    """Return an action as every environment accepts it: numbers, or arrays of its own."""
+    if isinstance(action, Mapping):
+        return {key: plain_action(part) for key, part in action.items()}
+    if isinstance(action, tuple):
+        return tuple(plain_action(part) for part in action)
     if np.ndim(action) == 0:
         return action.item()
     return action.copy()

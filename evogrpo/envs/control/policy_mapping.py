@@ -13,7 +13,7 @@ from evogrpo.config.agent import Policies
 from evogrpo.envs.control.conversion import Leaves, stack
 from evogrpo.envs.control.single_env import ACTION_MASK, check_mask_name
 from evogrpo.records import DEFAULT_POLICY
-from evogrpo.spaces import check_action_space, flatten, keys_error, leaf_spaces
+from evogrpo.spaces import action_form, check_action_space, flatten, keys_error, leaf_spaces
 from evogrpo.text import shown
 
 SHARED = "shared"
@@ -42,6 +42,11 @@ class PolicySpec:
     env_space: spaces.Space[Any]
     action_space: spaces.Space[Any]
     agent_ids: bool
+
+    @cached_property
+    def action_form(self) -> spaces.Space[Any]:
+        """Space of the policy's actions as one array."""
+        return action_form(self.action_space)
 
     @cached_property
     def has_mask(self) -> bool:

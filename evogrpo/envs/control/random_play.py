@@ -10,12 +10,13 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from evogrpo.envs.control.conversion import mask_sizes, to_environment
+from evogrpo.envs.control.conversion import mask_sizes, masks_of_parts, to_environment
 from evogrpo.envs.control.policy_mapping import PolicyMapping
 from evogrpo.envs.control.rollout import check_finite, check_finite_rewards
 from evogrpo.envs.control.single_env import RESET_RESULTS, STEP_RESULTS
 from evogrpo.envs.control.vector_env import VectorEnv, VectorStep
 from evogrpo.randomness import generator
+from evogrpo.spaces import action_form, leaf_spaces
 from evogrpo.text import class_name, pluralize, shown
 from evogrpo.warnings import warn
 
@@ -131,6 +132,10 @@ def random_action(
             bounded = (np.abs(low) < _USABLE_BOUND) & (np.abs(high) < _USABLE_BOUND)
             within = rng.uniform(np.where(bounded, low, 0.0), np.where(bounded, high, 1.0))
             chosen = np.where(bounded, within, rng.standard_normal(low.shape))
+        case spaces.Dict() | spaces.Tuple():
+            pairs = zip(leaf_spaces(space), masks_of_parts(space, mask), strict=True)
+            drawn = [random_action(leaf, own, rng).ravel() for leaf, own in pairs]
+            chosen = np.concatenate(drawn)
         case spaces.MultiBinary():
             chosen = rng.integers(2, size=(space.shape or ()))
         case _:
@@ -139,7 +144,7 @@ def random_action(
             parts = np.split(flags, np.cumsum(sizes)[:-1])
             values = [rng.choice(np.flatnonzero(part)) for part in parts]
             chosen = np.reshape(np.array(values), (space.shape or ()))
-    return chosen.astype(space.dtype)
+    return chosen.astype(action_form(space).dtype)
 
 
 # ---- determinism

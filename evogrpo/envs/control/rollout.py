@@ -265,7 +265,7 @@ def _act(
         action_mask=inputs.action_masks,
         base=request.base,
     )
-    space = spec.action_space
+    space = spec.action_form
     shape = (len(rows), *(space.shape or ()))
     if np.shape(acted.actions) != shape:
         raise ValueError(f"actions must have shape {shape} for {space}, got {acted.actions.shape}.")

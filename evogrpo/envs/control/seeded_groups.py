@@ -24,6 +24,7 @@ from evogrpo.envs.fingerprint import canonical
 from evogrpo.envs.protocol import SPLITS, Split, shuffled_starts
 from evogrpo.randomness import generator
 from evogrpo.records import Actor
+from evogrpo.synonyms import NamesMissing
 from evogrpo.text import shown
 from evogrpo.validation import flag, refuse_unknown, whole_between, whole_number
 from evogrpo.warnings import warn
@@ -60,7 +61,7 @@ def make_example(make: Callable[[], Made]) -> Made:
     return env
 
 
-class SeededGroups(ABC):
+class SeededGroups(NamesMissing, ABC):
     """Base class of environments whose starts are reset seeds.
 
     The seeds of the splits lie in disjoint ranges and are distinct. A larger split keeps the seeds

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.members.bank import LossFunction, PolicyVersion, RepeatStep, Update
-from evogrpo.members.networks.distributions import MASKED_LOGIT
 from evogrpo.members.networks.networks import ModuleNetwork
 from evogrpo.members.networks.train_states import (
     IntArray,
@@ -437,7 +436,7 @@ class StackedBank(StackedTrainStates):
                 parameters = distribution.at_temperature(parameters, temperature)
             if legal is None:
                 return parameters
-            return parameters.masked_fill(~legal, MASKED_LOGIT)
+            return distribution.masked(parameters, legal)
 
         # 3. Compute log-probabilities and entropies; divergences if there is a reference.
         actions = take(batch.actions).to(outputs.device)

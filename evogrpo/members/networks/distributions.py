@@ -9,7 +9,8 @@ with the free parameters.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import logsigmoid, softplus
 
-from evogrpo.spaces import check_action_space
+from evogrpo.spaces import check_action_space, leaf_spaces
 
 Legal = NDArray[np.bool_] | None
 """`[m, o]` True for legal actions; None = all are legal."""
@@ -67,7 +68,8 @@ class Distribution(ABC):
             outputs: `[m, o]` outputs of the network, then free parameters.
             uniforms: `[m, uniforms_per_action]` in [0, 1); None = the most likely action.
             temperature: `[m]`; 0 = the most likely action; None = 1.
-            legal: `[m, o]` True for legal actions; None = all. Only for Discrete and MultiDiscrete.
+            legal: `[m, o]` True for legal actions; None = all. Only for Discrete and MultiDiscrete;
+                of a Dict or Tuple, those of its discrete parts.
 
         Returns:
             Actions `[m, ...]` and their log-probabilities `[m]` in nats; at temperature 1 for most
@@ -80,6 +82,10 @@ class Distribution(ABC):
         By default outputs are logits.
         """
         return outputs / temperature[:, None]
+
+    def masked(self, outputs: Tensor, legal: Tensor) -> Tensor:
+        """Return the parameters `[c, o]` with `MASKED_LOGIT` for illegal actions."""
+        return outputs.masked_fill(~legal, MASKED_LOGIT)
 
     @abstractmethod
     def evaluate_actions(
@@ -117,6 +123,8 @@ def distribution_for(space: spaces.Space[Any] | None) -> Distribution:
             return Categorical(counts, space.shape, space.dtype)
         case spaces.MultiBinary():
             return Bernoulli(space.shape, space.dtype)
+        case spaces.Dict() | spaces.Tuple():
+            return Product([distribution_for(leaf) for leaf in leaf_spaces(space)])
     assert isinstance(space, spaces.Box)
     return DiagonalGaussian(space)
 
@@ -369,6 +377,135 @@ class DiagonalGaussian(Distribution):
         distance = (mean - other_mean) * torch.exp(-other_log_std)
         entries: Tensor = (torch.expm1(2 * log_ratio) + distance.square()) / 2 - log_ratio
         return entries.sum(-1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    """Place of one part of an action in the arrays of all parts.
+
+    Attributes:
+        distribution: Distribution of the part.
+        outputs: Columns of its parameters: outputs of the network, then free parameters.
+        uniforms: Columns of its uniform numbers.
+        actions: Columns of its actions.
+        legal: Columns of its legal actions; empty if it cannot be masked.
+    """
+
+    distribution: Distribution
+    outputs: list[int]
+    uniforms: slice
+    actions: slice
+    legal: slice
+
+
+class Product(Distribution):
+    """Independent parts of an action: Dict and Tuple.
+
+    Log-probabilities, entropies and divergences are sums over the parts. Actions are `[m, k]`
+    float32, with the parts side by side; see `evogrpo.spaces.action_form`.
+
+    Args:
+        distributions: Distribution of each part.
+    """
+
+    def __init__(self, distributions: Sequence[Distribution]) -> None:
+        self.outputs = sum(each.outputs for each in distributions)
+        self.uniforms_per_action = sum(each.uniforms_per_action for each in distributions)
+        self._parts: list[_Part] = []
+        self._maskable: list[int] = []
+        first = 0
+        free = self.outputs
+        uniform = 0
+        legal = 0
+        for each in distributions:
+            columns = list(range(first, first + each.outputs))
+            first += each.outputs
+            flags = 0
+            if isinstance(each, Categorical):
+                self._maskable += columns
+                flags = each.outputs
+            # Only a Gaussian has free parameters, as many as outputs.
+            if each.free_parameters:
+                columns += range(free, free + each.outputs)
+                free += each.outputs
+            # One uniform number for each entry of an action.
+            entries = slice(uniform, uniform + each.uniforms_per_action)
+            self._parts.append(
+                _Part(
+                    distribution=each,
+                    outputs=columns,
+                    uniforms=entries,
+                    actions=entries,
+                    legal=slice(legal, legal + flags),
+                )
+            )
+            uniform = entries.stop
+            legal += flags
+        if free > self.outputs:
+            self.free_parameters = {"log_std": (free - self.outputs,)}
+
+    def sample(
+        self,
+        outputs: NDArray[np.float32],
+        uniforms: NDArray[np.float32] | None,
+        temperature: NDArray[np.float32] | None,
+        legal: Legal,
+    ) -> Samples:
+        """Sample one action per row; see `Distribution`."""
+        rows = len(outputs)
+        actions = np.empty((rows, self.uniforms_per_action), dtype=np.float32)
+        log_probs = np.zeros(rows, dtype=np.float32)
+        for part in self._parts:
+            own_uniforms = None if uniforms is None else uniforms[:, part.uniforms]
+            own_legal = None
+            if legal is not None and part.legal.start < part.legal.stop:
+                own_legal = legal[:, part.legal]
+            chosen, found = part.distribution.sample(
+                outputs[:, part.outputs], own_uniforms, temperature, own_legal
+            )
+            actions[:, part.actions] = chosen.reshape(rows, -1)
+            log_probs += found
+        return actions, log_probs
+
+    def at_temperature(self, outputs: Tensor, temperature: Tensor) -> Tensor:
+        """Return the parameters at temperatures; see `Distribution`."""
+        of_network = []
+        free = []
+        for part in self._parts:
+            own = part.distribution.at_temperature(outputs[:, part.outputs], temperature)
+            of_network.append(own[:, : part.distribution.outputs])
+            free.append(own[:, part.distribution.outputs :])
+        return torch.cat([*of_network, *free], dim=1)
+
+    def masked(self, outputs: Tensor, legal: Tensor) -> Tensor:
+        """Return the parameters with `MASKED_LOGIT` for illegal values of discrete parts."""
+        illegal = torch.zeros(outputs.shape, dtype=torch.bool, device=outputs.device)
+        illegal[:, self._maskable] = ~legal
+        return outputs.masked_fill(illegal, MASKED_LOGIT)
+
+    def evaluate_actions(
+        self, outputs: Tensor, actions: Tensor, *, entropy_gradient: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities and entropies; see `Distribution`."""
+        log_probs = []
+        entropies = []
+        for part in self._parts:
+            log_prob, entropy = part.distribution.evaluate_actions(
+                outputs[:, part.outputs],
+                actions[:, part.actions],
+                entropy_gradient=entropy_gradient,
+            )
+            log_probs.append(log_prob)
+            entropies.append(entropy)
+        return _sum(log_probs), _sum(entropies)
+
+    def kl(self, first: Tensor, second: Tensor) -> Tensor:
+        """Return KL(first || second); see `Distribution`."""
+        divergences = []
+        for part in self._parts:
+            own = part.distribution.kl(first[:, part.outputs], second[:, part.outputs])
+            divergences.append(own)
+        return _sum(divergences)
 
 
 def _greedy_and_divisor(

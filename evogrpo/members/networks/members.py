@@ -16,7 +16,13 @@ from evogrpo.config.agent import JointSettings, NetworkSettings
 from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.distributed import Processes
 from evogrpo.envs.control.action_noise import ActionNoise
-from evogrpo.envs.control.conversion import can_act, legal_actions, to_environment
+from evogrpo.envs.control.conversion import (
+    action_parts,
+    can_act,
+    legal_actions,
+    numbered,
+    to_environment,
+)
 from evogrpo.envs.control.episodes import Episodes
 from evogrpo.envs.control.normalisation import ObservationStatistics
 from evogrpo.envs.control.policy_mapping import AGENT, PolicyMapping, map_policies, single_agent
@@ -38,7 +44,7 @@ from evogrpo.members.requests import (
 from evogrpo.members.space_json import space_from_json, space_to_json
 from evogrpo.randomness import generator
 from evogrpo.records import DEFAULT_POLICY, Batch, Experience
-from evogrpo.spaces import unflatten
+from evogrpo.spaces import leaf_spaces, unflatten
 from evogrpo.storage.checkpoint import CheckpointError
 from evogrpo.text import class_name
 from evogrpo.validation import validate
@@ -288,9 +294,17 @@ class NetworkMembers(BankMembers):
         if not self._single:
             return self._choose_for_team(learner, observations, rng, action_mask)
         actions, batched = self._choose(learner, observations, rng, action_mask)
-        if isinstance(self.action_space, spaces.Discrete | spaces.MultiDiscrete):
-            # A policy counts values from 0, the space from `start`.
-            actions = actions + self.action_space.start
+        assert self.action_space is not None
+        # A policy counts values from 0, the space from `start`.
+        if isinstance(self.action_space, spaces.Dict | spaces.Tuple):
+            parts = []
+            leaves = leaf_spaces(self.action_space)
+            values = action_parts(self.action_space, actions)
+            for leaf, part in zip(leaves, values, strict=True):
+                whole = numbered(leaf, part)
+                parts.append(whole if batched else whole[0])
+            return unflatten(self.action_space, parts)
+        actions = numbered(self.action_space, actions)
         return actions if batched else actions[0]
 
     def predict(
@@ -583,7 +597,13 @@ class NetworkMembers(BankMembers):
 
 
 def _rows_of(action_mask: Any, count: int) -> list[Any]:
-    """Return one mask per row of a batch; a tuple has the components of a MultiDiscrete space."""
+    """Return one mask per row of a batch.
+
+    A tuple has the components of a MultiDiscrete space, a mapping the parts of a Dict.
+    """
+    if isinstance(action_mask, Mapping):
+        of_parts = [_rows_of(part, count) for part in action_mask.values()]
+        return [dict(zip(action_mask, row, strict=True)) for row in zip(*of_parts, strict=True)]
     if isinstance(action_mask, tuple):
         return list(zip(*action_mask, strict=True))
     # Rows of a list may be tuples of components of unequal lengths.

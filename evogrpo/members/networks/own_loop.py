@@ -1,5 +1,6 @@
 """Observations and experiences of a caller's own loop, checked against the spaces."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -14,6 +15,7 @@ from evogrpo.envs.control.conversion import (
     check_representable,
     legal_actions,
     mask_sizes,
+    numbered,
     to_environment,
 )
 from evogrpo.envs.control.episodes import PolicyEpisodes
@@ -22,7 +24,7 @@ from evogrpo.envs.control.rollout import fits_float32
 from evogrpo.members.networks.policy import StackedPolicy
 from evogrpo.members.requests import Learner
 from evogrpo.records import Batch
-from evogrpo.spaces import flatten, leaf_spaces, unflatten
+from evogrpo.spaces import action_form, flatten, leaf_spaces, unflatten
 from evogrpo.text import class_name, shown
 from evogrpo.validation import FLOAT32_LIMIT
 
@@ -30,7 +32,9 @@ StepExperiences = tuple[Any, ...]
 """(observations `[starts, g, t, ...]`, actions `[starts, g, t, ...]` as `get_action` returned them,
 action masks `[starts, g, t]` = steps taken, rewards `[starts, g, t]`): g episodes from each start,
 padded to the longest. Where `get_action` was given an `action_mask`, those masks are the fifth part
-`[starts, g, t, k]`, True = legal, the parts of a MultiDiscrete action side by side.
+`[starts, g, t, k]`, True = legal, the parts of a MultiDiscrete action side by side, and the discrete
+parts of a Dict or Tuple in the order of the space. Actions of a Dict or Tuple are dicts and tuples
+of arrays.
 """
 
 
@@ -148,15 +152,19 @@ def as_step_batch(
     starts, size, steps = present.shape
     lead = (starts * size, steps)
     space = networks.action_space
-    chosen = np.asarray(actions)
-    if chosen.shape != (*present.shape, *(space.shape or ())):
+    form = action_form(space)
+    if isinstance(space, spaces.Dict | spaces.Tuple):
+        chosen = _side_by_side(space, actions, present)
+    else:
+        chosen = np.asarray(actions)
+    if chosen.shape != (*present.shape, *(form.shape or ())):
         raise ValueError(
             f"actions must be [{starts}, {size}, {steps}, ...] of {space}, got {chosen.shape}."
         )
     chosen = chosen.reshape(*lead, *chosen.shape[3:])
     if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
         taken = present.reshape(*lead, *[1] * (chosen.ndim - 2))
-        chosen = np.where(taken, chosen - space.start, 0)
+        chosen = np.where(taken, numbered(space, chosen, -1), 0)
     to_environment(space, chosen[present.reshape(lead)])  # raises for invalid actions
     legal = None
     if further:
@@ -181,7 +189,7 @@ def as_step_batch(
         agents=("",) * n,
         group_ids=np.arange(starts).repeat(size),
         observations=unflatten(seen_space, leaves),
-        actions=np.ascontiguousarray(chosen.astype(space.dtype)),
+        actions=np.ascontiguousarray(chosen.astype(form.dtype)),
         action_masks=legal,
         log_probs=np.zeros(lead, dtype=np.float32),  # unknown; left out of the batch below
         present=present.reshape(lead),
@@ -193,6 +201,29 @@ def as_step_batch(
     temperature = np.full(n, learner.hyperparameters.temperature, dtype=np.float32)
     batch, observed = networks.batch(episodes, np.full(n, learner.slot), temperature)
     return replace(batch, sampler_log_probs=None, truncated=None), observed
+
+
+def _side_by_side(
+    space: spaces.Space[Any], actions: Any, present: NDArray[np.bool_]
+) -> NDArray[Any]:
+    """Return actions of a Dict or Tuple `[starts, g, t, k]` as a policy counts them.
+
+    Args:
+        space: The action space.
+        actions: Dicts and tuples of arrays `[starts, g, t, ...]`.
+        present: `[starts, g, t]` steps taken; other actions become 0.
+    """
+    parts = []
+    for leaf, values in zip(leaf_spaces(space), flatten(space, actions), strict=True):
+        array = np.asarray(values)
+        if array.shape != (*present.shape, *(leaf.shape or ())):
+            raise ValueError(
+                f"Actions of {leaf} must have the shape {present.shape} followed by its shape, got"
+                f" {array.shape}."
+            )
+        flat = numbered(leaf, array, -1).reshape(*present.shape, -1)
+        parts.append(np.where(present[..., None], flat, 0))
+    return np.concatenate(parts, axis=-1)
 
 
 def _checked_parts(experiences: StepExperiences) -> StepExperiences:
@@ -264,7 +295,10 @@ def _legal(
     assert legal is not None  # every episode has a step
     # The masks of all components are side by side, so a component's values start after those before
     # it.
-    values = chosen.reshape(len(rows), -1).astype(np.int64)
+    maskable: list[bool] = []
+    for leaf in leaf_spaces(space):
+        maskable += [bool(mask_sizes(leaf))] * math.prod(leaf.shape or ())
+    values = chosen.reshape(len(rows), -1)[:, maskable].astype(np.int64)
     columns = values + np.cumsum((0, *sizes[:-1]))
     if not np.take_along_axis(legal, columns, axis=1)[steps].all():
         raise ValueError("An action was not legal. Pass the masks that get_action was called with.")

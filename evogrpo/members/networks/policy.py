@@ -96,7 +96,8 @@ class StackedPolicy:
 
         Discrete and MultiDiscrete: concatenated logits. MultiBinary: logits of ones. Box: means,
         then logarithms of standard deviations; for bounded boxes both are in units of half the
-        range, means from its centre. `base` returns the untrained network, with the member's
+        range, means from its centre. Dict and Tuple: those of the parts side by side, then the
+        logarithms of all boxes. `base` returns the untrained network, with the member's
         observation statistics. The weights require no gradient.
         """
         return _PolicyModule(self, slot, base)
