@@ -28,7 +28,7 @@ _SYNONYMS: Mapping[str, str] = {
     ),
     "beta": "kl_coef kl_loss_coef init_kl_coef kl_beta kl_coeff",
     "update_epochs": "num_iterations ppo_epochs n_epochs num_epochs num_sgd_iter max_epochs",
-    "max_grad_norm": "grad_clip gradient_clip clip_grad clip_grad_norm",
+    "max_grad_norm": "grad_clip gradient_clip clip_grad clip_grad_norm max_norm",
     "batch_size": (
         "per_device_train_batch_size mini_batch_size minibatch_size ppo_mini_batch_size"
         " sgd_minibatch_size"
@@ -39,7 +39,7 @@ _SYNONYMS: Mapping[str, str] = {
     "advantage_clip": "clip_advantage",
     # The objective and the optimizer.
     "objective": "loss_config",
-    "loss_type": "loss loss_fn",
+    "loss_type": "loss loss_fn policy_loss_type",
     "grpo": "ppo ppo_clip",
     "outcome": "grpo grpo_outcome group group_relative",
     "reinforce": "reinforce_plus_plus",
@@ -65,7 +65,7 @@ _SYNONYMS: Mapping[str, str] = {
         "generate_max_len"
     ),
     "min_output_tokens": "min_new_tokens",
-    "stop_strings": "stop stop_words stop_sequences generation_kwargs",
+    "stop_strings": "stop stop_words stop_sequences",
     "max_episode_tokens": "max_model_len max_seq_length max_length vllm_max_model_length",
     "micro_batch_tokens": "micro_batch_size_per_gpu micro_batch_size ppo_max_token_len_per_gpu",
     "gradient_checkpointing": "activation_checkpointing enable_gradient_checkpointing recompute",
@@ -128,10 +128,15 @@ _SYNONYMS: Mapping[str, str] = {
     "random_search": "random",
     "fixed": "none no_evolution",
     # Tasks and environments.
-    "max_prompt_length": "prompt_length max_input_length prompt_max_len",
+    "max_prompt_length": "prompt_length max_input_length prompt_max_len max_context_length",
     "reward_funcs": "reward_func reward_fn reward_functions reward_function rewards",
-    "reward_fn": "reward_function",
-    "reward": "reward_funcs reward_fn reward_func reward_function",
+    "reward_fn": "reward_function compute_score custom_reward_function",
+    "reward": (
+        "reward_funcs reward_fn reward_func reward_function compute_score custom_reward_function"
+    ),
+    "conversation_template": "input_template",
+    "environment_factory": "agent_func_path",
+    "streaming": "dataset_streaming",
     "train_dataset": "dataset train_files prompt_data training_data",
     "validation_dataset": "eval_dataset val_dataset valid_dataset dev_dataset val_files",
     "dataset": "train_dataset train_files prompt_data",
@@ -173,6 +178,8 @@ _SYNONYMS: Mapping[str, str] = {
     "predict": "act",
     "test": "evaluate",
     "finish": "train fit run",
+    "fitness": "scores",
+    "steps": "num_timesteps",
     "members": "member individuals",
     "load": "from_pretrained load_agent",
     "SuccessiveHalving": "ashascheduler asha hyperband hyperbandscheduler",
@@ -180,7 +187,7 @@ _SYNONYMS: Mapping[str, str] = {
     "Tournament": "tournamentselection",
     "HyperparameterConfig": "hyperparametersconfig searchspace",
     "RLParameter": "rlhyperparameter",
-    "MultiAgentGRPO": "mappo ippo multiagentppo",
+    "MultiAgentGRPO": "mappo ippo multiagentppo maddpg matd3",
     "load_base": "create_model load_model automodelforcausallm",
     "GymnasiumGroups": "make_vec_env make_vect_envs dummyvecenv subprocvecenv gymnasiumenv",
     "PettingZooGroups": "make_multi_agent_vect_envs pettingzooenv",
@@ -228,7 +235,7 @@ _ADVICE: Mapping[str, str] = {
     # The objective.
     "there is no critic, so leave it out": (
         "vf_coef gae_lambda clip_range_vf vf_clip_param lam lambda "
-        "lambda_ gae use_gae use_critic critic_* value_* cliprange_value cliprange_vf"
+        "lambda_ gae use_gae use_critic critic critic_* value_* cliprange_value cliprange_vf"
     ),
     "set {advantage} to 'outcome' to divide by the group's standard deviation, or to 'mean_only'": (
         "scale_rewards normalize_advantage norm_adv_by_std_in_grpo norm_mean_type norm_std_type "
@@ -250,7 +257,10 @@ _ADVICE: Mapping[str, str] = {
     ),
     "set {total_steps} and the schedule beside it": (
         "lr_scheduler lr_scheduler_type lr_scheduler_kwargs "
-        "warmup_ratio cosine_lr_schedule_config lr_schedule"
+        "warmup_ratio cosine_lr_schedule_config lr_schedule lr_warmup_steps_ratio lr_warmup_ratio"
+    ),
+    "its keys are settings here, such as {stop_strings}, {top_p} and {max_output_tokens}": (
+        "generation_kwargs sampling_params generation_config"
     ),
     # Records.
     "members are evaluated after each generation, on {validation_questions} questions": (
@@ -275,11 +285,14 @@ _ADVICE: Mapping[str, str] = {
         "r lora_r lora_rank lora_alpha target_modules exclude_modules use_rslora"
     ),
     "{lora|lora_config} has only r, lora_alpha, target_modules, exclude_modules and use_rslora": (
-        "lora_* rank_pattern alpha_pattern modules_to_save use_dora use_qalora use_bdlora"
+        "lora_* rank_pattern alpha_pattern use_dora use_qalora use_bdlora"
         " init_lora_weights revision task_type peft_* auto_mapping inference_mode fan_in_fan_out"
-        " bias layers_* layer_replication megatron_* trainable_token_indices loftq_config"
+        " bias layers_* layer_replication megatron_* loftq_config"
         " eva_config corda_config velora_config alora_* qalora_* monteclora_config runtime_config"
         " arrow_config kasa_config target_parameters ensure_weight_tying"
+    ),
+    "members share one frozen base; set {full_finetuning} to train its embeddings or head too": (
+        "modules_to_save trainable_token_indices"
     ),
     "set {model}": "actor_network",
     "use {tokenizer}": "processing_class",
@@ -294,7 +307,7 @@ _ADVICE: Mapping[str, str] = {
         "max_batch_size min_learn_step max_learn_step hyperparam_mutations"
     ),
     "selection and mutation are settings of {strategy}": (
-        "no_mut no_mutation params_mut mut_sd mutation_sd mutate_elite parameters elitism mutation"
+        "no_mut no_mutation mut params_mut mut_sd mutation_sd mutate_elite parameters elitism mutation"
         " quantile_fraction resample_probability perturbation_factors custom_explore_fn"
         " reduction_factor grace_period rl_hp rl_hp_mut mut_p mode quantile resample"
     ),
@@ -315,8 +328,12 @@ _ADVICE: Mapping[str, str] = {
     "{dataset} has the keys train, validation and test": (
         "val_files eval_dataset validation_dataset test_dataset val_dataset"
     ),
-    "prompts are formatted by the chat template, so leave it out": "apply_chat_template",
-    "prompts longer than {max_prompt_length} are left out": "truncation",
+    "prompts are formatted by the chat template, so leave it out": (
+        "apply_chat_template apply_chat_template_fn"
+    ),
+    "prompts longer than {max_prompt_length} are left out": (
+        "truncation filter_overlong_prompts filter_overlong_prompts_workers"
+    ),
     "conversations have {max_turns} and {environment_factory}": "rollout_func",
     "set {clip_low} and {clip_high}": "eps_clip_low_high",
     "{wrappers} takes names with options": "wrapper_kwargs",
@@ -324,6 +341,9 @@ _ADVICE: Mapping[str, str] = {
     "progress is shown on terminals, so leave it out": "verbose progress_bar disable_tqdm",
     "networks are built from the spaces of the environment; {network} changes them": "policy",
     "there is one algorithm, GRPO, so leave it out": "algo algorithm alg",
+    "its keys are in the sections {task}, {agent}, {hyperparameters} and {schedule} here": (
+        "actor_rollout_ref data trainer rollout actor"
+    ),
     # Settings of other engines and of their infrastructure.
     "it has no counterpart here, so leave it out": (
         "dataloader_* ddp_* fsdp* hub_* deepspeed* ds3_* torch_compile* torch_empty_* use_*"
@@ -340,7 +360,8 @@ _ADVICE: Mapping[str, str] = {
         " full_determinism local_rank do_train do_predict skip_memory_metrics"
         " average_tokens_across_devices length_column_name train_sampling_strategy ignore_data_skip"
         " debug restore_callback_states_from_checkpoint enable_jit_checkpoint prediction_loss_only"
-        " include_num_input_tokens_seen model_init_kwargs cast_lm_head_to_fp32"
+        " include_num_input_tokens_seen model_init_kwargs cast_lm_head_to_fp32 adam_offload"
+        " colocate_* return_raw_completions wrap"
     ),
 }
 """Names in other libraries, in small letters, by what to write here. A `*` stands for any letters.
@@ -352,7 +373,7 @@ several, separated by bars, the first one that has a place.
 _CALLS: Mapping[str, str] = {
     "{evolve}(population, env) trains": (
         "grpotrainer trainer rloo* ppotrainer sfttrainer dpotrainer train_llm finetune_llm"
-        " finetune_llm_* train_on_policy train_off_policy train_multi_agent_* tuner train fit run"
+        " finetune_llm_* llmppo llmreinforce rayppotrainer train_on_policy train_off_policy train_multi_agent_* tuner train fit run"
         " step training_step rolloutworker localtrainer"
     ),
     "pass its settings to {GRPO} and {evolve}, or use evogrpo.from_trl(config)": (
@@ -384,6 +405,14 @@ _CALLS: Mapping[str, str] = {
     "set GRPO.population(normalise_observations=True)": (
         "vecnormalize runningmeanstd get_vec_normalize_env"
     ),
+    "set {evolve}(target_fitness=...) to end a run early": "stoptraining*",
+    "runs, agents and environments take a seed, such as GRPO(seed=...)": "set_random_seed",
+    "every episode is counted anyway, so leave it out": "monitor vecmonitor",
+    "members learn from samples of their current policy, so leave it out": (
+        "*replaybuffer replaymemory rolloutbuffer"
+    ),
+    "it is not needed here, so leave it out": "wrap_models clean_up registry algo mut",
+    "pass it to {evolve}, which plays the episodes; gymnasium.make returns a single one": "reset",
     "give it a function that makes one: GymnasiumGroups(lambda: ...)": "vecenv make_env",
 }
 """Names of classes, functions and methods in other libraries, by what to use here; in the form of
