@@ -307,8 +307,8 @@ _ADVICE: Mapping[str, str] = {
         "max_batch_size min_learn_step max_learn_step hyperparam_mutations"
     ),
     "selection and mutation are settings of {strategy}": (
-        "no_mut no_mutation mut params_mut mut_sd mutation_sd mutate_elite parameters elitism mutation"
-        " quantile_fraction resample_probability perturbation_factors custom_explore_fn"
+        "no_mut no_mutation mut params_mut mut_sd mutation_sd mutate_elite parameters elitism"
+        " mutation quantile_fraction resample_probability perturbation_factors custom_explore_fn"
         " reduction_factor grace_period rl_hp rl_hp_mut mut_p mode quantile resample"
     ),
     "give its values by name, as arguments of {GRPO} and {evolve}": (
@@ -373,8 +373,8 @@ several, separated by bars, the first one that has a place.
 _CALLS: Mapping[str, str] = {
     "{evolve}(population, env) trains": (
         "grpotrainer trainer rloo* ppotrainer sfttrainer dpotrainer train_llm finetune_llm"
-        " finetune_llm_* llmppo llmreinforce rayppotrainer train_on_policy train_off_policy train_multi_agent_* tuner train fit run"
-        " step training_step rolloutworker localtrainer"
+        " finetune_llm_* llmppo llmreinforce rayppotrainer train_on_policy train_off_policy"
+        " train_multi_agent_* tuner train fit run step training_step rolloutworker localtrainer"
     ),
     "pass its settings to {GRPO} and {evolve}, or use evogrpo.from_trl(config)": (
         "grpoconfig trainingarguments ppoconfig"

@@ -44,6 +44,12 @@ def _texts(what: str, value: Any) -> list[str]:
     return list(texts)
 
 
+def _token_ids(what: str, value: Any) -> list[int]:
+    """Return one or several token ids as a list."""
+    ids = value if isinstance(value, list | tuple) else [value]
+    return [whole_number(what, each) for each in ids]
+
+
 def _trackers(what: str, value: Any) -> list[str] | None:
     """Return the names of trackers; None if there are none."""
     names = _texts(what, value)
@@ -116,6 +122,9 @@ FIELDS: Mapping[str, Key] = {
     "repetition_penalty": Key(1.0, number, "settings.repetition_penalty"),
     "report_to": Key(None, _trackers, "settings.trackers"),
     "generation_kwargs.stop": Key(None, _texts, "settings.stop_strings"),
+    "generation_kwargs.min_tokens": Key(None, count, "settings.min_output_tokens"),
+    "generation_kwargs.stop_token_ids": Key(None, _token_ids, "settings.eos_token_ids"),
+    "generation_kwargs.skip_special_tokens": Key(None, flag, "settings.skip_special_tokens"),
     # The optimizer.
     "optim": Key("adamw_torch", _adamw),
     "weight_decay": Key(0.0, number, "optimizer.weight_decay"),
@@ -144,6 +153,11 @@ UNSUPPORTED: Unsupported = {
 GENERATION: Mapping[str, str] = {
     "stop": "generation_kwargs.stop",
     "stop_strings": "generation_kwargs.stop",
+    "min_tokens": "generation_kwargs.min_tokens",
+    "min_new_tokens": "generation_kwargs.min_tokens",
+    "stop_token_ids": "generation_kwargs.stop_token_ids",
+    "eos_token_id": "generation_kwargs.stop_token_ids",
+    "skip_special_tokens": "generation_kwargs.skip_special_tokens",
     "max_tokens": "max_completion_length",
     "max_new_tokens": "max_completion_length",
     "temperature": "temperature",
@@ -153,6 +167,16 @@ GENERATION: Mapping[str, str] = {
     "repetition_penalty": "repetition_penalty",
 }
 """Keys of `generation_kwargs`, of vLLM and transformers, and the fields that they replace."""
+SAME_GENERATION: Mapping[str, Any] = {
+    "do_sample": True,
+    "n": 1,
+    "num_beams": 1,
+    "include_stop_str_in_output": True,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "use_cache": True,
+}
+"""Keys of `generation_kwargs` that can have one value only: what sampling does here."""
 _INFRASTRUCTURE = """
     model_init_kwargs trust_remote_code disable_dropout cast_lm_head_to_fp32 num_generations_eval
     ds3_gather_for_generation shuffle_dataset pad_to_multiple_of cache_implementation vllm_mode
@@ -218,8 +242,11 @@ def from_trl(source: object) -> Imported:
     given |= {GENERATION[name]: each for name, each in generation.items() if name in GENERATION}
     trl = Translation("TRL field", given, FIELDS)
     for name in generation:
-        if name not in GENERATION:
-            what = "key of TRL field generation_kwargs"
+        what = "key of TRL field generation_kwargs"
+        if name in SAME_GENERATION:
+            if generation[name] != SAME_GENERATION[name]:
+                trl.refuse(f"generation_kwargs.{name}", f"must be {SAME_GENERATION[name]} here")
+        elif name not in GENERATION:
             trl.refused.append(str(unknown_name_error(what, name, GENERATION)))
     # `Translation` leaves out None, which means "no limit" for these fields.
     unlimited = [name for name in UNLIMITED if given.get(name, 0) in (None, "None")]

@@ -131,7 +131,10 @@ def evaluation_samples(config: Config, env: GroupEnvironment, generations: int) 
 
 def sizes_text(env: GroupEnvironment) -> str:
     """Return the sizes of all splits as text."""
-    return ", ".join(f"{split} {count_text(env.size(split))}" for split in SPLITS)
+    sizes = {split: count_text(env.size(split)) for split in SPLITS}
+    if getattr(env, "is_stream", False):
+        sizes["train"] = "streamed"
+    return ", ".join(f"{split} {size}" for split, size in sizes.items())
 
 
 def possible_values(config: Config, name: str) -> list[int]:

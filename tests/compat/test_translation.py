@@ -125,6 +125,8 @@ trl | min_p: 0.1, repetition_penalty: 1.1, reward_weights: [1.0, 0.5]
 trl | generation_kwargs: {stop: ['Q:'], top_p: 0.9, max_new_tokens: 9}
   -> {stop_strings: ['Q:'], top_p: 0.9, max_output_tokens: 9}
 trl | generation_kwargs: {stop_strings: 'Q:'} -> stop_strings: ['Q:']
+trl | generation_kwargs: {min_tokens: 2, stop_token_ids: 5, skip_special_tokens: false, n: 1}
+  -> {min_output_tokens: 2, eos_token_ids: [5], skip_special_tokens: false}
 trl | gradient_accumulation_steps: 4 -> samples_per_step: 32
 trl | steps_per_generation: 4 -> samples_per_step: 32
 trl | generation_batch_size: 64 -> samples_per_step: 64
@@ -175,6 +177,8 @@ trl | optim: sgd -> optim.*'sgd'
 trl | generation_kwargs: {num_beams: 2} -> TRL field generation_kwargs.*num_beams
 trl | generation_kwargs: 3 -> TRL field generation_kwargs
 trl | generation_kwargs: {stop: 3} -> generation_kwargs.stop
+trl | generation_kwargs: {do_sample: false} -> generation_kwargs.do_sample
+trl | generation_kwargs: {eos_token_id: end} -> generation_kwargs.stop_token_ids
 trl | use_adaptive_entropy: true -> TRL field use_adaptive_entropy
 roll | adv_estimater: grpo -> adv_estimater.*adv_estimator
 roll | actor_train: {training_args: {learning_rat: 1}} -> learning_rate

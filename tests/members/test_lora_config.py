@@ -20,6 +20,7 @@ UNSUPPORTED = {
     "use_dora": True,
     "bias": "lora_only",
     "modules_to_save": ["lm_head"],
+    "trainable_token_indices": [3],
     "rank_pattern": {"q_proj": 8},
     "alpha_pattern": {"q_proj": 8},
     "layers_to_transform": [0],
@@ -27,6 +28,7 @@ UNSUPPORTED = {
 }
 INVALID = [
     *(({name: value}, rf"got .*{name}=") for name, value in UNSUPPORTED.items()),
+    ({"modules_to_save": ["lm_head"]}, "full_finetuning"),
     *(
         ({"init_lora_weights": value}, "init_lora_weights")
         for value in ("pissa", "gaussian", False)

@@ -156,7 +156,8 @@ def compute_rewards(
             with_reason = reasoned(value)
             if with_reason is not None:
                 value = with_reason.value
-                feedback[row][reward.name] = with_reason.reason
+                if with_reason.reason:
+                    feedback[row][reward.name] = with_reason.reason
             # With "exclude" the first failure of a completion is kept for the warning.
             try:
                 numbers[row] = _checked_number(reward.name, value, inputs, row)

@@ -52,7 +52,30 @@ def tables_by_split(train: Any, validation: Any, test: Any) -> dict[Split, Any]:
             "train_dataset must be given: rows such as [{'question': ..., 'answer': ...}], got"
             " None."
         )
+    for split in SPLITS[1:]:
+        if is_stream(tables[split]):  # held-out questions are used again and again
+            tables[split] = list(tables[split])
     return {split: _rows(table) for split, table in tables.items()}
+
+
+def is_stream(table: Any) -> bool:
+    """Return True for a dataset without a length, such as a `datasets.IterableDataset`."""
+    return hasattr(table, "take") and hasattr(table, "__iter__") and not hasattr(table, "__len__")
+
+
+def first_row(table: Any) -> Mapping[str, Any]:
+    """Return the first row of a training dataset in any form; an empty one if it has none."""
+    if isinstance(table, Mapping):
+        table = table.get("train")
+    if hasattr(table, "head"):  # a data frame
+        table = _rows(table.head(1))
+    elif hasattr(table, "slice"):  # an arrow table
+        table = _rows(table.slice(0, 1))
+    try:
+        row = next(iter(table), {})
+    except TypeError:  # refused by `check_table`
+        return {}
+    return row if isinstance(row, Mapping) else {}
 
 
 def _rows(table: Any) -> Any:
@@ -395,12 +418,36 @@ def _draw(
     return order[:count]
 
 
+def extend_train(
+    splits: Mapping[Split, PromptSplit], rows: PromptSplit, max_prompt_length: int | None
+) -> PromptSplit:
+    """Return the training split with further rows of its table.
+
+    Rows are left out for the same reasons as in `make_splits`.
+    """
+    train = splits["train"]
+    held_out = {key for split in SPLITS[1:] for key in splits[split].keys}
+    new, _ = _clean(rows, max_prompt_length, held_out, set(train.row_keys))
+    return replace(
+        train,
+        rows=[*train.rows, *new.rows],
+        prompts=[*train.prompts, *new.prompts],
+        hashes=[*train.hashes, *new.hashes],
+    )
+
+
 def _clean(
-    questions: PromptSplit, max_prompt_length: int | None, held_out_prompts: set[bytes]
+    questions: PromptSplit,
+    max_prompt_length: int | None,
+    held_out_prompts: set[bytes],
+    known_rows: Iterable[bytes] = (),
 ) -> tuple[PromptSplit, Filtered]:
-    """Leave out prompts that are too long, in `held_out_prompts`, or duplicates."""
+    """Leave out prompts that are too long, in `held_out_prompts`, or duplicates.
+
+    Rows whose keys are in `known_rows` are duplicates too.
+    """
     counts = {"too_long": 0, "duplicates": 0, "held_out": 0}
-    seen: set[bytes] = set()
+    seen = set(known_rows)
     positions = []
     rows = zip(questions.prompts, questions.keys, questions.row_keys, strict=True)
     for position, (ids, key, row_key) in enumerate(rows):

@@ -12,11 +12,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from evogrpo.envs.protocol import SPLITS, Split, shuffled_starts
-from evogrpo.envs.text.datasets import DEFAULT_SIZES, AnyTable
+from evogrpo.envs.text.datasets import DEFAULT_SIZES, AnyTable, check_table, first_row
 from evogrpo.envs.text.prompt_batch import SingleTurnBatch
 from evogrpo.envs.text.prompt_environment import PromptEnvironment, PromptOptions
 from evogrpo.envs.text.reward_functions import RewardFn, RewardFunc, Weights, make_rewards
-from evogrpo.envs.text.templates import Message, Tokenizer, check_template
+from evogrpo.envs.text.templates import (
+    Message,
+    Tokenizer,
+    check_template,
+    numbered,
+    question_of,
+)
 from evogrpo.extras import require
 from evogrpo.records import single_turn_conversations
 from evogrpo.text import shown
@@ -98,7 +104,9 @@ class HuggingFaceGym(PromptEnvironment):
     question as messages. TRL's form needs a column `prompt` (text, or a list of messages) and
     `reward_funcs`, each called with all completions of a group at once as `f(prompts=,
     completions=, completion_ids=, **columns) -> list[float | None]`, where None means not
-    applicable. Functions get the arguments that they name; AgileRL's form accepts its three names
+    applicable. Rows in verl's layout (`prompt`, and `reward_model` with `ground_truth`) fit
+    `reward_fn` too: `f(data_source, solution_str, ground_truth, extra_info)`. Functions get the
+    arguments that they name; AgileRL's form accepts its three names
     and columns in any order, or other names in this order. If a prompt ends with an assistant
     message, the model continues it; completions contain only sampled text.
 
@@ -119,7 +127,8 @@ class HuggingFaceGym(PromptEnvironment):
     Args:
         train_dataset: A `datasets.Dataset`, a data frame (pandas, polars) or any sequence of
             mappings with the same keys; or a mapping of splits to these, such as a
-            `datasets.DatasetDict`.
+            `datasets.DatasetDict`. A `datasets.IterableDataset` is read as far as it is needed, in
+            its order, and needs `max_prompt_length`; held-out questions are its first rows.
         test_dataset: Questions for the final report; None = draw them from the training dataset.
         tokenizer: A transformers tokenizer; with a chat template if prompts are messages.
         reward_fn: One or several rewards in AgileRL's form.
@@ -162,7 +171,13 @@ class HuggingFaceGym(PromptEnvironment):
     ) -> None:
         columns = ["prompt"]
         template: Sequence[Message] | None = None
-        if reward_fn is not None:
+        if reward_fn is not None and _is_of_verl(first_row(train_dataset)):
+            columns = list(_PREPARED)
+            if conversation_template is not None:
+                raise ValueError(
+                    "conversation_template requires a column question, got prompt. Remove it."
+                )
+        elif reward_fn is not None:
             # AgileRL's form: a question, rendered by a template of messages.
             columns = ["question", "answer"]
             system_prompt = options.get("system_prompt")
@@ -226,6 +241,24 @@ class HuggingFaceGym(PromptEnvironment):
         tables, reward = _reasoning_questions(name, sizes or {}, seed, answer_tag, task_options)
         options = {"system_prompt": system_prompt, **(gym_options or {})}
         return cls(tables, None, tokenizer, reward_funcs=reward, seed=seed, **options)
+
+    def _prepare(self, table: AnyTable, where: str) -> AnyTable:
+        """Add the columns question and answer to the rows of a dataset in verl's layout."""
+        if self._columns != _PREPARED:
+            return table
+        check_table(table, ["prompt", "reward_model"], where)
+        rows = []
+        for number in range(len(table)):
+            row = table[number]
+            model = row["reward_model"]
+            if not isinstance(model, Mapping) or "ground_truth" not in model:
+                raise ValueError(
+                    f"{numbered(number, where)}: reward_model must have a ground_truth, got"
+                    f" {shown(model)}."
+                )
+            added = {"question": question_of(row["prompt"]), "answer": model["ground_truth"]}
+            rows.append({**row, **added})
+        return rows
 
     def __len__(self) -> int:
         """Return the number of questions of the current split: train, or that of `eval_mode`."""
@@ -345,9 +378,12 @@ class HuggingFaceGym(PromptEnvironment):
         """Return the cursor with the batch at its position."""
         size = self.size(cursor.split)
         if cursor.split == "train":
-            starts = shuffled_starts(
-                cursor.seed, size, cursor.step, self._batch_size, self._batch_size
-            )
+            if self.is_stream:
+                starts = self.select_starts(cursor.step, self._batch_size, self._batch_size)
+            else:
+                starts = shuffled_starts(
+                    cursor.seed, size, cursor.step, self._batch_size, self._batch_size
+                )
             # The number of all steps of an own loop is unknown.
             self.set_progress(cursor.step, 0)
         else:
@@ -383,6 +419,15 @@ class HuggingFaceGym(PromptEnvironment):
         if padded and pad in self.action_space.end_ids:
             completion.append(pad)  # the first of them has ended the completion
         return completion
+
+
+_PREPARED = ("prompt", "answer")
+"""Required columns of a dataset in verl's layout, once `question` and `answer` are added."""
+
+
+def _is_of_verl(row: Mapping[str, Any]) -> bool:
+    """Return True for a row in verl's layout: prompt, and reward_model with the ground truth."""
+    return {"prompt", "reward_model"} <= row.keys() and "question" not in row
 
 
 def _reasoning_questions(

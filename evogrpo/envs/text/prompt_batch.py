@@ -21,7 +21,7 @@ from evogrpo.envs.text.compute_rewards import (
 )
 from evogrpo.envs.text.reward_functions import OnRewardError, Reward, RewardInputs, StepRewards
 from evogrpo.envs.text.reward_runner import RewardRunner
-from evogrpo.envs.text.templates import Tokenizer, check_messages
+from evogrpo.envs.text.templates import Tokenizer, question_of
 from evogrpo.extras import require
 from evogrpo.interruption import NEVER, Stop
 from evogrpo.records import Conversation
@@ -105,6 +105,7 @@ class SingleTurnBatch:
         weights: Weight of each reward function for each prompt.
         runner: Calls the functions.
         tokenizer: Decodes completions.
+        skip_special_tokens: Leave special tokens out of the texts of completions.
         on_reward_error: "raise" or "exclude".
         progress: Number of learning steps taken, and of all learning steps (0 if unknown).
         max_turns: 1, except in subclasses with several turns.
@@ -121,6 +122,7 @@ class SingleTurnBatch:
     on_reward_error: OnRewardError
     progress: tuple[int, int] = (0, 0)
     max_turns: int = 1
+    skip_special_tokens: bool = True
     held_out: bool = False
     # Rows of started calls are those of all conversations (`Conversation.row`).
     _started: list[StartedCall] = field(default_factory=list, init=False, repr=False)
@@ -131,13 +133,10 @@ class SingleTurnBatch:
         """Question of each prompt; for messages the last user message."""
         texts = []
         for row in self.rows:
-            question = row["prompt" if self.rewards[0].batched else "question"]
-            if self.rewards[0].batched and not isinstance(question, str):
-                # The last message of the user, or the last message if there is none.
-                messages = check_messages(question, "prompt")
-                of_user = [message for message in messages if message["role"] == "user"]
-                question = (of_user or messages)[-1]["content"]
-            texts.append(str(question))
+            if self.rewards[0].batched:
+                texts.append(question_of(row["prompt"]))
+            else:
+                texts.append(str(row["question"]))
         return tuple(texts)
 
     def respond(self, conversations: Sequence[Conversation]) -> Sequence[Sequence[int] | None]:
@@ -288,7 +287,8 @@ class SingleTurnBatch:
         return [self._text(list(part)) for part in conversation.turns]
 
     def _text(self, token_ids: list[int]) -> str:
-        return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
+        skip = self.skip_special_tokens
+        return str(self.tokenizer.decode(token_ids, skip_special_tokens=skip))
 
 
 def _display_text(turns: Sequence[str]) -> str:

@@ -1,8 +1,9 @@
 """PromptEnvironment: base class of environments with a prompt dataset and reward functions."""
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
+from itertools import islice
 from typing import Any, ClassVar, TypedDict
 
 import gymnasium
@@ -17,11 +18,14 @@ from evogrpo.config.task_settings import (
 from evogrpo.envs.fingerprint import canonical, code_hash, short_hash
 from evogrpo.envs.protocol import SPLITS, Split, shuffled_starts
 from evogrpo.envs.text.datasets import (
+    DEFAULT_SIZES,
     AnyTable,
     PromptSplit,
     RowHashes,
     check_row,
     check_table,
+    extend_train,
+    is_stream,
     make_splits,
     tables_by_split,
 )
@@ -65,7 +69,10 @@ from evogrpo.envs.text.templates import (
 from evogrpo.spaces import CompletionSpace
 from evogrpo.synonyms import close_match
 from evogrpo.text import shown
-from evogrpo.validation import plain_list, refuse_unknown, whole_between, whole_number
+from evogrpo.validation import flag, plain_list, refuse_unknown, whole_between, whole_number
+
+STREAM_ROWS = 1000
+"""Rows of a stream that are read at once."""
 
 
 class PromptOptions(TypedDict, total=False):
@@ -89,6 +96,8 @@ class PromptOptions(TypedDict, total=False):
         data_column: Column with the values that `data_weights.VALUE` of a member is about.
         chat_template_kwargs: Keyword arguments of the tokenizer's chat template, such as
             {"enable_thinking": False}. A column of this name overrides them for its row.
+        skip_special_tokens: False = completions that reward functions and tables get contain
+            special tokens, such as <|im_end|>; True by default.
         max_prompt_length: Maximum number of prompt tokens: the model's context minus the longest
             completion. Longer prompts, with the configured values of `settings`, are left out and
             counted in `filtered`; by default there is no limit.
@@ -111,6 +120,7 @@ class PromptOptions(TypedDict, total=False):
     metric_weights: Weights | None
     data_column: str | None
     chat_template_kwargs: Options | None
+    skip_special_tokens: bool
     max_prompt_length: int | None
     on_reward_error: OnRewardError
     reward_timeout: float | None
@@ -124,7 +134,9 @@ class PromptEnvironment:
     The other arguments are those of `PromptOptions`.
 
     Args:
-        train_dataset: A dataset, or a mapping of splits to datasets.
+        train_dataset: A dataset, or a mapping of splits to datasets. A dataset without a length,
+            such as a `datasets.IterableDataset`, is read as far as it is used, in its order; its
+            first rows become the held-out splits that are not given.
         test_dataset: Questions for the final report; None = draw them from the training dataset.
         tokenizer: A transformers tokenizer.
         rewards: The reward functions.
@@ -157,6 +169,7 @@ class PromptEnvironment:
         metric_weights: Weights | None = None,
         data_column: str | None = None,
         chat_template_kwargs: Options | None = None,
+        skip_special_tokens: bool = True,
         max_prompt_length: int | None = None,
         on_reward_error: OnRewardError = "raise",
         reward_timeout: float | None = DEFAULT_REWARD_TIMEOUT,
@@ -180,6 +193,7 @@ class PromptEnvironment:
         self.seed = whole_number("seed", seed)
         self.on_reward_error: OnRewardError = on_reward_error
         self._max_prompt_length = max_prompt_length
+        self._skip_special_tokens = flag("skip_special_tokens", skip_special_tokens)
         self._rewards = rewards
         self._columns = tuple(columns)
         # The system message precedes the template, or the messages of a column prompt.
@@ -220,9 +234,12 @@ class PromptEnvironment:
                     self._code[f"{kind} {reward.name}"] = code
         # 2. Columns of each dataset.
         self._datasets: dict[Split, AnyTable] = {}
-        for split, given in tables_by_split(
-            train_dataset, validation_dataset, test_dataset
-        ).items():
+        given_tables = tables_by_split(train_dataset, validation_dataset, test_dataset)
+        self._stream: Iterator[Any] | None = None
+        self.is_stream = is_stream(given_tables["train"])
+        if self.is_stream:
+            given_tables = self._head_of_stream(given_tables)
+        for split, given in given_tables.items():
             if given is None:
                 continue
             where = f"{split}_dataset"
@@ -241,6 +258,52 @@ class PromptEnvironment:
         self.observation_space = gymnasium.spaces.Sequence(vocabulary)
         end_ids = end_of_turn_ids(tokenizer, self._options)
         self.action_space = CompletionSpace(len(tokenizer), end_ids, tokenizer)
+        # Train questions in the fingerprint: of a stream, those that are known at the start.
+        self._first_questions = self.size("train")
+
+    def _head_of_stream(self, tables: Mapping[Split, AnyTable]) -> dict[Split, AnyTable]:
+        """Begin to read a training dataset of unknown length.
+
+        Its first rows become the held-out splits that are not given. The next ones are the first
+        training questions; `_read_stream` adds more when they are selected.
+
+        Raises:
+            ValueError: If a setting needs to know all rows.
+        """
+        reason = "train_dataset is streamed, so its rows are not known at the start"
+        if self.whole_rows:
+            raise ValueError(
+                f"{reason}: environments are reset for all of them. Pass"
+                " list(train_dataset.take(1000))."
+            )
+        if self._data_column is not None:
+            raise ValueError(f"data_column cannot be used: {reason}. Remove it.")
+        if self._max_prompt_length is None:
+            raise ValueError(f"max_prompt_length is required: {reason}.")
+        self.longest_of_members = self._max_prompt_length
+        self._stream = iter(tables["train"])
+        heads = dict(tables)
+        for split in SPLITS[1:]:
+            if heads[split] is None:
+                size = self._sizes[split] or DEFAULT_SIZES[split]
+                heads[split] = list(islice(self._stream, size))
+                self._sizes[split] = None
+        heads["train"] = list(islice(self._stream, STREAM_ROWS))
+        return heads
+
+    def _read_stream(self, count: int) -> None:
+        """Read a streamed training dataset until `count` questions are known, or to its end."""
+        table = self._datasets["train"]
+        while self._stream is not None and self.size("train") < count:
+            rows = list(islice(self._stream, STREAM_ROWS))
+            if len(rows) < STREAM_ROWS:
+                self._stream = None
+            first = len(table)
+            if rows:
+                check_table(rows, self._columns, f"train_dataset from row {first} on")
+            table += self._prepare(rows, "train_dataset")
+            new = self._read_table(table, "train_dataset", first=first)
+            self._splits["train"] = extend_train(self._splits, new, self._max_prompt_length)
 
     def _check_columns(self, columns: Sequence[str], where: str) -> None:
         """Check the fields, arguments and settings that are columns of a dataset.
@@ -313,9 +376,14 @@ class PromptEnvironment:
         See `shuffled_starts`, and `select_by_weights` for members with data weights.
         """
         weights = settings.weights("data_weights")
+        positions = range(step * starts_per_step, step * starts_per_step + count)
+        if self.is_stream and not weights:
+            # In the order of the stream, and from its head again after its end.
+            self._read_stream(positions.stop)
+            size = self.size("train")
+            return tuple(position % size for position in positions)
         if not weights:
             return shuffled_starts(self.seed, self.size("train"), step, count, starts_per_step)
-        positions = range(step * starts_per_step, step * starts_per_step + count)
         return select_by_weights(self.seed, self._by_value, weights, positions)
 
     def fingerprint(self) -> dict[str, str]:
@@ -323,16 +391,23 @@ class PromptEnvironment:
         fingerprint = {}
         for split in SPLITS:
             hashes = [each.row for each in self._splits[split].hashes]
+            if split == "train":
+                hashes = hashes[: self._first_questions]
             fingerprint[f"{split} questions"] = f"{len(hashes)}, content {short_hash(*hashes)}"
         fingerprint |= self._code
         for name, value in self._settings.items():
             fingerprint[f"setting {name}"] = short_hash(repr(value))
+        if not self._skip_special_tokens:
+            fingerprint["skip_special_tokens"] = "False"
         if self._data_column is not None:
             fingerprint["data_column"] = self._data_column
         if self.date is not None:
             fingerprint["date"] = self.date
         # Token ids, as tokenizer and template decide about them too.
+        # Train comes first, and grows if it is streamed.
         prompts = [ids.tobytes() for ids in self._prompts()]
+        later = range(self._first_questions, self.size("train"))
+        prompts[later.start : later.stop] = []
         fingerprint["prompts"] = short_hash(*prompts)
         fingerprint[TEMPLATE_OPTIONS] = short_hash(canonical(self._given_options))
         fingerprint["seed"] = str(self.seed)
@@ -388,6 +463,7 @@ class PromptEnvironment:
             "weights": weights,
             "runner": self._metric_runner if held_out else self._runner,
             "tokenizer": self.tokenizer,
+            "skip_special_tokens": self._skip_special_tokens,
             "on_reward_error": self.on_reward_error,
             "held_out": held_out,
             "progress": self._progress,
@@ -498,6 +574,8 @@ class PromptEnvironment:
         in_prompt = {name: own[name] for name in own if name in self._prompt_settings}
         longest = {}
         self.longest_of_members = 0
+        if self.is_stream and self._max_prompt_length is not None:
+            self.longest_of_members = self._max_prompt_length
         self._largest = 0
         for name, possible in in_prompt.items():
             prompts = []
@@ -587,11 +665,12 @@ class PromptEnvironment:
         """Return the keyword arguments of the chat template that the environment sets for a row."""
         return {}
 
-    def _read_table(self, table: AnyTable, where: str) -> PromptSplit:
-        """Return all rows of a table, tokenized and hashed."""
+    def _read_table(self, table: AnyTable, where: str, *, first: int = 0) -> PromptSplit:
+        """Return the rows of a table from row `first` on, tokenized and hashed."""
         prompts: list[tuple[Prompt, Options]] = []
         hashes = []
-        for number in range(len(table)):
+        numbers = range(first, len(table))
+        for number in numbers:
             row = table[number]
             row_name = numbered(number, where)
             self._check_row(row, row_name)
@@ -601,8 +680,9 @@ class PromptEnvironment:
             prompts.append(self._render(self._with_settings(row, {}), row_name))
         return PromptSplit(
             table=table,
-            rows=range(len(table)),
-            prompts=tokenize(prompts, self.tokenizer, where),
+            rows=numbers,
+            # Changes of prompts are looked for at the start.
+            prompts=tokenize(prompts, self.tokenizer, where, check=first == 0),
             hashes=hashes,
             whole_rows=self.whole_rows,
         )
@@ -638,7 +718,7 @@ class PromptEnvironment:
         question = row[self._columns[0]]
         if self._template is not None:
             return fill_template(self._template, row), options
-        if self._columns != ("prompt",):
+        if self._columns[0] != "prompt":
             return str(question), options
         # 3. TRL's form: messages, or text.
         return check_prompt(question, row_name), options

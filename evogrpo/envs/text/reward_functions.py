@@ -95,10 +95,11 @@ class Reasoned:
 
 
 def reasoned(result: Any) -> Reasoned | None:
-    """Return a reward with its reason; None if a result has none.
+    """Return a reward with its reason; None if a result is a plain reward.
 
     A function may return `(reward, reason)`, a mapping with "score" and "feedback", or an object
-    with these attributes, as metrics of GEPA and DSPy do.
+    with these attributes, as metrics of GEPA and DSPy do. A mapping may leave out the reason and
+    have other keys, as in verl; the reason is then empty.
     """
     if isinstance(result, Reasoned):
         return result
@@ -107,7 +108,7 @@ def reasoned(result: Any) -> Reasoned | None:
     # The type itself: an object such as a mock may claim another class.
     elif issubclass(type(result), Mapping):
         value = result.get("score")
-        reason = result.get("feedback")
+        reason = result.get("feedback", "")
     else:
         value = getattr(result, "score", None)
         reason = getattr(result, "feedback", None)

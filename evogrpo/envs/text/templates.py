@@ -94,7 +94,8 @@ def check_messages(messages: object, where: str) -> list[Message]:
 
     Raises:
         ValueError: If it is not a non-empty sequence of {"role": str, "content": str}; content is
-            optional with `tool_calls`. The message starts with `where`.
+            optional with `tool_calls`, and may be a list of parts {"type": "text", "text": str},
+            which are joined. The message starts with `where`.
     """
     rule = f'{where} must be a non-empty list of {{"role": str, "content": str}}'
     listed = plain_list(messages)  # data frames store lists as arrays
@@ -109,11 +110,25 @@ def check_messages(messages: object, where: str) -> list[Message]:
         # A message that only calls tools may have no text.
         if fields.get("tool_calls"):
             fields.setdefault("content", "")
+        parts = plain_list(fields.get("content"))
+        if parts:
+            fields["content"] = "".join(_text_of_part(part, where) for part in parts)
         if not all(isinstance(fields.get(key), str) for key in ("role", "content")):
             raise ValueError(f"{rule}, got the message {shown(message, 200)}.")
         refuse_unknown(f"role in {where}:", [fields["role"]], ROLES)
         plain.append(fields)
     return plain
+
+
+def _text_of_part(part: object, where: str) -> str:
+    """Return the text of one part of a content; raise ValueError for images and other parts."""
+    text = part.get("text") if isinstance(part, Mapping) else part
+    if not isinstance(text, str):
+        raise ValueError(
+            f'{where} may have contents with parts {{"type": "text", "text": str}} only, got'
+            f" {shown(part, 200)}. Models get text: remove images, audio and files."
+        )
+    return text
 
 
 def check_prompt(prompt: Any, row_name: str) -> Prompt:
@@ -131,6 +146,15 @@ def check_prompt(prompt: Any, row_name: str) -> Prompt:
             " them with json.loads, so that they get the chat template."
         )
     return prompt
+
+
+def question_of(prompt: Prompt) -> str:
+    """Return the text of a prompt: of messages the last one of the user, or the last one."""
+    if isinstance(prompt, str):
+        return prompt
+    messages = check_messages(prompt, "prompt")
+    of_user = [message for message in messages if message["role"] == "user"]
+    return str((of_user or messages)[-1]["content"])
 
 
 def special_tokens(tokenizer: Tokenizer) -> list[str]:

@@ -24,6 +24,9 @@ INERT = {
     "inference_mode", "fan_in_fan_out", "runtime_config", "megatron_core", "qalora_group_size",
 }  # fmt: skip
 
+NEW_WEIGHTS = {"modules_to_save", "trainable_token_indices"}
+"""Fields that train weights of the base model beside adapters."""
+
 PREFIX = "base_model.model."  # of every name in a PEFT file of a transformers model
 
 
@@ -103,9 +106,15 @@ def check_supported(config: LoraConfig) -> None:
         if field.name not in SUPPORTED | INERT and value != getattr(plain, field.name, None):
             refused.append(f"{field.name}={value!r}")
     if refused:
+        advice = "Leave these at their defaults."
+        if any(getattr(config, name, None) for name in NEW_WEIGHTS):
+            advice = (
+                "Members share one frozen base. To train its embeddings or head, too, set"
+                " full_finetuning=True instead of lora_config."
+            )
         raise ValueError(
-            f"lora_config supports {', '.join(sorted(SUPPORTED))}; got {', '.join(refused)}. Leave"
-            " these at their defaults."
+            f"lora_config supports {', '.join(sorted(SUPPORTED))}; got {', '.join(refused)}."
+            f" {advice}"
         )
     # 2. Check the numbers. Not `isinstance`, as True is an int.
     if type(config.r) is not int or config.r < 1:

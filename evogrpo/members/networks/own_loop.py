@@ -32,9 +32,9 @@ StepExperiences = tuple[Any, ...]
 """(observations `[starts, g, t, ...]`, actions `[starts, g, t, ...]` as `get_action` returned them,
 action masks `[starts, g, t]` = steps taken, rewards `[starts, g, t]`): g episodes from each start,
 padded to the longest. Where `get_action` was given an `action_mask`, those masks are the fifth part
-`[starts, g, t, k]`, True = legal, the parts of a MultiDiscrete action side by side, and the discrete
-parts of a Dict or Tuple in the order of the space. Actions of a Dict or Tuple are dicts and tuples
-of arrays.
+`[starts, g, t, k]`, True = legal, the parts of a MultiDiscrete action side by side, as are the
+discrete parts of a Dict or Tuple, in the order of the space. Actions of a Dict or Tuple are dicts
+and tuples of arrays.
 """
 
 

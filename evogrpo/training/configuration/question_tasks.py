@@ -55,6 +55,8 @@ class QuestionTask(TaskSection, ABC):
             "tools" = one with tools that comes with evogrpo, for models without one.
         chat_template_kwargs: Keyword arguments of the chat template, such as {enable_thinking:
             false}.
+        skip_special_tokens: Leave special tokens, such as <|im_end|>, out of the completions that
+            reward functions and tables get.
         response_template: JSON file with a response template of transformers, which parses tool
             calls.
         max_prompt_length: Maximum length of a prompt in tokens; null = the model's context minus a
@@ -78,6 +80,7 @@ class QuestionTask(TaskSection, ABC):
     seed: Seed | None = None
     chat_template: Text | None = None
     chat_template_kwargs: Mapping[str, Any] | None = None
+    skip_special_tokens: bool = True
     response_template: Text | None = None
     max_prompt_length: PositiveInt | None = None
     on_reward_error: OnRewardError = "raise"
@@ -137,7 +140,7 @@ class QuestionTask(TaskSection, ABC):
             each.name: getattr(self, each.name)
             for each in fields(QuestionTask)
             # The function of a plugin need not take arguments that are not set.
-            if each.name not in others and getattr(self, each.name) is not None
+            if each.name not in others and getattr(self, each.name) != each.default
         }
         if self.metric is not None:
             metric = [load_named(name, "metric") for name in references(self.metric)]
@@ -271,6 +274,8 @@ class DatasetFiles:
             reads.
         subset: Configuration of the dataset, such as main.
         revision: Branch, tag or commit of the dataset.
+        streaming: Read a dataset of the hub as far as it is needed, in its order. Held-out splits
+            that are not given are its first rows.
         starts: Number of starts, instead of a dataset, of an environment that chooses its task in
             `reset`.
     """
@@ -281,6 +286,7 @@ class DatasetFiles:
     hub: Text | None = None
     subset: Text | None = None
     revision: Text | None = None
+    streaming: bool = False
     starts: PositiveInt | None = None
 
     def __post_init__(self) -> None:
@@ -304,6 +310,8 @@ class DatasetFiles:
                 )
         if self.hub is None and (self.subset or self.revision):
             raise ValueError("subset and revision require hub. Remove them for files.")
+        if self.hub is None and self.streaming:
+            raise ValueError("streaming requires hub: an id, or a folder of files.")
 
     @property
     def label(self) -> str:
@@ -328,7 +336,9 @@ class DatasetFiles:
                 if split == "train":
                     name = name or "train"
                 if name is not None:
-                    tables[split] = read_hub(self.hub, self.subset, name, self.revision)
+                    tables[split] = read_hub(
+                        self.hub, self.subset, name, self.revision, streaming=self.streaming
+                    )
             elif name is not None:
                 tables[split] = read_rows(Path(name))
         return tables
@@ -398,6 +408,11 @@ class DatasetTask(QuestionTask):
                 )
         if has_calls and self.form == "agilerl":
             raise ValueError("environment_factory and tools require form: trl.")
+        if self.dataset.streaming and (has_calls or self.max_prompt_length is None):
+            raise ValueError(
+                "dataset.streaming requires max_prompt_length, and neither environment_factory nor"
+                " tools."
+            )
         # 2. Something gives starts, and something rewards.
         if self.dataset.starts is not None and not isinstance(self.environment_factory, str):
             raise ValueError("dataset.starts requires environment_factory with one class.")
@@ -485,7 +500,10 @@ class DatasetTask(QuestionTask):
             )
         # 3. Single turns. Without `form`, a dataset without the column prompt has AgileRL's form.
         first: Any = next(iter(tables["train"] or []), {})
-        agilerl = self.form == "agilerl" or (self.form is None and "prompt" not in first)
+        agilerl = self.form == "agilerl"
+        if self.form is None:
+            # Functions of verl take one completion of a prompt.
+            agilerl = "prompt" not in first or any(map(_takes_solution, functions))
         if self.form is None and not agilerl:
             for function in functions:
                 _check_form(function, list(first))
@@ -498,6 +516,14 @@ class DatasetTask(QuestionTask):
             conversation_template=self.conversation_template,
             **options,
         )
+
+
+def _takes_solution(function: Callable[..., Any]) -> bool:
+    """Return True for a reward function in verl's form."""
+    try:
+        return "solution_str" in signature(function).parameters
+    except (TypeError, ValueError):  # a built-in without a signature
+        return False
 
 
 def _check_form(function: Callable[..., Any], columns: Sequence[str]) -> None:
@@ -645,7 +671,9 @@ def _read_json(file: TextIO, path: Path) -> Any:
     return rows
 
 
-def read_hub(name: str, subset: str | None, split: str, revision: str | None) -> Sequence[Any]:
+def read_hub(
+    name: str, subset: str | None, split: str, revision: str | None, *, streaming: bool = False
+) -> Sequence[Any]:
     """Read a split of a dataset of the Hugging Face hub, or of a local folder of data files.
 
     Raises:
@@ -655,7 +683,9 @@ def read_hub(name: str, subset: str | None, split: str, revision: str | None) ->
     from datasets import load_dataset
 
     try:
-        rows: Sequence[Any] = load_dataset(name, subset, split=split, revision=revision)
+        rows: Sequence[Any] = load_dataset(
+            name, subset, split=split, revision=revision, streaming=streaming
+        )
     except Exception as error:  # the hub, the network or a file may raise anything
         source = f"split {split!r} of the dataset {name!r}{f' ({subset})' if subset else ''}"
         raise ValueError(
