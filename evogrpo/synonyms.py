@@ -24,7 +24,7 @@ _SYNONYMS: Mapping[str, str] = {
     "clip_high": "epsilon_high clip_ratio_high pg_clip_high",
     "group_size": (
         "num_generations num_return_sequences num_return_sequences_in_group n_samples "
-        "n_samples_per_prompt rollout_n"
+        "n_samples_per_prompt rollout_n n"
     ),
     "beta": "kl_coef kl_loss_coef init_kl_coef kl_beta kl_coeff",
     "update_epochs": "num_iterations ppo_epochs n_epochs num_epochs num_sgd_iter max_epochs",
@@ -137,7 +137,7 @@ _SYNONYMS: Mapping[str, str] = {
     "conversation_template": "input_template",
     "environment_factory": "agent_func_path",
     "streaming": "dataset_streaming",
-    "train_dataset": "dataset train_files prompt_data training_data",
+    "train_dataset": "dataset train_files prompt_data training_data data",
     "validation_dataset": "eval_dataset val_dataset valid_dataset dev_dataset val_files",
     "dataset": "train_dataset train_files prompt_data",
     "tokenizer": "processing_class",
@@ -341,7 +341,7 @@ _ADVICE: Mapping[str, str] = {
     "progress is shown on terminals, so leave it out": "verbose progress_bar disable_tqdm",
     "networks are built from the spaces of the environment; {network} changes them": "policy",
     "there is one algorithm, GRPO, so leave it out": "algo algorithm alg",
-    "its keys are in the sections {task}, {agent}, {hyperparameters} and {schedule} here": (
+    "its keys are in the sections task, agent, hyperparameters and schedule here": (
         "actor_rollout_ref data trainer rollout actor"
     ),
     # Settings of other engines and of their infrastructure.

@@ -33,6 +33,15 @@ def test_reasons_in_the_form_of_agilerl():
     assert scores.rewards[0] == 0.5
 
 
+def test_a_mapping_may_have_a_score_alone():
+    def scored(completions, **_):
+        return [{"score": len(each), "acc": True} for each in completions]
+
+    scores = scores_of(tiny_env(reward_funcs=scored))
+    assert scores.rewards.tolist() == [float(len(text)) for text in scores.completions]
+    assert scores.feedback == ()
+
+
 def test_without_reasons_there_is_no_feedback():
     assert scores_of(tiny_env(reward_funcs=FORMS["plain"])).feedback == ()
 

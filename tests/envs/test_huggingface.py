@@ -39,6 +39,32 @@ def user(text):
     return [{"role": "user", "content": text}]
 
 
+def test_contents_may_be_lists_of_text_parts(tokenizer):
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "+b?", "image": None}]
+    rows = [{"prompt": [{"role": "user", "content": [*parts, f"{n}"]}]} for n in range(9)]
+    env = HuggingFaceGym(rows, None, tokenizer, reward_funcs=zero)
+    batch = env.make_batch("train", [0])
+    assert tokenizer.decode(batch.prompts[0]) == f"<u>{batch.questions[0]}<eos><a>"
+    assert batch.questions[0].startswith("a+b?")
+    image = [{"prompt": [{"role": "user", "content": [{"type": "image"}]}]}] * 9
+    with pytest.raises(ValueError, match=r"Row 0.*prompt.*text.*image"):
+        HuggingFaceGym(image, None, tokenizer, reward_funcs=zero)
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_rewards_see_special_tokens_on_request(tokenizer, encode, skip):
+    seen = []
+
+    def keep(completion, answer, question):
+        seen.append(completion)
+        return 1.0
+
+    env = agilerl(tokenizer, reward_fn=keep, skip_special_tokens=skip)
+    scores = env.make_batch("train", [0]).score(single_turn_conversations([0], [encode("7<eos>")]))
+    assert seen == list(scores.completions) == ["7" if skip else "7<eos>"]
+    assert ("skip_special_tokens" in env.fingerprint()) is not skip
+
+
 # ---- tables
 
 

@@ -76,7 +76,7 @@ def action_parts(space: spaces.Space[Any], actions: Array) -> list[Array]:
 def numbered(space: spaces.Space[Any], actions: Array, sign: int = 1) -> Array:
     """Add the `start` of a discrete space to actions that count from 0; sign -1 subtracts it."""
     if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
-        return actions + sign * space.start
+        actions = actions + sign * space.start
     return actions
 
 

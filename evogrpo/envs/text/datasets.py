@@ -71,6 +71,7 @@ def first_row(table: Any) -> Mapping[str, Any]:
         table = _rows(table.head(1))
     elif hasattr(table, "slice"):  # an arrow table
         table = _rows(table.slice(0, 1))
+    row: Any
     try:
         row = next(iter(table), {})
     except TypeError:  # refused by `check_table`

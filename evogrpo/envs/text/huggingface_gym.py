@@ -106,9 +106,9 @@ class HuggingFaceGym(PromptEnvironment):
     completions=, completion_ids=, **columns) -> list[float | None]`, where None means not
     applicable. Rows in verl's layout (`prompt`, and `reward_model` with `ground_truth`) fit
     `reward_fn` too: `f(data_source, solution_str, ground_truth, extra_info)`. Functions get the
-    arguments that they name; AgileRL's form accepts its three names
-    and columns in any order, or other names in this order. If a prompt ends with an assistant
-    message, the model continues it; completions contain only sampled text.
+    arguments that they name; AgileRL's form accepts its three names and columns in any order, or
+    other names in this order. If a prompt ends with an assistant message, the model continues it;
+    completions contain only sampled text.
 
     Functions of both forms may be `async def`; they run concurrently (in AgileRL's form, for all
     completions). A function may return `StepRewards` instead of a number. Functions get copies of

@@ -13,7 +13,7 @@ from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES
 from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.config.task_settings import SETTING_GROUPS, TaskSettings
 from evogrpo.safe_parsing import load_yaml, read_yaml_file
-from evogrpo.synonyms import close_match, counterpart
+from evogrpo.synonyms import advice, close_match, counterpart
 from evogrpo.text import expand_user, shown
 from evogrpo.training.configuration.sections import (
     BUILT_IN_TEMPLATE,
@@ -378,9 +378,33 @@ def override(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, A
     result = dict(values)
     for text in overrides:
         keys, value = parse_override(text)
+        _check_section(keys)
         value = absolute_paths(value, Path.cwd(), ".".join(keys))
         result = _with_value(result, keys, value)
     return result
+
+
+VERL_SECTIONS = ("actor_rollout_ref", "algorithm", "data", "trainer")
+
+
+def _check_section(keys: Sequence[str]) -> None:
+    """Raise ValueError for a key of verl that has a counterpart or an explanation here."""
+    if len(keys) < 2 or keys[0] not in VERL_SECTIONS:
+        return
+    names = _keys(Config)
+
+    def where(name: str) -> str | None:
+        here = name if name in names else counterpart(name, names)
+        return here or _misplaced(name, "", names)
+
+    # The last part names the setting, sometimes only with the part before, as in `rollout.n`.
+    for name in (keys[-1], "_".join(keys[-2:]), keys[-2]):
+        place = where(name)
+        if place is not None:
+            raise ValueError(f"Unknown key {'.'.join(keys)!r}. Use {place!r}.")
+    instead = advice(keys[-1], where, patterns=True)
+    if instead is not None:
+        raise ValueError(f"Unknown key {'.'.join(keys)!r}: {instead}.")
 
 
 def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
