@@ -369,7 +369,7 @@ class Population(NamesMissing, Sequence[Any]):
             )
         if any(child.index < self.next_index for child in plan.children):
             raise ValueError(
-                f"Indices of children must be new, from {self.next_index} on, got"
+                f"The indices of children must be new, from {self.next_index} on, got"
                 f" {[child.index for child in plan.children]}."
             )
         # 1. Record the births.
