@@ -14,7 +14,6 @@ from evogrpo import Objective
 from evogrpo.algorithms.learning.learning_step import learn, minibatches
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.functional.loss_types import FULL_KLS
-from evogrpo.members.networks.distributions import MASKED_LOGIT
 from evogrpo.members.requests import Learner
 from tests.oracles.slow_advantages import of_actions, returns_to_go
 from tests.policy_banks import assert_gradients_agree, assert_states_agree
@@ -121,7 +120,8 @@ def test_the_loss_uses_the_kl_of_every_action_with_temperature_and_mask(case, ba
         for each in (current, reference)
     ]
     if flat.inputs.action_masks is not None:
-        pair = [each.masked_fill(~flat.inputs.action_masks[:, 0], MASKED_LOGIT) for each in pair]
+        legal = flat.inputs.action_masks[:, 0]
+        pair = [bank.distribution.masked(each, legal) for each in pair]
     expected = torch.zeros(mask.shape)
     expected[mask] = bank.distribution.kl(*reversed(pair) if backwards else pair)
 

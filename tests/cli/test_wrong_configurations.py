@@ -33,12 +33,15 @@ FREE = (
     "settings",
     "task_settings",
     "rewards",
+    "reward_weights",
     "env_kwargs",
     "chat_template_kwargs",
     "options",
     "sizes",
 )
 """Mappings with any keys."""
+NAMED = ("environment_factory",)
+"""One text, or a mapping from names to texts."""
 
 # File | wrong settings | words of the answer. Values that are out of range, and settings that
 # contradict each other.
@@ -240,8 +243,11 @@ def generated(kind: str) -> Iterator[tuple[str, list[str]]]:
             turn += 1
             if turn % 3 == 0:
                 yield f"{path}.{key[0]}{key}=1", [f"did you mean {key!r}?"]
+            elif key == "metric_weights":  # a list or a mapping
+                yield f"{path}.{key}=7", [f"{path}.{key} must be a list or a mapping", "got 7"]
             elif turn % 3 == 1 and key not in FREE and not section:
-                yield f"{path}.{key}={{x: 1}}", [f"{path}.{key}", " must be ", "{'x': 1}"]
+                found = "got 1" if key in NAMED else "{'x': 1}"
+                yield f"{path}.{key}={{x: 1}}", [f"{path}.{key}", " must be ", found]
             elif turn % 3 == 1:
                 yield f"{path}.{key}=7", [f"{path}.{key} must be a mapping", "got 7"]
             elif key not in SHARED_KEYS:

@@ -61,7 +61,6 @@ class Pair(nn.Linear):
             (lambda wrap=wrap: GRPO(BOX, LEFT_RIGHT, wrap(nn.Linear(4, 2))), "actor_network")
             for wrap in (torch.jit.script, nn.DataParallel)
         ),
-        (lambda: GRPO(BOX, gymnasium.spaces.Dict({"a": LEFT_RIGHT})), "MultiAgentGRPO"),
         (lambda: step_population(2).evaluate("CartPole-v1"), "GymnasiumGroups"),
         (lambda: step_population(2).sample_with(object()), "sample_with"),
         (lambda: MultiAgentGRPO(observation_space={}), "it is called 'observation_spaces' here"),
@@ -167,7 +166,7 @@ def test_other_files_are_refused_with_a_remedy(name, text, match, tmp_path):
         (("question ", "answer"), "'question ' to 'question'"),
         (("messages",), "messages to prompt"),
         (("first", "second"), "first line"),
-        (("prompt", "reward_model"), "reward_funcs"),
+        (("prompt", "reward_model"), "reward_model must have a ground_truth"),
     ],
 )
 def test_columns_of_other_datasets_are_named(columns, match):

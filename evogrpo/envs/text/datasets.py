@@ -4,6 +4,7 @@ import hashlib
 import math
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -65,17 +66,15 @@ def is_stream(table: Any) -> bool:
 
 def first_row(table: Any) -> Mapping[str, Any]:
     """Return the first row of a training dataset in any form; an empty one if it has none."""
-    if isinstance(table, Mapping):
-        table = table.get("train")
-    if hasattr(table, "head"):  # a data frame
-        table = _rows(table.head(1))
-    elif hasattr(table, "slice"):  # an arrow table
-        table = _rows(table.slice(0, 1))
-    row: Any
-    try:
-        row = next(iter(table), {})
-    except TypeError:  # refused by `check_table`
-        return {}
+    row: Any = None
+    with suppress(Exception):  # objects of a user may raise any; `check_table` refuses them
+        if isinstance(table, Mapping):
+            table = table["train"]
+        if hasattr(table, "head"):  # a data frame
+            table = _rows(table.head(1))
+        elif hasattr(table, "slice"):  # an arrow table
+            table = _rows(table.slice(0, 1))
+        row = next(iter(table))
     return row if isinstance(row, Mapping) else {}
 
 
