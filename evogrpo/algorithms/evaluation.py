@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import NormalDist
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -91,7 +92,7 @@ def evaluate(
     split: Split,
     *,
     questions: int | None = None,
-    settings: Mapping[int, TaskSettings] | None = None,
+    settings: Mapping[int, TaskSettings] = MappingProxyType({}),
     base: bool = False,
     answers: int | None = None,
 ) -> NDArray[np.float64]:
@@ -105,7 +106,7 @@ def evaluate(
         env: Provides questions and rewards.
         split: "validation" for selection, "test" for the final report.
         questions: Number of questions, from the first on; None = all.
-        settings: Task settings by slot; None = no member has any.
+        settings: Task settings by slot; members that are missing have none.
         base: Evaluate the untrained base instead of members.
         answers: Number of sampled answers per question, averaged; None = one greedy answer.
 
@@ -122,7 +123,7 @@ def evaluate(
         split=split,
         questions=tuple(range(count)),
         slots=tuple(slots),
-        settings=_of_slots(slots, settings),
+        settings=tuple(settings.get(slot, NO_SETTINGS) for slot in slots),
         base=base,
         answers=answers,
     )
@@ -138,7 +139,7 @@ def measure_fitness(
     config: FitnessConfig,
     questions: int | None = None,
     rival: Fitness | None = None,
-    settings: Mapping[int, TaskSettings] | None = None,
+    settings: Mapping[int, TaskSettings] = MappingProxyType({}),
     base: bool = False,
     stop: Stop = NEVER,
 ) -> tuple[dict[int, Fitness], dict[int, int]]:
@@ -155,7 +156,7 @@ def measure_fitness(
         config: Sampling and racing settings.
         questions: Maximum number of questions; None = all.
         rival: Fitness of the best member so far, on the same split; None = there is none yet.
-        settings: Task settings by slot; None = no member has any.
+        settings: Task settings by slot; members that are missing have none.
         base: Evaluate the untrained base instead; `slots` then has a single slot, whose value has
             no effect.
         stop: See `EvaluationRequest`.
@@ -184,7 +185,7 @@ def measure_fitness(
             split=split,
             questions=tuple(range(first, last)),
             slots=answering,
-            settings=_of_slots(answering, settings),
+            settings=tuple(settings.get(slot, NO_SETTINGS) for slot in answering),
             base=base,
             answers=config.answers if config.sampled else None,
             stop=stop,
@@ -209,15 +210,6 @@ def measure_fitness(
     leader = max((measured[row] for row in running), key=lambda fitness: fitness.mean)
     fitness = [on_all_questions(each, leader) for each in measured]
     return dict(zip(slots, fitness, strict=True)), tokens
-
-
-def _of_slots(
-    slots: Sequence[int], settings: Mapping[int, TaskSettings] | None
-) -> tuple[TaskSettings, ...]:
-    """Return the task settings of slots; those of members without any are empty."""
-    if settings is None:
-        return ()
-    return tuple(settings.get(slot, NO_SETTINGS) for slot in slots)
 
 
 # ---- races

@@ -1,15 +1,19 @@
-"""Lineage of a run: best member, ancestors, births, and hyperparameter schedule."""
+"""Lineage of a run: best member, ancestors, births, hyperparameter schedule, changed texts."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from difflib import SequenceMatcher
 from pathlib import Path
+from typing import Literal
 
 from evogrpo.config.hyperparameters import Hyperparameters
+from evogrpo.config.task_settings import is_task_setting
 from evogrpo.evolution.history import NETWORK, MemberRecord
 from evogrpo.evolution.strategies import ScheduleStage
 from evogrpo.reporting.records import MemberReport
 from evogrpo.reporting.summary import RunSummary, read_summary
-from evogrpo.text import origin_text
+from evogrpo.text import origin_text, shorten
 
 
 def lineage_of(summary: RunSummary, member: MemberReport) -> tuple[MemberReport, ...]:
@@ -200,3 +204,72 @@ def birth_text(member: MemberRecord | MemberReport, summary: RunSummary) -> str:
     names = summary.shown_names or (step_size, "group_size")
     values = [labels.named(name, own.get(name)) for name in names]
     return f"founder with {', '.join(values)}"
+
+
+MAX_COMPARED = 2000
+"""Maximum number of characters of a text that is compared; the rest is left out."""
+MAX_CHANGES = 100
+"""Maximum number of changes that are shown: the last ones."""
+# The space before a word belongs to it, so that a text with further words has the same words.
+_WORDS = re.compile(r"\s*\S+|\s+")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextChange:
+    """A text of a task setting that a member has in place of its parent's.
+
+    Attributes:
+        name: Full name of the setting; untrusted, as all texts.
+        index: The member.
+        parent: Its parent.
+        before: Last fitness of the parent before the birth, as text; "–" if there is none.
+        after: Last fitness of the member, as text.
+        parts: Pieces of both texts in order: of both, of the parent's only ("del"), or of the
+            member's only ("ins").
+    """
+
+    name: str
+    index: int
+    parent: int
+    before: str
+    after: str
+    parts: tuple[tuple[Literal["same", "ins", "del"], str], ...]
+
+
+def text_changes(summary: RunSummary) -> Iterator[TextChange]:
+    """Yield the text changes of a run, in the order of births."""
+    for birth in summary.births:
+        for name, (old, new) in birth.changes.items():
+            texts = isinstance(old, str) and isinstance(new, str)
+            if not texts or not is_task_setting(name) or birth.parent is None:
+                continue
+            history = summary.histories.get(birth.index)
+            before = after = "–"
+            if history is not None:
+                after = str(history.results[-1].estimate or "failed")
+                if history.origin is not None:
+                    before = str(history.origin.estimate or "–")
+            yield TextChange(
+                name=name,
+                index=birth.index,
+                parent=birth.parent,
+                before=before,
+                after=after,
+                parts=tuple(differences(str(old), str(new))),
+            )
+
+
+def differences(old: str, new: str) -> Iterator[tuple[Literal["same", "ins", "del"], str]]:
+    """Yield the pieces of two texts: those of both, and those of one only."""
+    before = _WORDS.findall(shorten(old, MAX_COMPARED))
+    after = _WORDS.findall(shorten(new, MAX_COMPARED))
+    # In texts of 200 words or more it ignores frequent words, without which it could take minutes.
+    matcher = SequenceMatcher(None, before, after)
+    for kind, i, j, k, n in matcher.get_opcodes():
+        if kind == "equal":
+            yield "same", "".join(before[i:j])
+            continue
+        if j > i:
+            yield "del", "".join(before[i:j])
+        if n > k:
+            yield "ins", "".join(after[k:n])

@@ -15,7 +15,7 @@ from jinja2 import Environment, StrictUndefined
 from evogrpo.evolution.fitness import ROLLOUTS
 from evogrpo.extras import install_hint
 from evogrpo.reporting.figure import figure_png, run_figure
-from evogrpo.reporting.lineage import ancestors
+from evogrpo.reporting.lineage import MAX_CHANGES, ancestors, text_changes
 from evogrpo.reporting.page_charts import page_charts
 from evogrpo.reporting.records import (
     Estimate,
@@ -28,7 +28,6 @@ from evogrpo.reporting.records import (
 from evogrpo.reporting.setting_effects import MIN_LINEAGES, setting_effects
 from evogrpo.reporting.setting_labels import short_name
 from evogrpo.reporting.summary import RunSummary, read_summary
-from evogrpo.reporting.text_changes import MAX_CHANGES, text_changes
 from evogrpo.storage.atomic_files import replace_file
 from evogrpo.text import (
     changes_text,

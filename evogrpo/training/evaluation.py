@@ -137,17 +137,13 @@ def measure(run: "Trainer") -> dict[int, Measured]:
             f"{TOO_FEW}, got {count} of member {population.agents[lacking].index}. {REMEDY}"
         )
     # 2. Validation questions.
-    if config.uses_validation:
-        slots = list(training_fitness)
-    else:
-        slots = []
     began = run.clock.now()
-    answered = dict[int, Fitness]()
-    tokens = dict[int, int]()
-    if slots:
+    answered: Mapping[int, Fitness] = {}
+    tokens: Mapping[int, int] = {}
+    if config.uses_validation and training_fitness:
         answered, tokens = measure_fitness(
             population.members,
-            slots,
+            list(training_fitness),
             run.env,
             "validation",
             config=config,
@@ -160,31 +156,27 @@ def measure(run: "Trainer") -> dict[int, Measured]:
     seconds = run.clock.now() - began
     total = max(1, sum(tokens.values()))
     costs = {
-        slot: EvaluationCost(tokens=t, seconds=seconds * t / total) for slot, t in tokens.items()
+        slot: EvaluationCost(tokens=own, seconds=seconds * own / total)
+        for slot, own in tokens.items()
     }
     # 4. Collect the measures of each member, then change the run.
     measured = {}
     for slot in training_fitness:
-        if slot in slots:
-            answers = {config.validation_measure: answered[slot]}
-        else:
-            answers = {}
+        fitness = {}
+        questions = 0
+        if slot in answered:
+            fitness[config.validation_measure] = answered[slot]
+            questions = len(answered[slot].scores)
         if slot in rollouts:
-            trained = {ROLLOUTS: rollouts[slot]}
-        else:
-            trained = {}
-        measured[slot] = Measured(
-            fitness={**answers, **trained},
-            questions=len(answered[slot].scores) if slot in slots else 0,
-            cost=costs.get(slot, EvaluationCost()),
-        )
+            fitness[ROLLOUTS] = rollouts[slot]
+        cost = costs.get(slot, EvaluationCost())
+        measured[slot] = Measured(fitness=fitness, questions=questions, cost=cost)
     for cost in costs.values():
         run_state.add_evaluation(cost)
     for agent in population.agents:  # last, as an interrupted evaluation must change nothing
+        agent.fitness = None
         if agent.slot in measured:
             agent.fitness = measured[agent.slot].fitness[config.selection_measure]
-        else:
-            agent.fitness = None
     return measured
 
 
@@ -358,8 +350,8 @@ class SamplerCheck:
         )
 
 
-class ToolCallCheck:
-    """Warning for runs in whose first learning steps no conversation calls a tool.
+class _FirstStepsCheck:
+    """Base class of warnings about the first learning steps of a run.
 
     Args:
         steps: Learning steps of the whole run, if known: a shorter run is checked as a whole.
@@ -367,9 +359,13 @@ class ToolCallCheck:
             checked.
     """
 
-    def __init__(self, steps: int | None, *, taken: int = 0) -> None:
+    def __init__(self, steps: int | None, *, taken: int) -> None:
         self._all = min(CHECKED_STEPS, steps or CHECKED_STEPS)
         self._left = 0 if taken else self._all
+
+
+class ToolCallCheck(_FirstStepsCheck):
+    """Warning for runs in whose first learning steps no conversation calls a tool."""
 
     def update(self, metrics: Mapping[str, float]) -> None:
         """Check the metrics of a learning step of all members."""
@@ -388,24 +384,20 @@ class ToolCallCheck:
             )
 
 
-class LearningSignalCheck:
+class LearningSignalCheck(_FirstStepsCheck):
     """Warning for runs whose first learning steps have no learning signal.
 
     Args:
-        steps: Learning steps of the whole run, if known: a shorter run is checked as a whole.
-        taken: Learning steps taken already. A resumed run is past its first steps and is not
-            checked.
+        steps: As in `_FirstStepsCheck`, and `taken` too.
+        taken: See `steps`.
         filters: Settings of the objective that leave samples out of the loss.
         hint: Further sentence of the warning about equal rewards.
     """
 
-    def __init__(
-        self, steps: int | None, *, taken: int = 0, filters: Sequence[str] = (), hint: str = ""
-    ) -> None:
-        self._all = min(CHECKED_STEPS, steps or CHECKED_STEPS)
-        self._left = 0 if taken else self._all
+    def __init__(self, steps: int | None, *, taken: int, filters: Sequence[str], hint: str) -> None:
+        super().__init__(steps, taken=taken)
         self._any_reward = False
-        self._filters = tuple(filters)
+        self._filters = filters
         self._hint = hint
         self._rewards_differ = False
         self._all_truncated = True  # samples of steps in which rewards differ

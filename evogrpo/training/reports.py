@@ -121,8 +121,9 @@ def count_step(
     run_state.examples = tuple(shown)
     if run.proposer is not None:
         for slot, index in indices.items():
-            worst = _worst_of_groups(collected, slot, index, step=step)
-            run_state.reflections[slot] = worst_examples(run_state.reflections[slot], worst)
+            pairs = _extremes_of_groups(collected, slot)
+            new = [_example(collected, worst, index, step) for _, worst in pairs]
+            run_state.reflections[slot] = worst_examples(run_state.reflections[slot], new)
     # 2. Count tokens, time and rewards. Metrics that the journal cannot hold, such as NaN, become
     #    None.
     tokens = {
@@ -141,10 +142,9 @@ def count_step(
     # `collected.tokens` are sampled tokens or environment steps, the unit of `max_timesteps`.
     run_state.add_step(seconds, tokens, metrics, timesteps=collected.tokens, earned=earned)
     # 3. Gather the seconds that each rank has waited for others.
+    waiting = []
     if processes.size > 1:
         waiting = processes.all_gather(processes.waiting_seconds)
-    else:
-        waiting = []
     processes.waiting_seconds = 0.0
     # 4. Build the report, with each member's cost.
     total = max(1, sum(tokens.values()))
@@ -210,12 +210,6 @@ def _select_examples(
             advantage = _number(learned[slot].advantages[position])
             examples.append(_example(collected, row, index, step, advantage))
     return tuple(examples)
-
-
-def _worst_of_groups(collected: RolloutBatch, slot: int, index: int, *, step: int) -> list[Example]:
-    """Return the completion with the lowest reward of each group of a member with signal."""
-    pairs = _extremes_of_groups(collected, slot)
-    return [_example(collected, worst, index, step) for _, worst in pairs]
 
 
 def _best_and_worst(
@@ -381,14 +375,11 @@ def _member_scalars(members: Mapping[int, Mapping[str, float | None]]) -> dict[s
 
 def step_curves(report: StepReport) -> dict[str, float]:
     """Return scalars of a learning step by tag: metrics, speed, seconds by phase."""
+    curves = _member_scalars({slot: each.metrics for slot, each in report.learned.items()})
     if report.seconds:
-        speed = {"tokens_per_second": report.tokens / report.seconds}
-    else:
-        speed = {}
-    seconds = {f"seconds/{phase}": value for phase, value in report.phases.items()}
-    waiting = {f"seconds/waiting_{rank}": value for rank, value in enumerate(report.waiting)}
-    members = _member_scalars({slot: each.metrics for slot, each in report.learned.items()})
-    return {**members, **speed, **seconds, **waiting}
+        curves["tokens_per_second"] = report.tokens / report.seconds
+    curves |= {f"seconds/{phase}": value for phase, value in report.phases.items()}
+    return curves | {f"seconds/waiting_{rank}": value for rank, value in enumerate(report.waiting)}
 
 
 def generation_curves(

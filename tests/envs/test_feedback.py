@@ -5,14 +5,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from evogrpo.envs.text.preflight import score_samples
+from evogrpo.records import single_turn_conversations
 from tests.feedback_rewards import FORMS, single
 from tests.tiny_training import tiny_env
 
 
 def scores_of(env):
     batch = env.make_batch("train", [0])
-    return score_samples(batch, env.tokenizer, batched=False, hint="")
+    ids = env.tokenizer(["One completion.", "Another one."])["input_ids"]
+    return batch.score(single_turn_conversations([0, 0], ids))
 
 
 @pytest.mark.parametrize("form", ["pair", "mapping", "attributes"])

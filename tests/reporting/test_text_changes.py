@@ -3,9 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from evogrpo.reporting.lineage import differences, text_changes
 from evogrpo.reporting.report import html_page
 from evogrpo.reporting.summary import summarise
-from evogrpo.reporting.text_changes import differences, text_changes
 from tests.reporting.journals import generation, member
 
 STYLE = "task.style"

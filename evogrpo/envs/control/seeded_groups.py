@@ -1,8 +1,8 @@
 """Base class of environments whose starts are reset seeds: splits and parallel episodes."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import closing, suppress
 from typing import Any, Self, TypeVar
 
 import numpy as np
@@ -15,7 +15,6 @@ from evogrpo.config.task_settings import (
 )
 from evogrpo.envs.control.episodes import Episodes
 from evogrpo.envs.control.policy_mapping import PolicyMapping
-from evogrpo.envs.control.reset_options import check_read
 from evogrpo.envs.control.reward_components import Component, RewardComponents
 from evogrpo.envs.control.rollout import EpisodeRequest, StartBatch, play_episodes
 from evogrpo.envs.control.single_env import EndForkedChildren
@@ -25,7 +24,7 @@ from evogrpo.envs.protocol import SPLITS, Split, shuffled_starts
 from evogrpo.randomness import generator
 from evogrpo.records import Actor
 from evogrpo.synonyms import NamesMissing
-from evogrpo.text import shown
+from evogrpo.text import class_name, one_line, shown, user_line
 from evogrpo.validation import flag, refuse_unknown, whole_between, whole_number
 from evogrpo.warnings import warn
 
@@ -241,9 +240,30 @@ class SeededGroups(NamesMissing, ABC):
                 self._check_options({name.removeprefix("task."): value})
 
     def _check_options(self, options: Mapping[str, SettingValue]) -> None:
-        """Reset with these and the configured options; raise ValueError if one is not read."""
-        seed = self.reset_seed("train", 0)
-        check_read(self.name, self._create_unset, {**self.settings, **options}, seed)
+        """Reset once with these and the configured options.
+
+        Raises:
+            ValueError: If the reset fails, or does not read an option.
+        """
+        options = {**self.settings, **options}
+        if not options:
+            return
+        recorded = _RecordedOptions(options)
+        with EndForkedChildren(), closing(self._create_unset()) as env:
+            try:
+                env.reset(seed=self.reset_seed("train", 0), options=recorded)
+            except Exception as error:
+                raise ValueError(
+                    f"{self.name}: reset(options={shown(options)}) raised {class_name(error)}:"
+                    f" {one_line(error)}{user_line(error)}"
+                ) from error
+        read = [key for key in recorded.read if isinstance(key, str)]
+        if not read:
+            raise ValueError(
+                f"settings must be options that reset reads, but {self.name} reads none, got"
+                f" {', '.join(options)}."
+            )
+        refuse_unknown(f"option of reset in settings of {self.name}", options, read)
 
     def make_batch(
         self, split: Split, starts: Sequence[int], settings: Sequence[TaskSettings] = ()
@@ -317,6 +337,36 @@ class SeededGroups(NamesMissing, ABC):
         if self.settings:
             identity["settings"] = canonical(self.settings)
         return identity | self.components.identity()
+
+
+_PLAIN: Any = dict  # the type of options, without records
+
+
+class _RecordedOptions(MutableMapping[str, Any], dict[str, Any]):  # type: ignore[misc, metaclass]
+    """Options that record which keys are read.
+
+    All methods that read come from `MutableMapping`, which calls those below.
+
+    Attributes:
+        read: The keys. Code that reads all options, such as a copy of them, reads each key.
+    """
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        _PLAIN.__init__(self, values)
+        self.read: dict[Any, None] = {}
+
+    def __getitem__(self, key: Any) -> Any:
+        self.read[key] = None
+        return _PLAIN.__getitem__(self, key)
+
+    def __iter__(self) -> Iterator[str]:
+        for key in _PLAIN.__iter__(self):
+            self.read[key] = None
+            yield key
+
+    __len__ = _PLAIN.__len__
+    __setitem__ = _PLAIN.__setitem__
+    __delitem__ = _PLAIN.__delitem__
 
 
 def _is_keywords(values: object) -> bool:

@@ -326,10 +326,11 @@ class EnvironmentGym(PromptEnvironment):
         Raises:
             ValueError: If the split or an index does not exist.
         """
-        values = self._values(split, starts, settings)
         self._observed.clear()
-        observations = self._observations(split, starts, values)
         fields = self._batch_fields(split, starts, settings)
+        values = self._values(split, starts, settings)
+        # Those of `_batch_fields`, without further resets.
+        observations = self._observations(split, starts, values)
         # What each conversation begins with, for its own reset.
         openings = []
         for start, own, observation in zip(starts, values, observations, strict=True):
@@ -385,14 +386,17 @@ class EnvironmentGym(PromptEnvironment):
             self._observed[key] = observation
         return [self._observed.get(key, configured) for key, configured in found]
 
-    def _row(
-        self, split: Split, start: int, values: Mapping[str, SettingValue]
-    ) -> Mapping[str, Any]:
-        """Return a row with its observation and the values of a member."""
+    def _rows(
+        self, split: Split, starts: Sequence[int], values: Sequence[Mapping[str, SettingValue]]
+    ) -> list[Mapping[str, Any]]:
+        """Return the row of each start, with its observation and the values of a member."""
         questions = self._splits[split]
-        (observation,) = self._observations(split, [start], [values])
-        row = questions.table.observed(questions.rows[start], observation)
-        return self._with_settings(row, values)
+        observations = self._observations(split, starts, values)
+        rows = []
+        for start, own, observation in zip(starts, values, observations, strict=True):
+            row = questions.table.observed(questions.rows[start], observation)
+            rows.append(self._with_settings(row, own))
+        return rows
 
     def _changes_prompt(self, name: str) -> bool:
         """Return True if a template, or the reset of an environment, takes a task setting."""

@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 
-from evogrpo.envs.protocol import Scores
 from evogrpo.envs.text.prompt_batch import SingleTurnBatch
 from evogrpo.envs.text.reward_functions import RewardError
 from evogrpo.records import single_turn_conversations
@@ -30,7 +29,9 @@ class Preflight:
     rewards: dict[str, float | None]
 
 
-def score_samples(batch: SingleTurnBatch, tokenizer: Any, *, batched: bool, hint: str) -> Scores:
+def sample_rewards(
+    batch: SingleTurnBatch, tokenizer: Any, *, batched: bool, hint: str, must_return: bool
+) -> dict[str, float | None]:
     """Score sample completions of one prompt, to find errors of user code before training.
 
     Args:
@@ -39,21 +40,25 @@ def score_samples(batch: SingleTurnBatch, tokenizer: Any, *, batched: bool, hint
         batched: Some reward functions take the completions of several members at once.
         hint: Sentence about the form of completions, for functions that may take messages for text;
             empty = none.
+        must_return: Refuse functions of one completion that return None for all samples.
+
+    Returns:
+        Reward of the first sample completion by function; None if it gave none.
 
     Raises:
         RewardError: If a function fails.
     """
+    # 1. Two completions; another member's completion is a group of its own.
     ids = tokenizer(list(SAMPLE_COMPLETIONS), add_special_tokens=False)["input_ids"]
     members = [0, 0]
     if batched:
-        # Another member's completion is a group of its own.
         ids.append(ids[0])
         members.append(1)
     samples = single_turn_conversations([0] * len(ids), ids, members)
+    # 2. Replies and environments first, as in a run.
     try:
-        # Replies and environments first, as in a run.
         batch.respond(samples)
-        return batch.score(samples)
+        scores = batch.score(samples)
     except Exception as error:  # noqa: BLE001 (user code may raise anything)
         reason = text_of(error)
         if not isinstance(error, RewardError):
@@ -61,31 +66,12 @@ def score_samples(batch: SingleTurnBatch, tokenizer: Any, *, batched: bool, hint
         message = f"Your functions are tested on sample completions before training: {reason}"
         if hint and isinstance(error.__cause__, AttributeError | LookupError | TypeError):
             message = f"{message.removesuffix('.')}. {hint}"
-        cause: BaseException = error
-        if error.__cause__ is not None:
-            cause = error.__cause__
-        raise RewardError(message) from cause
-
-
-def first_rewards(
-    batch: SingleTurnBatch, scores: Scores, *, must_return: bool
-) -> dict[str, float | None]:
-    """Return the reward of the first sample completion by function; None if it gave none.
-
-    Args:
-        batch: The batch that was scored.
-        scores: Result of `score_samples`.
-        must_return: Refuse functions of one completion that return None for all samples.
-
-    Raises:
-        RewardError: If one does.
-    """
+        raise RewardError(message) from (error.__cause__ or error)
+    # 3. A function of one completion that returns nothing has no `return`.
     rewards: dict[str, float | None] = {}
     for reward in batch.rewards:
         values = scores.components[reward.name]
-        # A function of one completion that returns nothing has no `return`.
-        no_value = not reward.batched and bool(np.isnan(values).all())
-        if no_value and must_return:
+        if must_return and not reward.batched and np.isnan(values).all():
             raise RewardError(
                 f"Reward function {reward.name!r} must return a number, got None for all samples."
             )

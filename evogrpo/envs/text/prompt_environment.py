@@ -29,7 +29,7 @@ from evogrpo.envs.text.datasets import (
     make_splits,
     tables_by_split,
 )
-from evogrpo.envs.text.preflight import Preflight, first_rewards, score_samples
+from evogrpo.envs.text.preflight import Preflight, sample_rewards
 from evogrpo.envs.text.prompt_batch import SingleTurnBatch
 from evogrpo.envs.text.prompt_settings import (
     check_data_weights,
@@ -449,13 +449,13 @@ class PromptEnvironment:
     ) -> dict[str, Any]:
         """Return the fields of `SingleTurnBatch` for prompts of a split."""
         values = self._values(split, starts, settings)
+        rows = self._rows(split, starts, values)
         held_out = split != "train"
         rewards = self._metric if held_out else self._rewards
         weights = []
         for own in settings or [NO_SETTINGS] * len(starts):
             by_name = {} if held_out else own.weights("reward_weights")
             weights.append([by_name.get(reward.name, reward.weight) for reward in rewards])
-        rows = [self._row(split, start, own) for start, own in zip(starts, values, strict=True)]
         return {
             "prompts": self._token_ids(split, starts, rows, values),
             "rows": rows,
@@ -488,12 +488,13 @@ class PromptEnvironment:
             values.append(own)
         return values
 
-    def _row(
-        self, split: Split, start: int, values: Mapping[str, SettingValue]
-    ) -> Mapping[str, Any]:
-        """Return the row of a start, with a member's values of task settings."""
+    def _rows(
+        self, split: Split, starts: Sequence[int], values: Sequence[Mapping[str, SettingValue]]
+    ) -> list[Mapping[str, Any]]:
+        """Return the row of each start, with a member's values of task settings."""
         questions = self._splits[split]
-        return self._with_settings(questions.table[questions.rows[start]], values)
+        rows = [questions.table[questions.rows[start]] for start in starts]
+        return [self._with_settings(row, own) for row, own in zip(rows, values, strict=True)]
 
     def _with_settings(
         self, row: Mapping[str, Any], values: Mapping[str, SettingValue]
@@ -578,10 +579,10 @@ class PromptEnvironment:
             self.longest_of_members = self._max_prompt_length
         self._largest = 0
         for name, possible in in_prompt.items():
-            prompts = []
-            for value in possible:
-                row = self._row("train", 0, {name: value})
-                prompts.append(self._render(row, f"The first row with task.{name}"))
+            values_of_name = [{name: value} for value in possible]
+            first_rows = self._rows("train", [0] * len(possible), values_of_name)
+            where = f"The first row with task.{name}"
+            prompts = [self._render(row, where) for row in first_rows]
             ids = tokenize(prompts, self.tokenizer, f"the first row with each task.{name}")
             lengths = [len(each) for each in ids]
             longest[name] = possible[lengths.index(max(lengths))]
@@ -652,8 +653,13 @@ class PromptEnvironment:
     def _sample_rewards(self, batch: SingleTurnBatch) -> dict[str, float | None]:
         """Return the reward of the first sample completion by function."""
         batched = any(reward.batched for reward in self._rewards)
-        scores = score_samples(batch, self.tokenizer, batched=batched, hint=self.completion_form())
-        return first_rewards(batch, scores, must_return=self.on_reward_error == "raise")
+        return sample_rewards(
+            batch,
+            self.tokenizer,
+            batched=batched,
+            hint=self.completion_form(),
+            must_return=self.on_reward_error == "raise",
+        )
 
     # ---- rows of a dataset
 

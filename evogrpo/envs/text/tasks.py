@@ -73,24 +73,17 @@ def brevity(completion: str, answer: str, question: str) -> float:
     return max(0.0, 1 - len(completion) / 40)
 
 
-def two_digit_questions(
-    seed: int, validation_size: int, test_size: int
-) -> dict[Split, list[dict[str, str]]]:
-    """Return all questions of the task two_digit_sums, split at random.
+def two_digit_questions(seed: int) -> list[dict[str, str]]:
+    """Return all questions of the task two_digit_sums, in random order.
 
     Each unordered pair of numbers from 10 to 99 occurs once as a sum and once as a difference, in
     random order. No held-out question is a training question with exchanged terms.
 
     Args:
-        seed: Seed of the split and of the order of terms.
-        validation_size: Questions in the validation split.
-        test_size: Questions in the test split.
+        seed: Seed of the order of questions and terms.
 
     Returns:
-        8190 rows with the columns question and answer, by split.
-
-    Raises:
-        ValueError: If a size is not positive or leaves no training question.
+        8190 rows with the columns question and answer.
     """
     rng = generator(seed, "two_digit_sums")
     # Each unordered pair once, so that exchanged terms are not in two splits.
@@ -106,26 +99,19 @@ def two_digit_questions(
         problem = f"{a} - {b}" if number % 2 else f"{a} + {b}"
         question = f"State the final answer to the following arithmetic problem: {problem} ="
         rows.append({"question": question, "answer": str(a - b if number % 2 else a + b)})
-    return _split(rows, validation_size, test_size)
+    return rows
 
 
-def three_digit_questions(
-    seed: int, validation_size: int, test_size: int
-) -> dict[Split, list[dict[str, str]]]:
-    """Return 4,000 questions of the task three_digit_sums, split at random.
+def three_digit_questions(seed: int) -> list[dict[str, str]]:
+    """Return 4,000 questions of the task three_digit_sums, in random order.
 
     Each is the sum of two numbers from 100 to 999; no unordered pair occurs twice.
 
     Args:
         seed: Seed of the pairs, of their order and of the order of terms.
-        validation_size: Questions in the validation split.
-        test_size: Questions in the test split.
 
     Returns:
-        4000 rows with the columns question and answer, by split.
-
-    Raises:
-        ValueError: If a size is not positive or leaves no training question.
+        4000 rows with the columns question and answer.
     """
     rng = generator(seed, "three_digit_sums")
     pairs: dict[frozenset[int], tuple[int, int]] = {}
@@ -136,27 +122,20 @@ def three_digit_questions(
     for a, b in pairs.values():
         question = f"State the final answer to the following arithmetic problem: {a} + {b} ="
         rows.append({"question": question, "answer": str(a + b)})
-    return _split(rows, validation_size, test_size)
+    return rows
 
 
-def sequence_questions(
-    seed: int, validation_size: int, test_size: int
-) -> dict[Split, list[dict[str, str]]]:
-    """Return all questions of the task number_sequences, split at random.
+def sequence_questions(seed: int) -> list[dict[str, str]]:
+    """Return all questions of the task number_sequences, in random order.
 
     A sequence has four numbers with equal differences, and the fifth is the answer. Every first
     number from 1 to 99 occurs once with every difference from 2 to 12.
 
     Args:
-        seed: Seed of the split.
-        validation_size: Questions in the validation split.
-        test_size: Questions in the test split.
+        seed: Seed of the order.
 
     Returns:
-        1089 rows with the columns question and answer, by split.
-
-    Raises:
-        ValueError: If a size is not positive or leaves no training question.
+        1089 rows with the columns question and answer.
     """
     rng = generator(seed, "number_sequences")
     differences = range(2, 13)
@@ -167,13 +146,17 @@ def sequence_questions(
         *terms, answer = (first + step * place for place in range(5))
         question = f"State the next number of this sequence: {', '.join(map(str, terms))}"
         rows.append({"question": question, "answer": str(answer)})
-    return _split(rows, validation_size, test_size)
+    return rows
 
 
-def _split(
+def split_rows(
     rows: list[dict[str, str]], validation_size: int, test_size: int
 ) -> dict[Split, list[dict[str, str]]]:
-    """Return the rows by split, in order: train, validation, test."""
+    """Return the rows by split, in order: train, validation, test.
+
+    Raises:
+        ValueError: If a size is not positive or leaves no training question.
+    """
     if validation_size < 1 or test_size < 1 or validation_size + test_size >= len(rows):
         sizes = f"{validation_size} and {test_size}"
         raise ValueError(
@@ -196,12 +179,12 @@ class Task:
 
     Attributes:
         description: Question and rewards, in one line.
-        questions: `questions(seed, validation_size, test_size)` returns the questions by split.
+        questions: `questions(seed)` returns all questions, in random order.
         others: Rewards beside `accuracy`. Their weights are 0 unless a search space changes them.
     """
 
     description: str
-    questions: Callable[[int, int, int], dict[Split, list[dict[str, str]]]]
+    questions: Callable[[int], list[dict[str, str]]]
     others: tuple[RewardFn, ...] = ()
 
     def build(
@@ -223,7 +206,7 @@ class Task:
             gym_options: Other arguments of HuggingFaceGym, e.g. conversation_template or
                 data_batch_size.
         """
-        tables = self.questions(seed, validation_size, test_size)
+        tables = split_rows(self.questions(seed), validation_size, test_size)
         rewards: dict[str, Any] = {"reward_fn": accuracy}
         if self.others:
             rewards = {
