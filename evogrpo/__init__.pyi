@@ -32,6 +32,7 @@ from evogrpo.evolution.strategies.successive_halving import SuccessiveHalving as
 from evogrpo.evolution.strategies.tournament import Tournament as Tournament
 from evogrpo.evolution.strategies.truncation_pbt import TruncationPBT as TruncationPBT
 from evogrpo.members.language.loading import load_base as load_base
+from evogrpo.members.language.vllm_colocate import ColocatedVLLMSampler as ColocatedVLLMSampler
 from evogrpo.members.language.vllm_sampler import VLLMSampler as VLLMSampler
 from evogrpo.reporting.data_frames import read_run as read_run
 from evogrpo.reporting.lineage import best_hyperparameters as best_hyperparameters

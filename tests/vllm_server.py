@@ -1,4 +1,4 @@
-"""A vLLM server of tests: its HTTP interface over the bank of a tiny model.
+"""A vLLM of tests, over the bank of a tiny model: its HTTP interface and its Python interface.
 
 Answers have the fields that vLLM sends. Adapters are read from disk when they are loaded, as by
 vLLM. `RealServer` starts vLLM itself.
@@ -40,17 +40,132 @@ BASE = "models/base"
 RANK_3 = LoraConfig(r=3, lora_alpha=6, target_modules="all-linear")
 
 
-class VLLMServer:
+class FakeEngine:
+    """Completes prompts with a base model and adapters.
+
+    Args:
+        model: The base; each engine needs its own.
+        processed: Log-probabilities after temperature and truncation; False = raw ones.
+        lora_config: LoRA settings of all adapters.
+        tokenizer: Decodes completions to look for stop strings.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        processed: bool = True,
+        lora_config: LoraConfig = RANK_3,
+        tokenizer: Any = None,
+    ) -> None:
+        self.model = model
+        self.processed = processed
+        self.tokenizer = tokenizer
+        # Other banks are made like this one, which saves them the checks of the model.
+        self._base = AdapterBank(
+            model, size=1, pad_token_id=0, eos_token_ids=[1], lora_config=lora_config
+        )
+        self._banks: dict[str, AdapterBank] = {}
+
+    def load(self, name: str, folder: str) -> None:
+        """Load an adapter from its folder."""
+        self._banks[name] = AdapterBank(
+            self.model,
+            size=1,
+            pad_token_id=0,
+            eos_token_ids=[1],
+            initial_adapter=read_adapter(folder),
+            like=self._base,
+        )
+
+    def complete(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Return the answer to a request for completions."""
+        # 1. Sample with the bank.
+        prompts = [tuple(prompt) for prompt in body["prompt"]]
+        bank = self._banks.get(body["model"], self._base)
+        bank.end_ids = torch.tensor(sorted(body["stop_token_ids"]))
+        zeros = torch.zeros(len(prompts), dtype=torch.long)
+        rows = SamplingBatch(
+            prompts=tuple(prompts),
+            prompt_ids=torch.arange(len(prompts)),
+            member_ids=zeros,
+            temperature=torch.full((len(prompts),), float(body["temperature"])),
+            max_new_tokens=body["max_tokens"],
+            min_new_tokens=body["min_tokens"],
+            options=SamplingOptions(
+                **{name: body[name] for name in ("top_k", "top_p", "min_p", "repetition_penalty")}
+            ),
+        )
+        if "stop" in body:
+            texts = tuple(body["stop"])
+            rows = replace(rows, stop_strings=StopStrings(texts=texts, tokenizer=self.tokenizer))
+        base = body["model"] == BASE
+        rollout = bank.sample(rows, base=base)
+        log_probs = rollout.log_probs
+        # 2. vLLM gives greedy tokens their log-probability at temperature 1, and so all tokens in
+        #    raw mode.
+        if not self.processed or not body["temperature"]:
+            inputs = TokenInputs(
+                prompts=rows.prompts,
+                prompt_ids=rows.prompt_ids,
+                temperature=torch.ones(len(prompts)),
+                min_new_tokens=0,
+            )
+            batch = Batch(
+                inputs=inputs,
+                actions=rollout.actions,
+                present=rollout.present,
+                action_mask=rollout.present,
+                rewards=torch.zeros(len(prompts)),
+                group_ids=zeros,
+                member_ids=zeros,
+            )
+            log_probs = bank.log_probs(batch, base=base)
+        # 3. vLLM's answer.
+        choices = []
+        rows_of = zip(
+            rollout.actions, rollout.present, rollout.truncated.tolist(), log_probs, strict=True
+        )
+        for index, (tokens, present, truncated, values) in enumerate(rows_of):
+            ids = tokens[present].tolist()
+            scores = {
+                "text_offset": [0] * len(ids),
+                "token_logprobs": values[present].tolist(),
+                "tokens": [f"token_{token}" for token in ids],
+                "top_logprobs": [{f"token_{token}": 0.0} for token in ids],
+            }
+            if truncated:
+                reason = {"finish_reason": "length"}
+            else:
+                reason = {"finish_reason": "stop", "stop_reason": ids[-1]}
+            choices.append(
+                {
+                    "index": index,
+                    "text": "",
+                    "logprobs": scores,
+                    "token_ids": ids,
+                    "prompt_token_ids": list(prompts[index]),
+                    **reason,
+                }
+            )
+        return {
+            "id": "cmpl-1",
+            "object": "text_completion",
+            "model": body["model"],
+            "choices": choices,
+            "usage": {},
+        }
+
+
+class VLLMServer(FakeEngine):
     """Serves a base model and adapters on a loopback port.
 
     Args:
         model: The base; each server needs its own.
         max_lora_rank: Largest rank.
-        processed: Log-probabilities after temperature and truncation; False = raw ones.
         runtime_updates: Adapters can be loaded.
         sees_files: The server sees the folder of the adapters.
-        lora_config: LoRA settings of all adapters.
-        tokenizer: Decodes completions to look for stop strings.
+        settings: Further arguments of `FakeEngine`.
 
     Attributes:
         requests: Path and body of all requests.
@@ -63,27 +178,18 @@ class VLLMServer:
         model: PreTrainedModel,
         *,
         max_lora_rank: int = 16,
-        processed: bool = True,
         runtime_updates: bool = True,
         sees_files: bool = True,
-        lora_config: LoraConfig = RANK_3,
-        tokenizer: Any = None,
+        **settings: Any,
     ) -> None:
-        self.model = model
+        super().__init__(model, **settings)
         self.max_lora_rank = max_lora_rank
-        self.processed = processed
         self.runtime_updates = runtime_updates
         self.sees_files = sees_files
-        self.tokenizer = tokenizer
         self.requests: list[tuple[str, dict[str, Any]]] = []
         self.fault: Fault | None = None
         self.delay = 0.0
         self.adapters: dict[str, str] = {}
-        self._banks: dict[str, AdapterBank] = {}
-        # Other banks are made like this one, which saves them the checks of the model.
-        self._base = AdapterBank(
-            model, size=1, pad_token_id=0, eos_token_ids=[1], lora_config=lora_config
-        )
         self._lock = threading.Lock()
         self._port = 0
         self.start()
@@ -172,7 +278,7 @@ class VLLMServer:
                 " '/'.",
             )
         with self._lock:
-            answer = self._complete(body)
+            answer = self.complete(body)
         time.sleep(self.delay)
         if self.fault is not None:
             changed = self.fault(body, answer)
@@ -194,94 +300,9 @@ class VLLMServer:
                 f" {self.max_lora_rank}.",
             )
         with self._lock:
-            bank = AdapterBank(
-                self.model,
-                size=1,
-                pad_token_id=0,
-                eos_token_ids=[1],
-                initial_adapter=adapter,
-                like=self._base,
-            )
+            self.load(name, folder)
         self.adapters[name] = folder
-        self._banks[name] = bank
         return 200, b"Success"
-
-    def _complete(self, body: dict[str, Any]) -> dict[str, Any]:
-        # 1. Sample with the bank.
-        prompts = [tuple(prompt) for prompt in body["prompt"]]
-        bank = self._banks.get(body["model"], self._base)
-        bank.end_ids = torch.tensor(sorted(body["stop_token_ids"]))
-        zeros = torch.zeros(len(prompts), dtype=torch.long)
-        rows = SamplingBatch(
-            prompts=tuple(prompts),
-            prompt_ids=torch.arange(len(prompts)),
-            member_ids=zeros,
-            temperature=torch.full((len(prompts),), float(body["temperature"])),
-            max_new_tokens=body["max_tokens"],
-            min_new_tokens=body["min_tokens"],
-            options=SamplingOptions(
-                **{name: body[name] for name in ("top_k", "top_p", "min_p", "repetition_penalty")}
-            ),
-        )
-        if "stop" in body:
-            texts = tuple(body["stop"])
-            rows = replace(rows, stop_strings=StopStrings(texts=texts, tokenizer=self.tokenizer))
-        base = body["model"] == BASE
-        rollout = bank.sample(rows, base=base)
-        log_probs = rollout.log_probs
-        # 2. vLLM gives greedy tokens their log-probability at temperature 1, and so all tokens in
-        #    raw mode.
-        if not self.processed or not body["temperature"]:
-            inputs = TokenInputs(
-                prompts=rows.prompts,
-                prompt_ids=rows.prompt_ids,
-                temperature=torch.ones(len(prompts)),
-                min_new_tokens=0,
-            )
-            batch = Batch(
-                inputs=inputs,
-                actions=rollout.actions,
-                present=rollout.present,
-                action_mask=rollout.present,
-                rewards=torch.zeros(len(prompts)),
-                group_ids=zeros,
-                member_ids=zeros,
-            )
-            log_probs = bank.log_probs(batch, base=base)
-        # 3. vLLM's answer.
-        choices = []
-        rows_of = zip(
-            rollout.actions, rollout.present, rollout.truncated.tolist(), log_probs, strict=True
-        )
-        for index, (tokens, present, truncated, values) in enumerate(rows_of):
-            ids = tokens[present].tolist()
-            scores = {
-                "text_offset": [0] * len(ids),
-                "token_logprobs": values[present].tolist(),
-                "tokens": [f"token_{token}" for token in ids],
-                "top_logprobs": [{f"token_{token}": 0.0} for token in ids],
-            }
-            if truncated:
-                reason = {"finish_reason": "length"}
-            else:
-                reason = {"finish_reason": "stop", "stop_reason": ids[-1]}
-            choices.append(
-                {
-                    "index": index,
-                    "text": "",
-                    "logprobs": scores,
-                    "token_ids": ids,
-                    "prompt_token_ids": list(prompts[index]),
-                    **reason,
-                }
-            )
-        return {
-            "id": "cmpl-1",
-            "object": "text_completion",
-            "model": body["model"],
-            "choices": choices,
-            "usage": {},
-        }
 
 
 class RawServer:

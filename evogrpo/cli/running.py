@@ -50,7 +50,11 @@ from evogrpo.text import (
 )
 from evogrpo.training.configuration.reading import load_config
 from evogrpo.training.configuration.sections import CONFIG_FILE, Config
-from evogrpo.training.configuration.user_code import VLLM, strategy_record
+from evogrpo.training.configuration.user_code import (
+    BUILT_IN_SAMPLERS,
+    VLLM,
+    strategy_record,
+)
 from evogrpo.training.console import (
     clean_warnings,
     command,
@@ -122,10 +126,11 @@ def start_run(config: Config, args: argparse.Namespace, name: str) -> int:
         stack.enter_context(closing(task.env))
         # 4. Dry run: measure one learning step.
         if args.dry_run:
-            if config.sampler is not None and config.sampler["name"] == VLLM:
-                for line in _vllm_commands(task):
-                    show_command(console, "vLLM server", line)
-                console.print("The vLLM servers were not checked, and the time was not measured.")
+            if config.sampler is not None and config.sampler["name"] in BUILT_IN_SAMPLERS:
+                if config.sampler["name"] == VLLM:
+                    for line in _vllm_commands(task):
+                        show_command(console, "vLLM server", line)
+                console.print("vLLM was not checked, and the time was not measured.")
             elif processes().size == 1:
                 with spinner(console, "measuring a learning step"), clean_warnings(console):
                     times = time_rows(task, trainer)
@@ -301,12 +306,10 @@ def _vllm_commands(task: Task) -> list[str]:
     if isinstance(urls, str):
         urls = [urls]
     lines = []
-    for number, url in enumerate(urls):
-        # `VLLMSampler` assigns members round robin.
-        members = len(range(number, config.population.size, len(urls)))
+    for url in urls:
         line = vllm_command(
             loadable_name(task.outline.model) or task.model,
-            members=max(1, members),
+            members=config.population.size,
             rank=task.trained.rank,
             dtype="bfloat16" if config.precision in PACKAGES else config.precision,
             url=url,

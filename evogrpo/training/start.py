@@ -19,7 +19,7 @@ from evogrpo.synonyms import counterpart
 from evogrpo.training.configuration.reading import override, parse_config
 from evogrpo.training.configuration.sections import CONFIG_FILE, CONFIG_HEAD, Config
 from evogrpo.training.configuration.user_code import (
-    VLLM,
+    BUILT_IN_SAMPLERS,
     check_resumable,
     make_proposer,
     make_sampler,
@@ -63,7 +63,7 @@ def start(
         stored: The run to resume; see `read_run`.
         allow_changed_data: Resume even if questions, rewards or environment have changed.
         skip_memory_check: Start even if the run is estimated not to fit in memory.
-        dry_run: Make all checks, but write nothing and connect to no vLLM server.
+        dry_run: Make all checks, but write nothing and neither start vLLM nor connect to it.
         callbacks: Hooks of the run.
         show: If given, called with the task once it is checked, before the members are built.
         progress: Context manager to be active during each slow phase, called with its name.
@@ -110,9 +110,10 @@ def start(
         else:
             with progress("loading the members"):
                 population, run_state = task.restore(stored)
-        # The settings of vLLM servers were checked with the configuration.
-        if config.sampler is not None and not (dry_run and config.sampler["name"] == VLLM):
-            population.sample_with(make_sampler(config.sampler, population))
+        # The settings of vLLM were checked with the configuration.
+        sampler = config.sampler
+        if sampler is not None and not (dry_run and sampler["name"] in BUILT_IN_SAMPLERS):
+            population.sample_with(make_sampler(sampler, population))
         # 5. Make the trainer, which creates the directory of a new run and locks it.
         description = {"task": config.task.label}
         if config.model is not None:

@@ -11,6 +11,7 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 
 from evogrpo.cli import main
+from evogrpo.members.language import vllm_sampler
 from evogrpo.storage.journal import read_journal
 from tests.cli.project import CONFIG, command, write_project
 from tests.vllm_server import RealServer, VLLMServer
@@ -38,7 +39,7 @@ def test_the_command_of_each_server_is_printed(project, capsys):
     ]
     assert main(arguments) == 0
     lines = [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
-    assert [line[line.index("--max-loras") + 1] for line in lines] == ["2", "1"]
+    assert [line[line.index("--max-loras") + 1] for line in lines] == ["3", "3"]
     assert [line[line.index("--port") + 1] for line in lines] == ["8000", "9000"]
     for line in lines:
         assert line[line.index("--max-lora-rank") + 1] == "16"
@@ -52,7 +53,8 @@ def test_the_command_of_each_server_is_printed(project, capsys):
 
 
 @pytest.mark.usefixtures("workdir")
-def test_a_run_is_saved_if_its_server_dies_and_resumes(project, server, capsys):
+def test_a_run_is_saved_if_its_server_dies_and_resumes(project, server, capsys, monkeypatch):
+    monkeypatch.setattr(vllm_sampler, "REQUESTS_PER_SERVER", 2)  # faster with this server
     sampler = f"sampler={{vllm: {server.url}, adapters_dir: adapters, timeout: 5.0}}"
     short = ["population.size=2", "schedule.generations=2", "schedule.steps_per_generation=1"]
     arguments = ["train", str(project / "tiny.yaml"), "--run-dir", "run", sampler, *short]

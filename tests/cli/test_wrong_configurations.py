@@ -89,6 +89,11 @@ questions | agent.full_finetuning=true base_parts=2
 questions | agent.full_finetuning=true sampler={vllm: "http://a", adapters_dir: b}
   | neither base_parts nor vLLM
 questions   | sampler={vllm: "http://a"}               | adapters_dir
+questions   | sampler=vllm_colocate                    | vllm_colocate requires vllm
+questions   | sampler={name: vllm_colocate, gpu_memory_utilisation: 0.3}
+  | 'gpu_memory_utilisation'; 'gpu_memory_utilization'
+questions   | sampler={name: vllm_colocate, gpu_memory_utilization: 2}
+  | gpu_memory_utilization must; 2
 questions   | sampler={vllm: "http://a", adapters_dir: b, rank: 3} | rank
 questions | sampler={vllm: "http://a", adapters_dir: b, timeout: abc}
   | sampler: timeout must be; got 'abc'

@@ -1,5 +1,6 @@
 """Runs with the same result in one process and in several, and runs in which one rank fails."""
 
+import json
 import os
 import signal
 import sys
@@ -9,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import pytest
 from transformers import PreTrainedModel
 
 from evogrpo.algorithms.multi_agent import MultiAgentGRPO
@@ -21,15 +23,19 @@ from evogrpo.distributed import is_rank_zero, processes
 from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
 from evogrpo.evolution import FitnessConfig, Tournament
 from evogrpo.members.bank import Sampler
+from evogrpo.members.language import vllm_sampler
 from evogrpo.members.language.loading import load_base
+from evogrpo.members.language.vllm_colocate import ColocatedVLLMSampler
 from evogrpo.members.language.vllm_sampler import VLLMSampler
 from evogrpo.training.evolve import Run
 from evogrpo.training.proposals import Proposer
 from evogrpo.training.trainer import Trainer
+from tests import vllm_stub
 from tests.distributed.whole_sampler import WholeSampler
 from tests.envs import joint_probes
 from tests.forking import CHARTS
 from tests.strategies.user_defined import Halving
+from tests.tiny_models import tiny_model
 from tests.tiny_steps import QUICK, STEP_SPACE, cart_pole, start_run, step_run
 from tests.tiny_training import (
     SPACE,
@@ -164,6 +170,7 @@ def divergent(folder: Path) -> Trainer:
 def served(folder: str, url: str) -> None:
     """Let a vLLM server sample for language models."""
     where = Path(folder)
+    vllm_sampler.REQUESTS_PER_SERVER = 2  # faster with the server of the tests
     finish(
         tiny_run(
             where / "run",
@@ -173,6 +180,27 @@ def served(folder: str, url: str) -> None:
             generations=2,
         )
     )
+
+
+def colocated(folder: str) -> None:
+    """Let vLLM in each process sample for language models."""
+    where = Path(folder)
+    model = shared_model()
+    model.config.name_or_path = "tiny"
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        engine = vllm_stub.install(monkeypatch, lambda name, dtype: tiny_model())
+        finish(
+            tiny_run(
+                where / "run",
+                size=3,
+                make_sampler=lambda population: ColocatedVLLMSampler(adapters_dir=where),
+                generations=1,
+            )
+        )
+    (llm,) = engine.engines
+    rank = processes().rank
+    assert llm.variables == {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
+    (where / f"engine-{rank}.json").write_text(json.dumps([llm.settings["seed"], llm.rows]))
 
 
 def thinned(folder: Path) -> Trainer:

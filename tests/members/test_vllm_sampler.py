@@ -38,6 +38,12 @@ TIMEOUT = 900
 """Of requests to vLLM on a CPU, in seconds."""
 
 
+@pytest.fixture(autouse=True)
+def few_requests(monkeypatch):
+    """The server of the tests takes as long for a row as for several."""
+    monkeypatch.setattr(vllm_sampler, "REQUESTS_PER_SERVER", 2)
+
+
 @contextmanager
 def serving(**settings):
     server = VLLMServer(settings.pop("model", None) or tiny_model(), **settings)
@@ -86,7 +92,7 @@ class TestVLLMSampler(SamplerTestCase):
 # ---- requests and adapters
 
 
-def test_each_member_and_temperature_is_one_request_of_token_ids(server, bank, tmp_path):
+def test_rows_of_a_request_share_member_and_temperature(server, bank, tmp_path):
     sampler = connected(bank, tmp_path, server)
     server.requests.clear()
     rows = make_rows(range(SIZE))  # a temperature for each member
@@ -96,7 +102,8 @@ def test_each_member_and_temperature_is_one_request_of_token_ids(server, bank, t
     )
     assert not rollout.exact
     sent = server.posts("/v1/completions")
-    assert sorted(body["temperature"] for body in sent) == pytest.approx([0.7, 1.0, 1.3])
+    pairs = {(body["model"], body["temperature"]) for body in sent}
+    assert sorted(temperature for _, temperature in pairs) == pytest.approx([0.7, 1.0, 1.3])
     assert sum(len(body["prompt"]) for body in sent) == len(rows)
     for body in sent:
         for prompt in body["prompt"]:
@@ -111,13 +118,18 @@ def test_each_member_and_temperature_is_one_request_of_token_ids(server, bank, t
     assert len(finished) == len(rows)
 
 
-def test_large_requests_are_split(server, bank, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("rows_per_request", "requests", "largest"), [(2, 1, 2), (512, 4, 7)])
+def test_large_requests_are_split(
+    rows_per_request, requests, largest, server, bank, tmp_path, monkeypatch
+):
     sampler = connected(bank, tmp_path, server)
-    monkeypatch.setattr(vllm_sampler, "ROWS_PER_REQUEST", 2)
+    monkeypatch.setattr(vllm_sampler, "ROWS_PER_REQUEST", rows_per_request)
+    monkeypatch.setattr(vllm_sampler, "REQUESTS_PER_SERVER", requests)
     server.requests.clear()
     rows = make_rows(range(SIZE), greedy=True)
+    assert len(rows) == 27
     rollout = sampler.sample(rows)
-    assert max(len(body["prompt"]) for body in server.posts("/v1/completions")) == 2
+    assert max(len(body["prompt"]) for body in server.posts("/v1/completions")) == largest
     assert torch.equal(rollout.actions, bank.sample(rows).actions)
 
 
@@ -153,19 +165,28 @@ def test_every_version_of_an_adapter_has_a_path_a_name_and_a_salt_of_its_own(
     assert not list(tmp_path.iterdir())
 
 
-def test_members_are_dealt_out_over_the_servers(bank, tmp_path):
+def rows_requested(server):
+    """Return the row counts of requests for completions since the last call."""
+    counts = [len(body["prompt"]) for body in server.posts("/v1/completions")]
+    server.requests.clear()
+    return counts
+
+
+@pytest.mark.parametrize("members", [[0], range(SIZE)])
+def test_every_server_has_all_adapters_and_an_equal_share_of_the_rows(members, bank, tmp_path):
+    """Also of a single member or a single prompt."""
+    rows = make_rows(members, greedy=True, prompts=((3, 4), (5, 6), (7, 8), (9, 10)))
     with serving() as first, serving() as second:
         sampler = connected(bank, tmp_path, first, second)
-        assert [len(server.adapters) for server in (first, second)] == [2, 1]
-        for server in (first, second):
-            server.requests.clear()
-        rows = make_rows(range(SIZE), greedy=True)
-        assert torch.equal(sampler.sample(rows).actions, bank.sample(rows).actions)
-        assert [len(server.posts("/v1/completions")) for server in (first, second)] == [2, 1]
-        assert torch.equal(
-            sampler.sample(rows, base=True).actions, bank.sample(rows, base=True).actions
-        )
-        assert [len(server.posts("/v1/completions")) for server in (first, second)] == [3, 2]
+        assert [len(server.adapters) for server in (first, second)] == [SIZE, SIZE]
+        alone = rows.select((rows.prompt_ids == 0) & (rows.member_ids == 0))
+        for some, base in ((rows, False), (rows, True), (alone, False)):
+            for server in (first, second):
+                server.requests.clear()
+            expected = bank.sample(some, base=base)
+            assert torch.equal(sampler.sample(some, base=base).actions, expected.actions)
+            counts = [sum(rows_requested(server)) for server in (first, second)]
+            assert counts == [len(some) // 2, len(some) // 2]
 
 
 # ---- checks at the start
@@ -335,8 +356,9 @@ def shared(tmp_path_factory):
 
 
 @pytest.mark.parametrize("kind", WRONG)
-def test_wrong_answers_raise_an_error(kind, shared):
+def test_wrong_answers_raise_an_error(kind, shared, monkeypatch):
     server, sampler = shared
+    monkeypatch.setattr(vllm_sampler, "REQUESTS_PER_SERVER", 1)  # two rows
     server.fault = WRONG[kind]
     with pytest.raises(VLLMError):
         sampler.sample(make_rows([0], prompts=PROMPTS[:1]))
@@ -416,13 +438,16 @@ def test_a_key_in_an_answer_is_not_shown(bank, tmp_path, monkeypatch):
     assert SECRET not in message
 
 
-def test_requests_are_repeated_until_the_server_answers(shared):
+def test_failed_requests_are_repeated_and_no_others(shared):
     server, sampler = shared
     failures = iter([None, (500, b"EngineDeadError"), (503, b"")])
     server.fault = lambda body, right: next(failures, right)
     rows = make_rows([0], greedy=True)
+    assert len(rows) == 6
+    server.requests.clear()
     rollout = sampler.sample(rows)
     assert next(failures, "used up") == "used up"
+    assert rows_requested(server) == [3] * 5  # two requests, and three that are repeated
     server.fault = None
     assert torch.equal(rollout.actions, sampler.sample(rows).actions)
 
@@ -439,6 +464,26 @@ def test_a_slow_server_ends_in_an_error_within_the_timeout(server, bank, tmp_pat
     with pytest.raises(VLLMError, match="timeout"):
         connected(bank, tmp_path, server, timeout=0.5)
     assert time.monotonic() - began < 30
+
+
+def test_a_step_may_take_longer_than_the_timeout(server, bank, tmp_path, monkeypatch):
+    """Each answer starts the time again, so no request is repeated."""
+    sampler = connected(bank, tmp_path, server, timeout=0.8)
+    lock = threading.Lock()
+
+    def slowly(body, answer):
+        with lock:
+            time.sleep(0.25)
+        return answer
+
+    server.fault = slowly
+    server.requests.clear()
+    monkeypatch.setattr(vllm_sampler, "REQUESTS_PER_SERVER", 32)
+    rows = make_rows([0], tokens=1)
+    began = time.monotonic()
+    sampler.sample(rows)
+    assert time.monotonic() - began > 1.5
+    assert sum(rows_requested(server)) == len(rows)
 
 
 def test_a_restarted_server_gets_all_adapters_again(server, bank, tmp_path):

@@ -46,7 +46,7 @@ from evogrpo.members.language.lora import lora_from_json, lora_to_json
 from evogrpo.members.language.own_loop import Experiences, as_batch, as_completions, prompt_rows
 from evogrpo.members.language.peft_files import StoredAdapter
 from evogrpo.members.language.sizing import size_for_memory
-from evogrpo.members.language.vllm_sampler import VLLMSampler
+from evogrpo.members.language.vllm_base import VLLMBase
 from evogrpo.members.members import BankMembers, CheckpointFiles, SavedMembers
 from evogrpo.members.requests import (
     HELD_OUT,
@@ -236,7 +236,7 @@ class LanguageMembers(BankMembers):
 
     def sample_with(self, sampler: Sampler) -> None:
         """Generate completions with an external engine. Called on all ranks."""
-        if isinstance(sampler, VLLMSampler):
+        if isinstance(sampler, VLLMBase):
             sampler.connect(self.bank)
         self.sampler = sampler
         self._loaded = None

@@ -2,13 +2,14 @@
 
 import http.client
 import json
+import math
 import os
 import re
 import socket
 import threading
 import time
 import urllib.parse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
 from typing import Annotated, Any, TypeVar
 
@@ -67,7 +68,8 @@ class Server:
 
     Args:
         url: Address of the server.
-        timeout: Time limit of a call in seconds, repetitions included.
+        timeout: Seconds without any whole answer of the server after which a call fails,
+            repetitions included.
         key_name: Environment variable with the key of the server; None = no key.
         name: Name of the server in messages.
 
@@ -98,6 +100,8 @@ class Server:
         self.url = url.rstrip("/")
         self.base = ""
         self._timeout = timeout
+        # When the server last answered: while it does, requests that it has not got to are waiting.
+        self._answered = -math.inf
         self._address = urllib.parse.urlsplit(self.url)
         # 2. Read the key. http.client would show an invalid one in its error.
         self._name = name
@@ -117,7 +121,9 @@ class Server:
         final: bool = False,
         limit: int = MAX_ANSWER,
     ) -> tuple[int, bytes]:
-        """Return status and content of an answer; repeat the request until there is one.
+        """Return status and content of an answer; repeat a request that fails.
+
+        A request that has no answer yet is not repeated: the server may still be working on it.
 
         Args:
             path: Path of the endpoint.
@@ -133,22 +139,26 @@ class Server:
         sent = None
         if body is not None:
             sent = json.dumps(body).encode()
-        deadline = time.monotonic() + self._timeout
+        began = time.monotonic()
+
+        def seconds_left() -> float:
+            """Return the seconds that are left; each answer to any call starts the time again."""
+            return max(began, self._answered) + self._timeout - time.monotonic()
+
         pause = 0.05
         # Send the request until there is an answer, with longer and longer pauses.
         while True:
-            # A single attempt takes at most half of the time, so that there is a second one.
-            seconds = max(0.1, min(deadline - time.monotonic(), self._timeout / 2))
             try:
-                status, content = self._exchange(path, sent, seconds, limit)
+                status, content = self._exchange(path, sent, seconds_left, limit)
                 if status < http.HTTPStatus.INTERNAL_SERVER_ERROR or final:
+                    self._answered = time.monotonic()
                     return status, content
                 problem = f"status {status}: {self.shown(content)}"
             except VLLMError:
                 raise
             except (OSError, http.client.HTTPException, ValueError) as error:
                 problem = str(error) or type(error).__name__
-            if deadline - time.monotonic() < pause or ended.wait(pause):
+            if seconds_left() < pause or ended.wait(pause):
                 raise VLLMError(
                     f"The {self._name} at {self.url} gave no answer within {self._timeout:g}"
                     f" seconds ({self.shown(problem.encode(errors='replace'))}). Start it again, or"
@@ -157,7 +167,7 @@ class Server:
             pause = min(2 * pause, 2.0)
 
     def _exchange(
-        self, path: str, body: bytes | None, seconds: float, limit: int
+        self, path: str, body: bytes | None, seconds_left: Callable[[], float], limit: int
     ) -> tuple[int, bytes]:
         """Send a request once and return status and content of the answer.
 
@@ -167,7 +177,7 @@ class Server:
         Args:
             path: Path of the endpoint.
             body: Content of a POST; None = GET.
-            seconds: Time for the whole exchange.
+            seconds_left: Returns the time that is left for the exchange.
             limit: Maximum bytes of the answer. Of an answer with an error, the beginning is
                 returned.
 
@@ -177,18 +187,21 @@ class Server:
             HTTPException: If the answer is not HTTP, or incomplete.
             ValueError: The same.
         """
-        # 1. Connect. The timeout of a socket limits each packet only, so a timer ends it.
-        deadline = time.monotonic() + seconds
+        # 1. Connect, in a part of the time, so that there is a second attempt. The timeout of a
+        #    socket limits each packet only, so a thread ends the exchange.
         is_https = self._address.scheme == "https"
         connect: type[http.client.HTTPConnection] = http.client.HTTPConnection
         if is_https:
             connect = http.client.HTTPSConnection
+        seconds = max(0.1, min(seconds_left(), self._timeout / 4))
         connection = connect(self._address.hostname or "", self._address.port, timeout=seconds)
         with closing(connection):
             connection.connect()
-            timer = threading.Timer(deadline - time.monotonic(), _shut_down, [connection.sock])
-            timer.daemon = True
-            timer.start()
+            connection.sock.settimeout(None)
+            done = threading.Event()
+            expired = threading.Event()
+            arguments = (connection.sock, seconds_left, done, expired)
+            threading.Thread(target=_watch, args=arguments, daemon=True).start()
             try:
                 # 2. Send.
                 headers = {"Content-Type": "application/json", "Connection": "close"}
@@ -214,9 +227,9 @@ class Server:
                     if len(content) <= limit and response.length:
                         raise http.client.IncompleteRead(b"", response.length)
             finally:
-                timer.cancel()
+                done.set()
         # 4. Check time and size. Without a length in the header, a shut down looks like an end.
-        if time.monotonic() >= deadline:
+        if expired.is_set():
             raise TimeoutError("the answer was not complete in time")
         if len(content) > limit and status == http.HTTPStatus.OK:
             raise VLLMError(
@@ -256,8 +269,17 @@ class Server:
         return printable(shorten(text, 500))
 
 
-def _shut_down(connection: socket.socket) -> None:
-    """End all reads and writes of a socket, which may be closed already."""
-    with suppress(OSError):
-        # Not the method of an SSL socket, which would also drop the state that reads use.
-        socket.socket.shutdown(connection, socket.SHUT_RDWR)
+def _watch(
+    connection: socket.socket,
+    seconds_left: Callable[[], float],
+    done: threading.Event,
+    expired: threading.Event,
+) -> None:
+    """End all reads and writes of a socket when its time is over, unless `done` is set before."""
+    while not done.wait(max(0.0, seconds_left())):
+        if seconds_left() <= 0:
+            expired.set()
+            with suppress(OSError):  # closed already
+                # Not the method of an SSL socket, which would also drop the state that reads use.
+                socket.socket.shutdown(connection, socket.SHUT_RDWR)
+            return

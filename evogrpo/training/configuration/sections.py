@@ -27,6 +27,7 @@ from evogrpo.validation import (
     Text,
     is_text,
     plain,
+    refuse_unknown,
     settings,
 )
 
@@ -73,7 +74,7 @@ def _sampler(value: Any) -> Any:
     """Return the name and the settings of a sampler, whose code is imported; None stays None."""
     if value is None:
         return None
-    from evogrpo.training.configuration.user_code import VLLM, named_sampler
+    from evogrpo.training.configuration.user_code import BUILT_IN_SAMPLERS, VLLM, named_sampler
 
     # 1. Write all forms as a mapping with a name. `vllm: URL` stands for a name and a URL.
     values = {"name": value} if isinstance(value, str) else value
@@ -84,16 +85,11 @@ def _sampler(value: Any) -> Any:
         raise ValueError(f"must be a name, or a mapping of name and settings, got {shown(value)}.")
     factory = named_sampler(values["name"])
     # 2. Check the settings of vLLM here, because the sampler is made after the weights are loaded.
-    if values["name"] == VLLM:
+    if values["name"] in BUILT_IN_SAMPLERS:
         settings = {key: each for key, each in values.items() if key != "name"}
-        needed = {"url", "adapters_dir"}
-        unknown = sorted(map(str, settings.keys() - {*needed, "timeout"}))
-        wrong = unknown or sorted(needed - settings.keys())
-        if wrong:
-            raise ValueError(
-                f"needs {VLLM} (or url), adapters_dir and optionally timeout. Check"
-                f" {', '.join(wrong)}."
-            )
+        refuse_unknown("setting", settings, BUILT_IN_SAMPLERS[values["name"]])
+        if values["name"] == VLLM and not {"url", "adapters_dir"} <= settings.keys():
+            raise ValueError(f"needs {VLLM} (or url) and adapters_dir. Add what is missing.")
         factory(None, **settings)
     return dict(values)
 
@@ -250,7 +246,8 @@ class Config:
             have evolving task settings, unless architectures or proposed texts evolve; otherwise
             "tournament".
         sampler: Another engine that samples completions, with its settings.
-            `{vllm: URL, adapters_dir: FOLDER}` uses vLLM servers (see `evogrpo.VLLMSampler`).
+            `{vllm: URL, adapters_dir: FOLDER}` uses vLLM servers (see `evogrpo.VLLMSampler`), and
+            `vllm_colocate` runs vLLM in this process (see `evogrpo.ColocatedVLLMSampler`).
             Others are a function as "path.py:function" or "module:function", or a plugin, called as
             `function(population, **settings)` at the start and on resume; null = the bank.
         proposer: Writer of new texts for task settings whose search space says `proposed: true`: a

@@ -30,7 +30,13 @@ PLUGINS = "evogrpo.plugins"
 GEPA = "gepa"
 """Name of the built-in proposer `evogrpo.training.reflection.gepa_proposer`."""
 VLLM = "vllm"
-"""Name of the built-in sampler `evogrpo.VLLMSampler`."""
+VLLM_COLOCATE = "vllm_colocate"
+"""Names of the samplers `evogrpo.VLLMSampler` and `evogrpo.ColocatedVLLMSampler`."""
+BUILT_IN_SAMPLERS = {
+    VLLM: ("url", "adapters_dir", "timeout"),
+    VLLM_COLOCATE: ("gpu_memory_utilization", "max_model_len", "adapters_dir"),
+}
+"""Their settings, which are checked with the configuration, before anything is loaded."""
 
 
 def load_named(reference: str, what: str, category: str = "function") -> Callable[..., Any]:
@@ -173,15 +179,19 @@ def named_sampler(name: str) -> "Callable[..., Sampler]":
     """
     if ":" in name:
         return load_named(name, "sampler")
-    factory = load_plugin(name, "sampler", (VLLM,))
+    factory = load_plugin(name, "sampler", tuple(BUILT_IN_SAMPLERS))
     if factory is not None:
         return factory
-    if name != VLLM:
-        error = unknown_name_error("sampler", name, [VLLM, *plugin_names()])
-        raise ValueError(f'{error}. For your own sampler, write "module:function".')
-    from evogrpo.members.language.vllm_sampler import VLLMSampler
+    if name == VLLM:
+        from evogrpo.members.language.vllm_sampler import VLLMSampler
 
-    return lambda population, **settings: VLLMSampler(**settings)
+        return lambda population, **settings: VLLMSampler(**settings)
+    if name == VLLM_COLOCATE:
+        from evogrpo.members.language.vllm_colocate import ColocatedVLLMSampler
+
+        return lambda population, **settings: ColocatedVLLMSampler(**settings)
+    error = unknown_name_error("sampler", name, [*BUILT_IN_SAMPLERS, *plugin_names()])
+    raise ValueError(f'{error}. For your own sampler, write "module:function".')
 
 
 def make_sampler(values: Mapping[str, Any], population: "Population") -> "Sampler":

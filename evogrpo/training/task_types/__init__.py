@@ -22,7 +22,7 @@ from evogrpo.training.configuration.question_tasks import (
     ReasoningTask,
 )
 from evogrpo.training.configuration.sections import Config
-from evogrpo.training.configuration.user_code import VLLM
+from evogrpo.training.configuration.user_code import BUILT_IN_SAMPLERS
 from evogrpo.training.forecast import MemoryNeed
 from evogrpo.training.schedule import Schedule
 from evogrpo.training.task_types.networks import NetworkTask, NetworkTaskType
@@ -60,7 +60,7 @@ class LanguageTaskType:
 
     def check(self, config: Config) -> None:
         """Raise ValueError for sharding or vLLM with full fine-tuning."""
-        vllm = config.sampler is not None and config.sampler["name"] == VLLM
+        vllm = config.sampler is not None and config.sampler["name"] in BUILT_IN_SAMPLERS
         if config.agent.full_finetuning and (vllm or config.base_parts > 1):
             raise ValueError(
                 "agent.full_finetuning supports neither base_parts nor vLLM. Remove them."
