@@ -92,7 +92,6 @@ class ColocatedVLLMSampler(VLLMBase):
         # 1. Start the engine of each rank. It sleeps until it is used.
         with bank.processes.shared_errors(), _torchrun_variables(bank):
             self._engine = self._start(bank)
-            self._engine.sleep(level=SLEEP_LEVEL)
         # 2. Compare the base model with the trainer's.
         difference = self._difference(lambda rows: self.sample(rows, base=True))
         if difference is not None:
@@ -101,15 +100,16 @@ class ColocatedVLLMSampler(VLLMBase):
         self.sync(range(bank.size))
 
     def _start(self, bank: AdapterBank) -> Any:
-        """Return a new engine with the base model, on the GPU of this rank."""
+        """Return a new engine with the base model, on the GPU of this rank; it sleeps."""
         model = loadable_name(bank.base.model)
         if model is None:
             raise ValueError(
                 "vLLM loads the base model itself, but its source is unknown. Load it with"
                 " evogrpo.load_base from a hub id or a folder."
             )
+        torch.cuda.empty_cache()  # nothing without CUDA
         with _reported("start"):
-            return importlib.import_module("vllm").LLM(
+            engine = importlib.import_module("vllm").LLM(
                 model=model,
                 dtype=str(served_dtype(bank.base.model)).removeprefix("torch."),
                 # Ranks must not draw the same random numbers.
@@ -124,6 +124,8 @@ class ColocatedVLLMSampler(VLLMBase):
                 distributed_executor_backend="external_launcher",
                 **self._options,
             )
+            engine.sleep(level=SLEEP_LEVEL)
+        return engine
 
     def sync(self, slots: Sequence[int]) -> None:
         """Write the adapters of these slots, if their weights have changed.
@@ -174,8 +176,7 @@ class ColocatedVLLMSampler(VLLMBase):
         if not base:
             adapters = [self._adapters[slot] for slot in rows.member_ids.tolist()]
         # 2. Wake up, sample, and sleep.
-        if bank.base.device.type == "cuda":
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
         with _reported("sample"):
             self._engine.wake_up()
             try:
