@@ -6,6 +6,7 @@ of GEPA (arXiv:2507.19457), so a function written for the packages `gepa` or DSP
 """
 
 import copy
+import inspect
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -50,11 +51,17 @@ POLL_SECONDS = 0.2
 
 def _checked_function(value: Any) -> ProposalFunction:
     """Return a proposal function; raise ValueError for anything else."""
+    form = "(candidate, reflective_dataset, components_to_update)"
     if isinstance(value, type) or not callable(value):
-        raise ValueError(
-            "must be a function of (candidate, reflective_dataset, components_to_update), got"
-            f" {shown(value)}."
-        )
+        raise ValueError(f"must be a function of {form}, got {shown(value)}.")
+    if inspect.iscoroutinefunction(value):
+        raise ValueError("must be a function without async, got a coroutine function.")
+    try:
+        inspect.signature(value).bind({}, {}, [])
+    except TypeError as error:
+        raise ValueError(f"must be a function of {form}: {one_line(error)}.") from error
+    except ValueError:  # a built-in function without a signature
+        pass
     function: ProposalFunction = value
     return function
 
@@ -181,14 +188,15 @@ def _proposals(
         # 3. Check the texts.
         found = []
         for each in wanted:
-            after = texts.get(each.name, each.before)
+            after = texts.get(each.name, "")
             refused = problem or _refusal(run, child, each.name, after, each.before)
             if refused is not None:
                 after = each.before
                 if not run.warned_of_proposals:
                     run.warned_of_proposals = True
+                    reason = refused.removesuffix(".")
                     warn(
-                        f"Member {child.index} keeps its parent's {each.name}: {refused}. Further"
+                        f"Member {child.index} keeps its parent's {each.name}: {reason}. Further"
                         " refused texts are in the journal only."
                     )
             found.append(replace(each, after=after, refused=refused, seen=tuple(seen)))
@@ -216,7 +224,11 @@ def _ask(
         return {}, f"the proposer failed: {class_name(answer)}: {one_line(answer)}"
     if not isinstance(answer, Mapping):
         return {}, f"the proposer must return a mapping of names to texts, got {shown(answer)}"
-    return {f"task.{name}": text for name, text in answer.items() if name in short}, None
+    texts = {f"task.{name}": text for name, text in answer.items() if name in short}
+    if not texts:
+        names = shown([str(name) for name in answer])
+        return {}, f"the proposer must return a text for {' or '.join(short)}, got {names}"
+    return texts, None
 
 
 def _call_with_limit(call: Callable[[], Any], seconds: float, stop: Stop) -> Any:

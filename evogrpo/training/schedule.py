@@ -8,6 +8,7 @@ from pydantic import Field
 
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.search_space import MAX_SAMPLES, HyperparameterConfig, check_group_size
+from evogrpo.evolution.founders import warm_start_founders
 from evogrpo.text import count_text, duration_text, pluralize
 from evogrpo.validation import (
     MAX_COUNT,
@@ -267,9 +268,11 @@ def warn_without_effect(
     settings = population.members.settings
     step_based = population.members.step_based
     if strategy is not None:
+        architectures = population.members.evolves
         if len(agents) == 1:
-            architectures = population.members.evolves
             _warn_unused_evolution(strategy, space, architectures=architectures)
+        elif not strategy.mutates:
+            _warn_unused_mutation(strategy, space, architectures=architectures)
         _warn_first_guess(strategy, agents[0].hyperparameters, space, step_based=step_based)
     # 2. The objective, which an algorithm of the user may not use.
     if "objective" in population.algorithm.unused_options:
@@ -313,6 +316,20 @@ def _warn_unused_evolution(
         warn(
             f"A single member does not evolve. Without effect: {'; '.join(unused)}. Remove it, or"
             " use more members."
+        )
+
+
+def _warn_unused_mutation(
+    strategy: "Strategy", space: HyperparameterConfig, *, architectures: bool
+) -> None:
+    """Warn of what only mutation changes, if the strategy does not mutate."""
+    unused = [name for name, parameter in space.items() if parameter.proposed]
+    if architectures:
+        unused.append("evolve_network")
+    if unused:
+        warn(
+            f"No new texts or networks: the strategy {type(strategy).__name__} does not mutate, so"
+            f" {', '.join(unused)} has no effect. Use a strategy that mutates, such as tournament."
         )
 
 
@@ -362,7 +379,12 @@ def check_task(config: "Config", env: "GroupEnvironment") -> None:
     """
     from evogrpo.algorithms.population import check_settings
 
-    members = [config.hyperparameters, *(config.founders or ())]
+    members = [config.hyperparameters]
+    if config.founders:
+        # Of the settings of an earlier run, those that this run does not have are left out.
+        samples = config.schedule.samples_per_step
+        space = config.search_space
+        members += warm_start_founders(config.founders, members[0], space, samples)[0]
     check_settings(env, config.search_space, members)
     check_fitness(config.fitness, config.search_space, env)
     config.schedule.check_held_out(env)

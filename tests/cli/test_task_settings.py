@@ -47,3 +47,28 @@ def test_settings_of_a_configuration_reach_export_and_replay(project, workdir, c
     assert exported.keys() == settings.keys()
     assert Path("member/system_prompt.txt").read_text() == exported["task.style"] + "{}"
     assert main(["replay", "schedule.yaml", "--run-dir", "again"]) == 0
+    # The plan has the prompt of the member that will train, not that of the configuration.
+    override = "task.settings.style=0"
+    capsys.readouterr()
+    assert main(["replay", "schedule.yaml", "--dry-run", override]) == 0
+    printed = capsys.readouterr().out
+    assert f"first prompt       's:{exported['task.style']}" in printed
+    assert "other prompt" not in printed
+    # A run without the settings of the run that it starts like.
+    plain = {key: value for key, value in values.items() if key != "search_space"}
+    plain["task"] = {**values["task"], "system_prompt": None}
+    plain["population"] = {"size": 2, "like": "run"}
+    Path("like.yaml").write_text(yaml.safe_dump(plain))
+    assert main(["train", "like.yaml", "--dry-run"]) == 0
+
+
+def test_a_proposed_text_may_have_one_choice(project, workdir, capsys):
+    Path("mine.py").write_text(REWARDS + "def write(candidate, dataset, names):\n    return {}\n")
+    values = yaml.safe_load((project / "tiny.yaml").read_text())
+    values["model"] = str(project / "model")
+    values["task"] |= {**TASK, "dataset": {"train": str(project / "train.jsonl")}}
+    values["search_space"] = {"task": {"style": {"choices": ["1+1"], "proposed": True}}}
+    values |= {"proposer": "mine.py:write", "strategy": {"name": "tournament"}}
+    Path("my.yaml").write_text(yaml.safe_dump(values))
+    assert main(["train", "my.yaml", "--dry-run"]) == 0
+    assert "first prompt       's:1+1" in capsys.readouterr().out

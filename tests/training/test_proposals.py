@@ -98,7 +98,7 @@ def test_a_proposer_sees_training_completions_of_the_parent_only():
         ({"style": FIRST}, "text of the parent"),
         ({"style": ""}, "must be a text"),
         ({"style": 3}, "must be a text"),
-        ({}, "text of the parent"),
+        ({"tone": "1"}, "for style, got"),
         (None, "must return a mapping"),
         ({"style": "1" * 200}, "context"),
         ({"style": "1" * 30_000}, "30,000 characters"),
@@ -109,6 +109,22 @@ def test_a_refused_text_leaves_that_of_the_parent(tmp_path, answer, reason):
         run = start(tmp_path / "run", proposer=lambda *_: answer).finish()
     assert {agent.hyperparameters["task.style"] for agent in run.population.agents} == {FIRST}
     assert all(reason in event["refused"] for event in events(tmp_path / "run", "proposal"))
+
+
+def test_functions_that_cannot_be_called_as_proposers_are_refused():
+    async def waits(candidate, reflective_dataset, components_to_update):
+        return candidate
+
+    for function in (lambda candidate: candidate, waits):
+        with pytest.raises(ValueError, match="function"):
+            Proposer(function=function)
+
+
+def test_a_strategy_that_does_not_mutate_never_asks():
+    population = tiny_population(2, hp_config=SPACE, seed=1)
+    options = {"proposer": numbered([]), "generations": 1, "test_questions": 0}
+    with pytest.warns(UserWarning, match=r"task\.style has no effect"):
+        evolve(population, styled_env(), strategy="fixed", samples_per_step=8, **options)
 
 
 def test_a_proposer_that_fails_or_hangs_does_not_end_the_run(tmp_path):

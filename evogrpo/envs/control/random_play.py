@@ -185,7 +185,7 @@ def check_determinism(
         reason = str(error)
         # Checks of this library end with a period and name their own fix; Python's errors need a
         # hint.
-        if not reason.endswith("."):
+        if not reason.endswith((".", "?")):
             reason += f". {RESET_RESULTS}, {STEP_RESULTS}."
         raise ValueError(
             f"{name} failed in a few steps of random play: {class_name(error)}: {reason}"

@@ -105,7 +105,7 @@ class RewardComponents:
             except Exception as error:
                 raise ValueError(
                     f"rewards: {name} raised {class_name(error)}: {one_line(error)}"
-                    f"{user_line(error)}"
+                    f"{user_line(error)}. It gets (observation, action, reward, info)."
                 ) from error
         return result
 

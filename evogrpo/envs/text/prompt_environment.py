@@ -629,7 +629,7 @@ class PromptEnvironment:
             ' completion[-1]["content"].'
         )
 
-    def preflight(self) -> Preflight:
+    def preflight(self, settings: TaskSettings | None = None) -> Preflight:
         """Call the user's functions on made-up completions of the first training prompt.
 
         These are reward functions, reply functions and environments.
@@ -637,10 +637,14 @@ class PromptEnvironment:
         with one completion alone, as for a greedy answer. With on_reward_error "exclude" a failure
         is a warning.
 
+        Args:
+            settings: Task settings of the member that gets the prompt; None = configured values.
+
         Raises:
             RewardError: If a function fails.
         """
-        batch = self.make_batch("train", [0])
+        own = None if settings is None else [settings]
+        batch = self.make_batch("train", [0], own)
         rewards = self._sample_rewards(batch)
         if self._metric is not self._rewards:
             held_out = self.make_batch("validation", [0])

@@ -270,12 +270,19 @@ class LanguageTask:
 
     def _other_prompt(self) -> dict[str, str]:
         """Return the row of the plan on the first prompt of a member with other texts in it."""
+        config = self.config
+        if config.population.size == 1 and not config.strategy.mutates:
+            return {}
         others: dict[str, Any] = {}
-        for name, parameter in self.config.search_space.task_settings.items():
-            if name in self.env.policy_settings:
-                own = self.config.hyperparameters.task_settings[name]
-                possible = parameter.choices or parameter.bounds
-                others[name] = next(value for value in possible if value != own)
+        for name, parameter in config.search_space.task_settings.items():
+            if name not in self.env.policy_settings:
+                continue
+            own = config.hyperparameters.task_settings[name]
+            for value in parameter.choices or parameter.bounds:
+                # A proposed text may have a single choice.
+                if value != own:
+                    others[name] = value
+                    break
         if not others:
             return {}
         batch = self.env.make_batch("train", [0], [TaskSettings(others)])
@@ -417,7 +424,7 @@ def build(config: Config, env: PromptEnvironment | None = None) -> LanguageTask:
     # 4. Check the task settings, try the reward functions, and check all tokens against the model.
     check_task(config, env)
     try:
-        trial = env.preflight()
+        trial = env.preflight(config.hyperparameters.task_settings)
     except RewardError as error:
         env.close()
         raise ValueError(
