@@ -643,7 +643,7 @@ class PromptEnvironment:
         Raises:
             RewardError: If a function fails.
         """
-        own = None if settings is None else [settings]
+        own = [] if settings is None else [settings]
         batch = self.make_batch("train", [0], own)
         rewards = self._sample_rewards(batch)
         if self._metric is not self._rewards:
