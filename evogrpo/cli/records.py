@@ -5,7 +5,6 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 from rich.cells import cell_len
 from rich.table import Table
@@ -193,7 +192,8 @@ def compare(args: argparse.Namespace) -> int:
         if own_section not in ("", section):
             add_row(own_section, [""] * count)
         section = own_section
-        add_row(f"  {own}" if section else own, map(_setting_text, values))
+        texts = [one_line(value_text(value), _MAX_VALUE_WIDTH) for value in values]
+        add_row(f"  {own}" if section else own, texts)
     if not compared.settings:
         add_row("settings", ["the same"] * count)
     add_row("", [""] * count)
@@ -384,11 +384,6 @@ def _difference_text(difference: TestDifference) -> Text:
         method = f"paired on {difference.questions}"
     noise = _noise_text(difference.beyond_noise)
     return Text(f"{difference.gain:+}, {noise} ({method})")
-
-
-def _setting_text(value: Any) -> str:
-    """Return a setting as short text."""
-    return one_line(value_text(value), _MAX_VALUE_WIDTH)
 
 
 # ---- tables that fit into a terminal

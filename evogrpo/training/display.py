@@ -413,7 +413,12 @@ def completions_table(examples: Sequence[Example], best: int, width: int) -> Tab
             values = [number_text(each.rewards.get(name)) for each in shown]
             numbers.append((printable(name), values))
     numbers.append(("reward", [number_text(each.reward) for each in shown]))
-    numbers.append(("advantage", [_signed(each.advantage) for each in shown]))
+    advantages = []
+    for each in shown:
+        # With its sign, unless it is 0 or missing.
+        text = f"{each.advantage:+.3g}" if each.advantage else number_text(each.advantage)
+        advantages.append(text)
+    numbers.append(("advantage", advantages))
     # 3. In a narrow terminal, leave out the columns of reward functions, then the advantage. Divide
     #    the width that is left; the question gets at most half of it.
     members = (f"step {shown[0].step + 1}", [f"#{each.index}" for each in shown])
@@ -453,13 +458,6 @@ def _width_left(width: int, columns: Sequence[tuple[str, Sequence[str]]]) -> int
     for name, values in columns:
         width -= max(map(cell_len, (name, *values))) + _COLUMN_GAP
     return width - 2 * _COLUMN_GAP
-
-
-def _signed(value: float | None) -> str:
-    """Return a number with its sign."""
-    if not value:
-        return number_text(value)
-    return f"{value:+.3g}"
 
 
 def one_line(text: str) -> str:

@@ -210,7 +210,7 @@ class Trackers:
         if not rows:
             return
         columns = list(dict.fromkeys(chain.from_iterable(rows)))
-        data = [_cells(row, columns) for row in rows]
+        data = [[_scalar(row.get(column)) for column in columns] for row in rows]
         self._call("log_table", table_name=name, columns=columns, data=data, step=step)
 
     def finish(self) -> None:
@@ -235,10 +235,6 @@ class Trackers:
 def _warn_stopped(name: str, error: Exception) -> None:
     reason = (error.strerror if isinstance(error, OSError) else None) or one_line(error)
     warn(f"The tracker {name} stopped: {shorten(reason, 300)}", rank_zero_only=False)
-
-
-def _cells(row: Mapping[str, Any], columns: Sequence[str]) -> list[Any]:
-    return [_scalar(row.get(column)) for column in columns]
 
 
 def _scalar(value: Any) -> Any:

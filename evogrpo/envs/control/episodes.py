@@ -67,7 +67,9 @@ class PolicyEpisodes:
     @property
     def rewards(self) -> NDArray[np.float64]:
         """Undiscounted returns `[n]` of the agents' own training rewards."""
-        return _total(self.own_rewards)
+        # Step by step: a pairwise sum would depend on the padding, and so on the longest episode.
+        total: NDArray[np.float64] = self.own_rewards.cumsum(axis=1)[:, -1]
+        return total
 
     @property
     def lengths(self) -> NDArray[np.int64]:
@@ -355,15 +357,6 @@ def _table(
         rows, t, rewards = (np.concatenate(column) for column in zip(*parts, strict=True))
         result[rows, t] = rewards
     return result
-
-
-def _total(rewards: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Sum `[n, t]` step by step.
-
-    A pairwise sum would depend on the padding, and so on the longest episode.
-    """
-    total: NDArray[np.float64] = rewards.cumsum(axis=1)[:, -1]
-    return total
 
 
 def _credited(rewards: NDArray[np.float64], present: NDArray[np.bool_]) -> NDArray[np.float64]:

@@ -79,10 +79,6 @@ class RewardComponents:
         """True if the training reward is the environment's own reward."""
         return self.weights == {OWN_REWARD: 1.0}
 
-    def weight_row(self, settings: TaskSettings) -> list[float]:
-        """Return the weight of each term for a member with these task settings."""
-        return list({**self.weights, **settings.weights("reward_weights")}.values())
-
     def values(self, observation: Any, action: Any, reward: Any, info: Any) -> list[Any]:
         """Return the value of each component in one step, as the user's code gives it.
 

@@ -159,9 +159,12 @@ def play_episodes(
     terms: tuple[str, ...] = ()
     options: list[Options] = [{}] * len(request.seeds)
     if env.components is not None:
-        terms = tuple(env.components.weights)
+        configured = env.components.weights
+        terms = tuple(configured)
         options = [own.group("task") for own in request.settings]
-        weights = np.array([env.components.weight_row(own) for own in request.settings])
+        # Weights that a member does not have are the configured ones, in the order of the terms.
+        of_rows = [{**configured, **own.weights("reward_weights")} for own in request.settings]
+        weights = np.array([list(each.values()) for each in of_rows])
     recorder = EpisodeRecorder(mapping, request.groups, terms)
     env.stop = request.stop
     members = request.member_ids

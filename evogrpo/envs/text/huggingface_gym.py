@@ -171,7 +171,11 @@ class HuggingFaceGym(PromptEnvironment):
     ) -> None:
         columns = ["prompt"]
         template: Sequence[Message] | None = None
-        if reward_fn is not None and _is_of_verl(first_row(train_dataset)):
+        first: Mapping[str, Any] = {}
+        if reward_fn is not None:
+            first = first_row(train_dataset)
+        # verl's layout: the prompt, and reward_model with the ground truth.
+        if {"prompt", "reward_model"} <= first.keys() and "question" not in first:
             columns = list(_PREPARED)
             if conversation_template is not None:
                 raise ValueError(
@@ -423,11 +427,6 @@ class HuggingFaceGym(PromptEnvironment):
 
 _PREPARED = ("prompt", "answer")
 """Required columns of a dataset in verl's layout, once `question` and `answer` are added."""
-
-
-def _is_of_verl(row: Mapping[str, Any]) -> bool:
-    """Return True for a row in verl's layout: prompt, and reward_model with the ground truth."""
-    return {"prompt", "reward_model"} <= row.keys() and "question" not in row
 
 
 def _reasoning_questions(
