@@ -23,7 +23,6 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from evogrpo.algorithms.agent import Agent
-from evogrpo.algorithms.agent_classes import algorithm_class, own_algorithm
 from evogrpo.algorithms.checkpointing import (
     PopulationRecord,
     population_state,
@@ -32,6 +31,8 @@ from evogrpo.algorithms.checkpointing import (
     split_shared,
 )
 from evogrpo.algorithms.factory import AGENT_CLASSES
+from evogrpo.algorithms.grpo import GRPO
+from evogrpo.algorithms.multi_agent import MultiAgentGRPO
 from evogrpo.algorithms.population import Population
 from evogrpo.distributed import processes
 from evogrpo.envs.fingerprint import check_fingerprint
@@ -72,7 +73,7 @@ from evogrpo.storage.journal import (
 )
 from evogrpo.storage.lock import DirectoryLock
 from evogrpo.synonyms import unknown_name_error
-from evogrpo.text import expand_user
+from evogrpo.text import expand_user, shown
 from evogrpo.training.configuration.sections import (
     CONFIG_FILE,
     CONFIG_HEAD,
@@ -118,6 +119,44 @@ class RunRecord:
     logging: LoggingConfig
     data: Mapping[str, str] | None
     config: Mapping[str, Any] | None
+
+
+# ---- class of the agents
+
+
+def _own_algorithm(algorithm: type[Agent]) -> str | None:
+    """Return the name of a user's own algorithm for checkpoints; None for built-in ones."""
+    if algorithm in (GRPO, MultiAgentGRPO):
+        return None
+    return algorithm.__qualname__
+
+
+def _algorithm_class(kind: str, stored: str | None, given: type[Agent] | None) -> type[Agent]:
+    """Return the class of a stored population's agents; a name in a checkpoint is never imported.
+
+    Args:
+        kind: Kind of their members.
+        stored: Name of the algorithm in the checkpoint; None = built-in.
+        given: The user's class; None = the built-in class of this kind.
+
+    Raises:
+        ValueError: If the user's class is missing or does not match.
+    """
+    found = given
+    if given is None and stored is None:
+        found = MultiAgentGRPO if kind in MultiAgentGRPO.kinds else GRPO
+    # A class of the user cannot be found by its name, so it must be given.
+    if found is None:
+        raise ValueError(
+            f"The run's agents have a class of your own, {stored!r}. Pass algorithm={stored}."
+        )
+    if _own_algorithm(found) != stored or kind not in found.kinds:
+        ours = stored or AGENT_CLASSES[kind]
+        raise ValueError(
+            f"The run's agents have the class {ours!r}, got {shown(found.__qualname__)}. Pass"
+            f" algorithm={ours}."
+        )
+    return found
 
 
 # ---- exports
@@ -288,7 +327,7 @@ class RunDir:
             run_id=self.run_id,
             journal=JournalPrefix(bytes=journal.size, sha256=journal.sha256),
             population=members,
-            algorithm=own_algorithm(population.algorithm),
+            algorithm=_own_algorithm(population.algorithm),
             run_state=run_state,
             strategy=strategy_record(run.strategy),
             strategy_state=run.strategy.state(),
@@ -453,7 +492,7 @@ class StoredRun:
             ValueError: If the class of custom agents is missing or differs.
         """
         record = self.record
-        kind = algorithm_class(self.base["kind"], record.algorithm, algorithm)
+        kind = _algorithm_class(self.base["kind"], record.algorithm, algorithm)
         population = restore_population(
             kind,
             self.tensors,
