@@ -407,10 +407,12 @@ class Batch:
         """
         indices, row = self.counted_actions()
         counted = torch.ones(len(row), 1, dtype=torch.bool, device=row.device)
+        # 1. Values of whole episodes are dropped; those of rows are repeated for each action.
         dropped = ("step_rewards", "reward_components", "component_weights", "truncated")
         fields: dict[str, Any] = dict.fromkeys(dropped)
         for name in ("rewards", "group_ids", "member_ids"):
             fields[name] = select_rows(getattr(self, name), row)
+        # 2. Values of actions are selected, each as a row of its own.
         for name in ("actions", "sampler_log_probs"):
             value = getattr(self, name)
             if value is not None:

@@ -445,6 +445,7 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
         if parameter is None:
             return self
         valid = ", ".join(map(str, divisors))
+        # 1. Choices must be divisors.
         if parameter.choices is not None:
             wrong = [value for value in parameter.numbers if value not in divisors]
             if wrong:
@@ -453,6 +454,7 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
                     f" {valid}."
                 )
             return self
+        # 2. A range becomes the choice among its divisors.
         low, high = parameter.bounds
         usable = [value for value in divisors if low <= value <= high]
         if len(usable) < 2:

@@ -215,6 +215,7 @@ def _step(
 ) -> float:
     """Return the value after one step, which may lie outside the range."""
     low, high = parameter.bounds
+    # 1. A factor on a logarithmic scale; otherwise a part of the range.
     if parameter.scale == "log":
         factor = parameter.factor or math.pow(high / low, size)
         if upward:
@@ -231,6 +232,7 @@ def _step(
             moved = value - shift
     if not integer or not math.isfinite(moved):
         return moved
+    # 2. Integers move by at least 1.
     if upward:
         return max(round(moved), value + 1)
     return min(round(moved), value - 1)

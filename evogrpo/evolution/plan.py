@@ -71,6 +71,7 @@ class Plan:
     steps_per_generation: Whole | None = None
 
     def __post_init__(self) -> None:
+        # 1. One entry for each slot, and slots that exist.
         slots = range(len(self.parents))
         born = {child.slot: child for child in self.children}
         if len(self.reasons) != len(slots):
@@ -83,6 +84,7 @@ class Plan:
                 f"slots must be in [0, {len(slots) - 1}], got parents {self.parents} and children"
                 f" in {list(born)}."
             )
+        # 2. Children: one in a slot, each a member of its own.
         if len(born) != len(self.children) or len({child.index for child in self.children}) != len(
             born
         ):
@@ -90,6 +92,7 @@ class Plan:
                 "children must have distinct slots and indices, got"
                 f" {[(c.slot, c.index) for c in self.children]}."
             )
+        # 3. Parents and children agree.
         without_child = [
             slot for slot in slots if self.parents[slot] not in (slot, None) and slot not in born
         ]
@@ -106,6 +109,7 @@ class Plan:
             raise ValueError(
                 f"parents must be None exactly for founders, got another value in slots {mixed}."
             )
+        # 4. A population never becomes empty.
         if len(self.vacant) == len(slots):
             raise ValueError(
                 "a plan must keep at least one member, got one that retires all members."

@@ -142,16 +142,17 @@ def has_stagnated(history: History, z: float) -> bool:
     }
     compared = 0
     for member, fitness in history.last.healthy:
-        earlier_fitness = earlier.get(
-            member.index, earlier.get(-1 if member.parent is None else member.parent)
-        )
-        if (
-            earlier_fitness is None
-            or len(earlier_fitness.by_key.keys() & fitness.by_key.keys()) < 2
-        ):
+        # A member that was just born is compared with its parent.
+        before = None
+        if member.index in earlier:
+            before = earlier[member.index]
+        elif member.parent is not None:
+            before = earlier.get(member.parent)
+        # Two common questions are the fewest that have a standard error.
+        if before is None or len(before.by_key.keys() & fitness.by_key.keys()) < 2:
             continue
         compared += 1
-        gain, standard_error = paired_difference(fitness, earlier_fitness)
+        gain, standard_error = paired_difference(fitness, before)
         if gain > z * standard_error:
             return False
     return compared > 0

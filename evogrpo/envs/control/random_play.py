@@ -127,6 +127,7 @@ def random_action(
     """
     match space:
         case spaces.Box():
+            # Within the bounds of an entry, or around 0 where it has none.
             low = np.float64(space.low)
             high = np.float64(space.high)
             bounded = (np.abs(low) < _USABLE_BOUND) & (np.abs(high) < _USABLE_BOUND)
@@ -138,7 +139,7 @@ def random_action(
             chosen = np.concatenate(drawn)
         case spaces.MultiBinary():
             chosen = rng.integers(2, size=(space.shape or ()))
-        case _:
+        case _:  # Discrete and MultiDiscrete: one legal value of each choice
             sizes = mask_sizes(space)
             flags = np.ones(sum(sizes), np.bool_) if mask is None else mask
             parts = np.split(flags, np.cumsum(sizes)[:-1])

@@ -97,13 +97,12 @@ class Replay(Stateless):
                 choices.append(
                     Choice(parent=slot, reason="next stage", hyperparameters=stage.hyperparameters)
                 )
-        if stage.samples_per_step == last.samples_per_step:
-            new_samples = None
-        else:
+        # None = as before.
+        new_samples = None
+        if stage.samples_per_step != last.samples_per_step:
             new_samples = stage.samples_per_step
-        if steps == last.steps_per_generation:
-            new_steps = None
-        else:
+        new_steps = None
+        if steps != last.steps_per_generation:
             new_steps = steps
         return Plan.from_choices(
             history, choices, samples_per_step=new_samples, steps_per_generation=new_steps

@@ -12,7 +12,6 @@ import gymnasium
 from gymnasium.envs.registration import EnvSpec
 
 from evogrpo.config.agent import TeamOptions
-from evogrpo.config.task_settings import SettingValue
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups, Vectorization, check_wrapper
 from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
 from evogrpo.envs.control.reward_components import Component
@@ -83,11 +82,10 @@ class ControlTask(TaskSection):
     test_size: PositiveInt = TEST_SIZE
     seed: Seed | None = None
 
-    def configured_settings(self) -> dict[str, SettingValue]:
-        """See `TaskSection.configured_settings`; also the given weights of rewards."""
-        weights = self.reward_weights or {}
-        named = {f"reward_weights.{name}": weight for name, weight in weights.items()}
-        return {**super().configured_settings(), **named}
+    @property
+    def given_weights(self) -> Mapping[str, float]:
+        """Weights of rewards that this section gives, by name."""
+        return self.reward_weights or {}
 
     def _components(self) -> dict[str, Component]:
         """Return the reward components; functions are imported."""

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, TextIO
 
 from evogrpo.chat_templates import TOOLS_TEMPLATE
-from evogrpo.config.task_settings import SettingValue
 from evogrpo.envs.protocol import SPLITS, TEST_SIZE, VALIDATION_SIZE, Split
 from evogrpo.envs.text.datasets import check_column_names
 from evogrpo.envs.text.environment_gym import (
@@ -173,11 +172,10 @@ class BuiltinTask(QuestionTask):
         super().__post_init__()
         self._builder()  # raises ValueError for an unknown name
 
-    def configured_settings(self) -> dict[str, SettingValue]:
-        """See `TaskSection.configured_settings`; also the given weights of rewards."""
-        weights = self.reward_weights or {}
-        by_name = {f"reward_weights.{name}": weight for name, weight in weights.items()}
-        return {**super().configured_settings(), **by_name}
+    @property
+    def given_weights(self) -> Mapping[str, float]:
+        """Weights of rewards that this section gives, by name."""
+        return self.reward_weights or {}
 
     @property
     def label(self) -> str:
@@ -431,14 +429,15 @@ class DatasetTask(QuestionTask):
                 "system_prompt and conversation_template exclude each other. Remove one of them."
             )
 
-    def configured_settings(self) -> dict[str, SettingValue]:
-        """Return the values of task settings that this section gives, by full name."""
+    @property
+    def given_weights(self) -> Mapping[str, float]:
+        """Weights of reward functions that this section gives, by name of the function."""
         names = [name.rpartition(":")[2] for name in self.functions]
         weights = self.reward_weights or {}
         if not isinstance(weights, Mapping):
             weights = dict(zip(names, weights, strict=False))
-        by_name = {f"reward_weights.{name}": weights[name] for name in names if name in weights}
-        return {**super().configured_settings(), **by_name}
+        # Names without a function are refused when the environment is built.
+        return {name: weights[name] for name in names if name in weights}
 
     @property
     def codes(self) -> tuple[str, ...]:

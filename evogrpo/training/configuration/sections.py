@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.optimizer import check_calibration
 from evogrpo.config.search_space import MAX_MEMBERS, HyperparameterConfig, check_group_size
-from evogrpo.config.task_settings import SettingValue, TaskSettings
+from evogrpo.config.task_settings import SettingValue, TaskSettings, without_groups
 from evogrpo.members.devices import Precision
 from evogrpo.synonyms import unknown_name_error
 from evogrpo.text import shown
@@ -155,7 +155,12 @@ class TaskSection:
 
     def configured_settings(self) -> dict[str, SettingValue]:
         """Return the values of task settings that this section gives, by full name."""
-        return {f"task.{name}": value for name, value in (self.settings or {}).items()}
+        return without_groups({"task": self.settings or {}, "reward_weights": self.given_weights})
+
+    @property
+    def given_weights(self) -> Mapping[str, float]:
+        """Weights of rewards that this section gives, by name."""
+        return {}
 
     def declaring(self, values: Mapping[str, SettingValue]) -> Self:
         """Return this section with the settings `task.NAME` in `values` that it does not have."""
