@@ -24,6 +24,22 @@ class StopStrings:
     texts: tuple[str, ...]
     tokenizer: Any = field(repr=False)
 
+    def unwritable(self) -> list[str]:
+        """Return the texts that the tokens of the tokenizer cannot spell."""
+        found = []
+        for text in self.texts:
+            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+            if text not in self._decode(ids):
+                found.append(text)
+        return found
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens, with special tokens."""
+        text: str = self.tokenizer.decode(
+            list(tokens), clean_up_tokenization_spaces=False, skip_special_tokens=False
+        )
+        return text
+
     def first_unchecked(self, checked: int) -> int:
         """Return the first token to pass to `end_of`.
 
@@ -39,9 +55,7 @@ class StopStrings:
 
         def has_stop(count: int) -> bool:
             """Return True if the first `count` tokens contain a stop string."""
-            text = self.tokenizer.decode(
-                list(tokens[:count]), clean_up_tokenization_spaces=False, skip_special_tokens=False
-            )
+            text = self._decode(tokens[:count])
             return any(stop in text for stop in self.texts)
 
         if not has_stop(len(tokens)):

@@ -94,6 +94,11 @@ def test_a_member_replaces_the_row_and_the_row_the_configured_value(tokenizer):
     assert batch.rows[0]["level"] == "own"
 
 
+def test_names_in_braces_that_are_no_settings_are_warned_of(tokenizer):
+    with pytest.warns(UserWarning, match=r"\{question\} stays as it is"):
+        single(tokenizer, system_prompt="Answer {question}", settings=None)
+
+
 def test_a_system_prompt_precedes_messages_of_a_column(tokenizer):
     env, lengths = chats(tokenizer, system_prompt="{style}", settings=STYLE)
     member = TaskSettings({"task.style": "Think."})

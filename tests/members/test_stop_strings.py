@@ -19,7 +19,14 @@ from tests.members.test_sampling import FIELDS, sample_with_reports, tokens_of
 from tests.rounding import LOG_PROB
 from tests.tiny_batches import tiny_bank
 from tests.tiny_models import tiny_model
-from tests.tiny_training import QUESTIONS, shared_tokenizer, tiny_agent, tiny_env, tiny_options
+from tests.tiny_training import (
+    QUESTIONS,
+    shared_tokenizer,
+    tiny_agent,
+    tiny_env,
+    tiny_options,
+    tiny_population,
+)
 from tests.vllm_server import VLLMServer
 
 WORDS = ["\n", "Q", ":", "\nQ", "Q: ", "é", "日", "stop", " s", "to", "p", "<end>"]
@@ -213,3 +220,10 @@ def test_turns_of_conversations_end_with_stop_strings():
 def test_a_minimum_length_is_refused():
     with pytest.raises(ValueError, match=r"stop_strings .*min_output_tokens"):
         tiny_agent(stop_strings="5", min_output_tokens=2)
+
+
+def test_stop_strings_that_no_token_can_spell_are_warned_of():
+    population = tiny_population(1, stop_strings=["1", "日"])
+    with pytest.warns(UserWarning, match="日") as found:
+        population.members.check(tiny_env())
+    assert "1" not in str(found[0].message)

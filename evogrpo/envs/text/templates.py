@@ -31,6 +31,8 @@ RESERVED_OPTIONS = {
     "return_dict",
 }  # fmt: skip
 
+_FIELD_LIKE = re.compile(r"(?<![\w{])\{([^\W\d]\w*)\}(?!\})")
+"""A name in single braces that follow no word: not those of `\\boxed{answer}`."""
 _FIELD = re.compile(r"\{\{|\}\}|\{(\w+)\}")
 _DATE_LETTERS = "aAbBcdDeFGhHIjklmMnpPrRsStTuUVwWxXyYzZ"
 _CHUNK = 1024  # prompts per call of the tokenizer
@@ -55,8 +57,15 @@ def check_template(template: Sequence[Mapping[str, str]]) -> tuple[Message, ...]
 def system_message(text: str, names: Collection[str]) -> Message:
     """Return a system prompt as a message of a template.
 
-    Only {NAME} of these names are fields; all other braces are literal.
+    Only {NAME} of these names are fields; all other braces are literal. Warn of other names in
+    braces that look like fields, unlike those of JSON and LaTeX.
     """
+    others = [name for name in _FIELD_LIKE.findall(text) if name not in names]
+    if others:
+        warn(
+            f"system_prompt: {{{others[0]}}} stays as it is, because only task settings are fields"
+            f" there. To insert a text, make {others[0]} a setting."
+        )
     escaped = text.replace("{", "{{").replace("}", "}}")
 
     def restore(match: re.Match[str]) -> str:

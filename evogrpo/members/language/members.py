@@ -68,8 +68,9 @@ from evogrpo.records import (
 from evogrpo.spaces import CompletionSpace
 from evogrpo.stop_strings import StopStrings
 from evogrpo.storage.checkpoint import CheckpointError, is_path
-from evogrpo.text import class_name
+from evogrpo.text import class_name, shown
 from evogrpo.validation import validate, whole_between
+from evogrpo.warnings import warn
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -242,8 +243,17 @@ class LanguageMembers(BankMembers):
         self._loaded = None
 
     def check(self, env: Any) -> None:
-        """Raise ValueError for environments without prompts, unknown tokens and long prompts."""
+        """Raise ValueError for environments without prompts, unknown tokens and long prompts.
+
+        Warn of stop strings that no completion can have.
+        """
         batch = self._make_batch(env, "train", [0])
+        unwritable = [] if self._stop_strings is None else self._stop_strings.unwritable()
+        if unwritable:
+            warn(
+                f"stop_strings: the tokenizer has no tokens for {shown(unwritable)}, so completions"
+                " never end with them."
+            )
         largest = getattr(env, "largest_token", max(max(prompt) for prompt in batch.prompts))
         longest = getattr(env, "longest_prompt", max(len(prompt) for prompt in batch.prompts))
         check_token_ids(self.bank.base.model, [largest], "tokens of prompts")
