@@ -344,6 +344,9 @@ _ADVICE: Mapping[str, str] = {
     "its keys are in the sections task, agent, hyperparameters and schedule here": (
         "actor_rollout_ref data trainer rollout actor"
     ),
+    "set {base_parts|parts} to shard the base model (FSDP2)": (
+        "fsdp fsdp_size fsdp_config zero_stage"
+    ),
     # Settings of other engines and of their infrastructure.
     "it has no counterpart here, so leave it out": (
         "dataloader_* ddp_* fsdp* hub_* deepspeed* ds3_* torch_compile* torch_empty_* use_*"
@@ -426,6 +429,11 @@ _HOLDERS = """
     FitnessConfig TruncationPBT SuccessiveHalving
 """
 """Public names whose arguments are searched for a setting, in this order."""
+
+OTHER_MEANINGS = {
+    "strategy": ", which selects and mutates members. base_parts shards the base model (FSDP2)"
+}
+"""What to add about a key here whose name means something else in other libraries."""
 
 Where = Callable[[str], str | None]
 """Function of a setting's name. Returns the place where the setting is given; None if there is

@@ -22,7 +22,7 @@ from pydantic import (
 )
 from pydantic_core import ArgsKwargs, ErrorDetails, PydanticKnownError
 
-from evogrpo.synonyms import close_match, counterpart, unknown_name_error
+from evogrpo.synonyms import OTHER_MEANINGS, close_match, counterpart, unknown_name_error
 from evogrpo.text import MAX_SHOWN, class_name, one_line, shown
 
 T = TypeVar("T")
@@ -341,8 +341,11 @@ def _unknown_key(
     where = None
     if misplaced is not None:
         intended = misplaced(key, section, valid)
+        if intended == f"{dotted(path)} (only with another task)":
+            return f"unknown key in {section} {key!r}: only tasks of another kind have it."
         if intended is not None:
-            return f"Unknown key {dotted(path)!r}. Use {intended!r}."
+            note = OTHER_MEANINGS.get(intended, "")
+            return f"Unknown key {dotted(path)!r}. Use {intended!r}{note}."
         where = partial(misplaced, section=section, valid=())
     return str(unknown_name_error(f"key in {section}" if section else kind, key, valid, where))
 

@@ -516,6 +516,9 @@ def _export_member(run_dir: Path, folder: Path) -> None:
     console.print(Text(line), soft_wrap=True)
     loading = exported.loader.format(repr(str(folder)))
     console.print(Text.assemble(("load it with ", "dim"), (loading, "cyan")), soft_wrap=True)
+    if prompt is not None:
+        line = f"its prompts begin with the system message of {folder / 'system_prompt.txt'}"
+        console.print(Text(line), soft_wrap=True)
 
 
 def _system_prompt(run_dir: Path, settings: TaskSettings) -> str | None:

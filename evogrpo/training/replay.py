@@ -17,7 +17,7 @@ from evogrpo.reporting.summary import read_summary
 from evogrpo.safe_parsing import dump_json, dump_yaml, read_yaml_file
 from evogrpo.storage.atomic_files import make_folder, write_synced
 from evogrpo.text import expand_user, shown
-from evogrpo.training.configuration.reading import override, parse_config
+from evogrpo.training.configuration.reading import override, parse_config, parse_override
 from evogrpo.training.configuration.sections import CONFIG_FILE, Config
 from evogrpo.training.console import console_for
 from evogrpo.training.evolve import Run, evolve
@@ -34,6 +34,8 @@ _HEAD = """\
 # generations lists the learning steps of each generation, which an evaluation follows.
 # `evogrpo replay {name}` trains one new agent with it, and runs code that the configuration names.
 """
+_OF_SCHEDULE = ("hyperparameters", "search_space", "strategy")
+"""Sections of the configuration that a schedule replaces."""
 _OTHER_LIMITS = tuple(name for name in LIMITS if name not in ("generations", "test_questions"))
 
 
@@ -162,6 +164,7 @@ class HyperparameterSchedule:
                 "The run of this schedule was started in Python, so its task is unknown. Pass"
                 " population and env to evogrpo.replay."
             )
+        self._check_overrides(overrides)
         # 1. Choose the search space. Values that start outside their range cannot be in it.
         values = _without_location(self.configuration)
         first = self.stages[0].hyperparameters
@@ -180,6 +183,21 @@ class HyperparameterSchedule:
             "schedule": {**(values.get("schedule") or {}), **self.limits},
         }
         return parse_config(override(values, overrides))
+
+    def _check_overrides(self, overrides: Sequence[str]) -> None:
+        """Raise ValueError for an override of a value that the schedule sets."""
+        settings: set[str] = set()
+        for stage in self.stages:
+            settings.update(stage.hyperparameters.task_settings)
+        for text in overrides:
+            keys, _ = parse_override(text)
+            name = ".".join(keys)
+            setting = name.removeprefix("task.").replace("settings.", "task.", 1)
+            if keys[0] in _OF_SCHEDULE or setting in settings:
+                raise ValueError(
+                    f"{name} cannot be changed: a replay takes it from the schedule. Remove it, or"
+                    " change the file that `evogrpo export --schedule` writes."
+                )
 
 
 def replay(

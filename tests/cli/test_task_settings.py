@@ -48,12 +48,15 @@ def test_settings_of_a_configuration_reach_export_and_replay(project, workdir, c
     assert Path("member/system_prompt.txt").read_text() == exported["task.style"] + "{}"
     assert main(["replay", "schedule.yaml", "--run-dir", "again"]) == 0
     # The plan has the prompt of the member that will train, not that of the configuration.
-    override = "task.settings.style=0"
     capsys.readouterr()
-    assert main(["replay", "schedule.yaml", "--dry-run", override]) == 0
+    assert main(["replay", "schedule.yaml", "--dry-run"]) == 0
     printed = capsys.readouterr().out
     assert f"first prompt       's:{exported['task.style']}" in printed
     assert "other prompt" not in printed
+    # What the schedule sets cannot be changed.
+    for name in ("task.settings.style", "task.reward_weights.length", "search_space.lr.min"):
+        assert main(["replay", "schedule.yaml", "--dry-run", f"{name}=0"]) == 2
+        assert name in capsys.readouterr().err
     # A run without the settings of the run that it starts like.
     plain = {key: value for key, value in values.items() if key != "search_space"}
     plain["task"] = {**values["task"], "system_prompt": None}

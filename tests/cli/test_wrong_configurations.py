@@ -101,7 +101,11 @@ questions | sampler={vllm: "127.0.0.1:8000", adapters_dir: b} | sampler: url mus
 questions   | sampler={vllm: 5, adapters_dir: b}       | sampler: url must; got 5
 questions   | sampler={vllm: ["http://a", "http://b:x"], adapters_dir: b} | sampler: url must; 'http://b:x'
 questions   | sampler={vllm: "http://a", adapters_dir: 3} | sampler: adapters_dir must; got 3
-questions   | agent.network.hidden=[3]                 | unknown key in agent 'network'
+questions   | agent.network.hidden=[3] | unknown key in agent 'network': only tasks of another kind
+environment | task.system_prompt=a | unknown key in task 'system_prompt': only tasks of another kind
+environment | task.metric=r.py:f | unknown key in task 'metric': only tasks of another kind
+environment | agent.gradient_checkpointing=true | only tasks of another kind
+questions   | agent.strategy=fsdp                      | Use 'strategy', which selects; base_parts
 questions | agent.objective.reference_mixing=0.5
   | agent.objective: reference_mixing; reference_sync_steps
 questions | agent.objective.overlong_buffer=129
@@ -168,6 +172,7 @@ environment | task.env_kwargs={sutton_barto_reward: 2024-01-01}
 environment | run_dir=~nosuchuser/x                    | ~nosuchuser/x
 questions   | model=~nosuchuser/x                      | ~nosuchuser/x
 environment | task.env=CartPol-v1                      | CartPol-v1; Did you mean: `CartPole`?
+environment | task.env=my_maze.py:Maze                | task.env must; my_maze:
 environment | task.env=my_maaze:Maze-v0            | No module named 'my_maaze'
 environment | task.env_kwargs={sutton: true}           | unexpected keyword argument 'sutton'
 environment | task.env=Blackjack-v1 task.vectorization=native | vectorization

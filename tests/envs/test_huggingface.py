@@ -46,9 +46,14 @@ def test_contents_may_be_lists_of_text_parts(tokenizer):
     batch = env.make_batch("train", [0])
     assert tokenizer.decode(batch.prompts[0]) == f"<u>{batch.questions[0]}<eos><a>"
     assert batch.questions[0].startswith("a+b?")
-    image = [{"prompt": [{"role": "user", "content": [{"type": "image"}]}]}] * 9
-    with pytest.raises(ValueError, match=r"Row 0.*prompt.*text.*image"):
-        HuggingFaceGym(image, None, tokenizer, reward_funcs=zero)
+    other = {"type": "reasoning", "text": "a"}
+    for part in ({"type": "image"}, other):
+        rows = [{"prompt": [{"role": "user", "content": [part]}]}] * 9
+        with pytest.raises(ValueError, match=rf"Row 0.*prompt.*text.*{part['type']}"):
+            HuggingFaceGym(rows, None, tokenizer, reward_funcs=zero)
+    # A generator is no dataset, but its function makes a streamed one.
+    with pytest.raises(ValueError, match=r"IterableDataset\.from_generator"):
+        HuggingFaceGym((row for row in rows), None, tokenizer, reward_funcs=zero)
 
 
 @pytest.mark.parametrize("skip", [True, False])

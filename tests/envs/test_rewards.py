@@ -464,6 +464,11 @@ def test_preflight_uses_two_sample_completions(tokenizer):
     assert trial.tokens == tuple(tokenizer(trial.prompt, add_special_tokens=False)["input_ids"])
 
 
+def test_a_mapping_needs_a_score(tokenizer):
+    with pytest.raises(RewardError, match="key score"):
+        preflight(tokenizer, lambda completion, answer, question: {"scroe": 1.0})
+
+
 def test_preflight_raises_failures_unless_excluded(tokenizer):
     def reward(completion, answer, question):
         return 1 / 0

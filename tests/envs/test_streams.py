@@ -65,6 +65,18 @@ def test_the_head_follows_the_end(tokenizer):
     assert env.size("train") == 23
 
 
+def test_a_stream_that_repeats_without_end_is_read_once(tokenizer):
+    def generate():
+        while True:
+            yield from ({"prompt": f"q{number}"} for number in range(20))
+
+    stream = datasets.IterableDataset.from_generator(generate)
+    env = HuggingFaceGym(stream, None, tokenizer, reward_funcs=length, max_prompt_length=5, **SIZES)
+    with pytest.warns(UserWarning, match="no new question"):
+        seen = [selected(env, step) for step in range(5)]
+    assert {prompt for prompts in seen for prompt in prompts} == {f"q{n}" for n in range(7, 20)}
+
+
 def test_a_resumed_run_has_the_same_questions(tokenizer):
     env = streamed(tokenizer)
     before = env.fingerprint()
@@ -108,7 +120,7 @@ def test_wrong_rows_are_named_when_they_are_read(tokenizer):
     env = HuggingFaceGym(
         stream, None, tokenizer, reward_funcs=length, max_prompt_length=99, **SIZES
     )
-    with pytest.raises(ValueError, match=r"Row 10 .*train_dataset has no prompt"):
+    with pytest.raises(ValueError, match=r"Row 10 .*without its first 7 rows has no prompt"):
         env.select_starts(2, 4, 4)
 
 

@@ -234,5 +234,5 @@ def test_a_stage_must_match_its_run():
     )
     strategy = {"name": "replay", "stages": [dump(stage)]}
     assert parse_config(values | {"strategy": strategy}).strategy.stages == (stage,)
-    with pytest.raises(ValueError, match="first replayed stage"):
+    with pytest.raises(ValueError, match=r"hyperparameters\.lr must be 0\.001"):
         parse_config(values | {"strategy": strategy | {"stages": [dump(other)]}})

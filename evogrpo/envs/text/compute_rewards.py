@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, field
 from functools import partial
@@ -330,6 +330,11 @@ def _checked_number(name: str, value: Any, inputs: RewardInputs, row: int) -> fl
                 f" of a completion of {length} {value.unit}s: {shown(text, 160)}"
             )
         value = value.total
+    if isinstance(value, Mapping):
+        raise RewardError(
+            f"Reward function {name!r} must return a mapping with the key score, got"
+            f" {shown(value)} for the completion {shown(text, 160)}."
+        )
     number = float32_number(value)
     if number is None:
         raise RewardError(

@@ -1,9 +1,10 @@
 """Prompt datasets: tables, and their disjoint splits for training, fitness and the final report."""
 
 import hashlib
+import inspect
 import math
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -136,9 +137,12 @@ def check_table(table: AnyTable, columns: Sequence[str], name: str) -> list[str]
         received = shown(table)
         if isinstance(table, Mapping):
             received = f"a mapping of {shown(list(table))} without train"
+        advice = ""
+        if isinstance(table, Iterator) or inspect.isgeneratorfunction(table):
+            advice = " Pass a list, or datasets.IterableDataset.from_generator(function)."
         raise ValueError(
             f"{name} must be a list of mappings, a data frame or a datasets.Dataset, got"
-            f" {received}."
+            f" {received}.{advice}"
         )
     if len(table) == 0:
         raise ValueError(f"{name} must contain at least one row, got none.")

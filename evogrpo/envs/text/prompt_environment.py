@@ -70,6 +70,7 @@ from evogrpo.spaces import CompletionSpace
 from evogrpo.synonyms import close_match
 from evogrpo.text import shown
 from evogrpo.validation import flag, plain_list, refuse_unknown, whole_between, whole_number
+from evogrpo.warnings import warn
 
 STREAM_ROWS = 1000
 """Rows of a stream that are read at once."""
@@ -235,6 +236,7 @@ class PromptEnvironment:
         # 2. Columns of each dataset.
         self._datasets: dict[Split, AnyTable] = {}
         given_tables = tables_by_split(train_dataset, validation_dataset, test_dataset)
+        self._train_name = "train_dataset"
         self._stream: Iterator[Any] | None = None
         self.is_stream = is_stream(given_tables["train"])
         if self.is_stream:
@@ -242,7 +244,7 @@ class PromptEnvironment:
         for split, given in given_tables.items():
             if given is None:
                 continue
-            where = f"{split}_dataset"
+            where = self._train_name if split == "train" else f"{split}_dataset"
             if self._sizes.get(split) is not None:
                 raise ValueError(
                     f"{split}_size and {where} exclude each other. Remove one of them."
@@ -283,12 +285,21 @@ class PromptEnvironment:
         self.longest_of_members = self._max_prompt_length
         self._stream = iter(tables["train"])
         heads = dict(tables)
+        held_out = 0
         for split in SPLITS[1:]:
             if heads[split] is None:
                 size = self._sizes[split] or DEFAULT_SIZES[split]
                 heads[split] = list(islice(self._stream, size))
+                held_out += len(heads[split])
                 self._sizes[split] = None
         heads["train"] = list(islice(self._stream, STREAM_ROWS))
+        if held_out:
+            self._train_name += f" without its first {held_out:,} rows"
+        if held_out and not heads["train"]:
+            raise ValueError(
+                f"train_dataset must have more rows than the held-out ones, got {held_out:,}. Lower"
+                " validation_size and test_size, or add rows."
+            )
         return heads
 
     def _read_stream(self, count: int) -> None:
@@ -298,12 +309,20 @@ class PromptEnvironment:
             rows = list(islice(self._stream, STREAM_ROWS))
             if len(rows) < STREAM_ROWS:
                 self._stream = None
+            known = self.size("train")
             first = len(table)
             if rows:
-                check_table(rows, self._columns, f"train_dataset from row {first} on")
-            table += self._prepare(rows, "train_dataset")
-            new = self._read_table(table, "train_dataset", first=first)
+                check_table(rows, self._columns, f"{self._train_name} from row {first} on")
+            table += self._prepare(rows, self._train_name)
+            new = self._read_table(table, self._train_name, first=first)
             self._splits["train"] = extend_train(self._splits, new, self._max_prompt_length)
+            # A stream without an end may repeat its rows.
+            if self._stream is not None and self.size("train") == known:
+                self._stream = None
+                warn(
+                    f"train_dataset: {STREAM_ROWS:,} rows from row {first:,} on have no new"
+                    f" question that fits. It is not read further; its {known:,} questions repeat."
+                )
 
     def _check_columns(self, columns: Sequence[str], where: str) -> None:
         """Check the fields, arguments and settings that are columns of a dataset.
@@ -349,7 +368,8 @@ class PromptEnvironment:
             self._options = {**self._given_options, "chat_template": dated}
         tables = {}
         for split, table in self._datasets.items():
-            tables[split] = self._read_table(table, f"{split}_dataset")
+            where = self._train_name if split == "train" else f"{split}_dataset"
+            tables[split] = self._read_table(table, where)
         self._splits, self.filtered = make_splits(
             tables, max_prompt_length=self._max_prompt_length, sizes=self._sizes, seed=self.seed
         )

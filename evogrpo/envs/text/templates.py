@@ -131,7 +131,10 @@ def check_messages(messages: object, where: str) -> list[Message]:
 
 def _text_of_part(part: object, where: str) -> str:
     """Return the text of one part of a content; raise ValueError for images and other parts."""
-    text = part.get("text") if isinstance(part, Mapping) else part
+    text: object = part
+    if isinstance(part, Mapping):
+        is_text = part.get("type", "text") == "text"
+        text = part.get("text") if is_text else None
     if not isinstance(text, str):
         raise ValueError(
             f'{where} may have contents with parts {{"type": "text", "text": str}} only, got'

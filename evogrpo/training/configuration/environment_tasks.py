@@ -160,6 +160,13 @@ class EnvironmentTask(ControlTask):
             ValueError: If the environment does not exist or is not installed, or an argument is
                 invalid.
         """
+        source, colon, _ = self.env.partition(":")
+        if colon and source.endswith(".py"):
+            raise ValueError(
+                f"task.env must be the id of a registered environment, got {shown(self.env)}. Call"
+                f" gymnasium.register in {source}, and give its module and id, such as"
+                f" {source.removesuffix('.py')}:Mine-v0."
+            )
         try:
             make = load_plugin(self.env, "environment", gymnasium.registry)
             if make is None:  # not a plugin, so an id

@@ -118,9 +118,10 @@ class QuestionTask(TaskSection, ABC):
             # A parser of the model's own calls does not read those of this template.
             tokenizer.response_template = None
         elif self.chat_template is not None:
-            tokenizer.chat_template = _read_text(self.chat_template, "chat_template")
+            what = f"chat_template must be {BUILT_IN_TEMPLATE!r} or"
+            tokenizer.chat_template = _read_text(self.chat_template, what)
         if self.response_template is not None:
-            text = _read_text(self.response_template, "response_template")
+            text = _read_text(self.response_template, "response_template must be")
             tokenizer.response_template = _parse_json(text, self.response_template)
 
     def facts(self) -> dict[str, str]:
@@ -699,9 +700,7 @@ def _read_text(path: str, what: str) -> str:
     try:
         return read_regular(Path(path)).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"{what} must be a text file, but {path} cannot be read: {error}"
-        ) from error
+        raise ValueError(f"{what} a text file, but {path} cannot be read: {error}") from error
 
 
 def _is_object(text: str) -> bool:

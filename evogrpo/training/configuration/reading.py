@@ -246,6 +246,11 @@ def _misplaced(name: str, section: str, valid: Sequence[str], task: object = Non
                 return path
     # A setting of another task type, which this configuration cannot have.
     other = None if task is None else _misplaced(name, section, valid)
+    # Look-ups for advice give no valid keys.
+    if other is None and valid and task is not None:
+        for path, names in _task_sections(None):
+            if path == section and name in names:
+                other = f"{path}.{name}"
     return None if other is None else f"{other} (only with another task)"
 
 

@@ -293,18 +293,23 @@ class Config:
         # 1. A replay begins as the first stage of the replayed schedule.
         if isinstance(self.strategy, Replay):
             first = self.strategy.stages[0]
-            expected = (first.hyperparameters, first.samples_per_step, first.generations[0])
-            actual = (
-                self.hyperparameters,
-                self.schedule.samples_per_step,
-                self.schedule.steps_per_generation,
-            )
-            if expected != actual:
-                raise ValueError(
-                    "hyperparameters, schedule.samples_per_step and schedule.steps_per_generation"
-                    f" must equal the first replayed stage, {expected}, got {actual}. Remove them:"
-                    " `evogrpo replay` sets them."
-                )
+            expected = {
+                "schedule.samples_per_step": first.samples_per_step,
+                "schedule.steps_per_generation": first.generations[0],
+            }
+            actual = {
+                "schedule.samples_per_step": self.schedule.samples_per_step,
+                "schedule.steps_per_generation": self.schedule.steps_per_generation,
+            }
+            for name in {**first.hyperparameters.by_name(), **self.hyperparameters.by_name()}:
+                expected[f"hyperparameters.{name}"] = first.hyperparameters.get(name)
+                actual[f"hyperparameters.{name}"] = self.hyperparameters.get(name)
+            for name, value in expected.items():
+                if actual[name] != value:
+                    raise ValueError(
+                        f"{name} must be {shown(value)}, as in the first replayed stage, got"
+                        f" {shown(actual[name])}. Remove it: `evogrpo replay` sets it."
+                    )
         # 2. Each group size that a member can have divides the samples of a step.
         samples = self.schedule.samples_per_step
         self.search_space.for_samples_per_step(samples)
