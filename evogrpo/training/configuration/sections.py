@@ -293,11 +293,11 @@ class Config:
         # 1. A replay begins as the first stage of the replayed schedule.
         if isinstance(self.strategy, Replay):
             first = self.strategy.stages[0]
-            expected = {
+            expected: dict[str, Any] = {
                 "schedule.samples_per_step": first.samples_per_step,
                 "schedule.steps_per_generation": first.generations[0],
             }
-            actual = {
+            actual: dict[str, Any] = {
                 "schedule.samples_per_step": self.schedule.samples_per_step,
                 "schedule.steps_per_generation": self.schedule.steps_per_generation,
             }
