@@ -1,9 +1,9 @@
-"""The demo and its control run over several seeds: the effect of evolution at equal seeds and cost.
+"""The demo over several seeds, beside one agent with the plain reward and as many samples.
 
     python benchmarking/demo_seeds.py [--seeds 0 1 2] [--parallel 2] [--runs runs/demo-seeds] [--
     KEY=VALUE ...]
 
-Runs `evogrpo demo` and `evogrpo demo --fixed` for every seed, each in its own process and run
+Runs `evogrpo demo` and `evogrpo demo --plain` for every seed, each in its own process and run
 directory, which holds all results. Prints one row per run from the journals. Complete runs are not
 repeated. Settings may follow `--`.
 """
@@ -19,7 +19,7 @@ from evogrpo.reporting.summary import summarise
 from evogrpo.storage.journal import read_journal
 
 
-def run(seed: int, fixed: bool, folder: Path, overrides: list[str]) -> None:
+def run(seed: int, plain: bool, folder: Path, overrides: list[str]) -> None:
     """Run one demo to its end; resume it if it was started, skip it if it is complete."""
     if (folder / "journal.jsonl").exists():
         words = ["resume", str(folder)]
@@ -30,7 +30,7 @@ def run(seed: int, fixed: bool, folder: Path, overrides: list[str]) -> None:
             str(seed),
             "--run-dir",
             str(folder),
-            *["--fixed"] * fixed,
+            *["--plain"] * plain,
             *overrides,
         ]
     with (folder.with_suffix(".log")).open("a") as log:
@@ -38,7 +38,7 @@ def run(seed: int, fixed: bool, folder: Path, overrides: list[str]) -> None:
         subprocess.run(command, check=True, stdout=log, stderr=subprocess.STDOUT)
 
 
-def row(seed: int, fixed: bool, folder: Path) -> str:
+def row(seed: int, plain: bool, folder: Path) -> str:
     """Return one line of the table."""
     events = read_journal(folder / "journal.jsonl")
     summary = summarise(events)
@@ -57,7 +57,7 @@ def row(seed: int, fixed: bool, folder: Path) -> str:
     after = test["after"]
     gain = after["fitness"] - before["fitness"]
     return (
-        f"| {seed} | {'fixed' if fixed else 'evolved'} | {before['fitness']:.3f} ±"
+        f"| {seed} | {'plain reward' if plain else 'population'} | {before['fitness']:.3f} ±"
         f" {before['standard_error']:.3f} | {after['fitness']:.3f} ± {after['standard_error']:.3f}"
         f" | {gain:+.3f} | {replaced} | {mutations} | {last['tokens'] / 1e3:.0f} k |"
         f" {last['seconds'] / 60:.1f} |"
@@ -81,8 +81,8 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.runs.mkdir(parents=True, exist_ok=True)
     jobs = [
-        (seed, fixed, arguments.runs / f"seed{seed}{'-fixed' if fixed else ''}")
-        for fixed in (False, True)
+        (seed, plain, arguments.runs / f"seed{seed}{'-plain' if plain else ''}")
+        for plain in (False, True)
         for seed in arguments.seeds
     ]
     if not arguments.table_only:

@@ -8,9 +8,10 @@ The untrained model is right in one of a hundred sums of three-digit numbers, so
 reward teaches little.
 
 rewards: five reward functions, of which the user does not know which help. A population begins with
-    six members whose weights are 0 or 1 at random, and the better half remains after each
-    generation. One agent takes all five with weight 1, or the best one alone. Each arm has 18
-    learning steps of 64 completions for a member; prints the share of right sums.
+    six members whose weights are 0 or 1, and is halved after a generation if fitness differs by
+    more than noise. The others take the samples of stopped members. One agent takes all five with
+    weight 1, or the best one alone. An agent has 18 learning steps of 64 completions, the
+    population six times as many samples; prints the share of right sums.
 prompts: one member for each of four prompts, without selection, 18 learning steps of 64 completions
     with two rewards; prints the share of right digits before and after. The last arm is a
     population of the four prompts that selects, 18 learning steps too.
@@ -184,7 +185,7 @@ def rewards(arm: str, seed: int) -> Record:
     if arm == "population":
         space = HyperparameterConfig(reward_weights={each.__name__: [0, 1] for each in REWARDS})
         population = agents(base, 6, seed, hp_config=space, samples_per_step=64)
-        schedule: Record = {"generations": 3, "steps_per_generation": 4}
+        schedule: Record = {"generations": 3, "steps_per_generation": 6}
     else:
         population = agents(base, 1, seed, samples_per_step=64)
         schedule = {"generations": 1, "steps_per_generation": 18, "strategy": Fixed()}

@@ -11,7 +11,7 @@ from opcode import opmap
 from pathlib import Path
 from types import FrameType
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Waiting OpenMP threads spin 300,000 times before they sleep, which blocks cores that other threads
 # need on a busy machine. Beside 4 busy processes, a step took 3.6 s, with this limit 1.4 s. libgomp

@@ -1,13 +1,16 @@
-"""Picture of a run for README.md: `python -m docs.generate.picture runs/demo docs/demo.png`."""
+"""Picture of the demo for README.md: `python -m docs.generate.picture runs/demo docs/demo.png`."""
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import matplotlib.style
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
-from evogrpo.reporting.charts import BEST, run_charts
+from evogrpo.reporting.charts import run_charts
 from evogrpo.reporting.figure import draw_chart
 from evogrpo.reporting.summary import summarise
 from evogrpo.storage.journal import read_journal
@@ -23,15 +26,26 @@ STYLE = {
 }
 
 
+def rewards_of(member: Mapping[str, Any]) -> str:
+    """Return the rewards that a founder learns from, in words."""
+    weights = member["hyperparameters"]["task_settings"]
+    names = ["accuracy"]
+    for name, weight in weights.items():
+        if weight:
+            names.append(name.removeprefix("reward_weights.").replace("_", " "))
+    return " + ".join(names)
+
+
 def picture(run: Path) -> Figure:
-    """Draw fitness, and the learning rate below it."""
-    charts = run_charts(summarise(read_journal(run / "journal.jsonl")))
-    figure = Figure(figsize=(7.2, 7.2), dpi=120, layout="constrained")
+    """Draw fitness with the rewards of each member, and the learning rate below it."""
+    events = read_journal(run / "journal.jsonl")
+    charts = run_charts(summarise(events))
+    figure = Figure(figsize=(7.2, 8.2), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     fitness, rate = figure.subplots(2, 1, height_ratios=(3, 2))
     draw_chart(fitness, charts.fitness, charts)
-    fitness.set_title("fitness on validation questions")
-    fitness.set_ylabel("mean reward")
+    fitness.set_title("right answers to validation questions")
+    fitness.set_ylabel("share")
     for chart in charts.metrics:
         if chart.title == "learning rate":
             draw_chart(rate, chart, charts)
@@ -39,10 +53,17 @@ def picture(run: Path) -> Figure:
     for axes in (fitness, rate):
         axes.grid(color="#e8e8e8")
         axes.set_axisbelow(True)
-    fitness.plot([], [], color=BEST, linewidth=3, label="best member and its ancestors")
-    fitness.legend(
-        *[[each[-1]] for each in fitness.get_legend_handles_labels()],
-        loc="upper left",
+    colours = {line.index: line.colour for line in charts.fitness.lines}
+    handles = []
+    for member in events[0]["members"]:
+        line = Line2D([], [], color=colours[member["index"]], linewidth=3)
+        line.set_label(rewards_of(member))
+        handles.append(line)
+    figure.legend(
+        handles=handles,
+        title="Four members, by their rewards",
+        loc="outside upper left",
+        alignment="left",
         frameon=False,
     )
     return figure

@@ -31,20 +31,28 @@ def demo(args: argparse.Namespace) -> int:
 
     def read() -> "Config":
         """Return the packaged configuration, with the overrides of the command line."""
+        from evogrpo.config.search_space import HyperparameterConfig
         from evogrpo.evolution.strategies import Fixed
         from evogrpo.training.configuration.reading import load_config
 
         with as_file(files("evogrpo.training.configuration") / "demo.yaml") as path:
             config = load_config(path, overrides)
-        if not args.fixed:
+        if not args.plain:
             return config
-        # The control run: equal members, and no selection.
-        population = dataclasses.replace(config.population, spread=False)
-        return dataclasses.replace(config, population=population, strategy=Fixed())
+        # One agent takes as many samples as the population, and has nothing that evolves.
+        size = config.population.size
+        steps = config.schedule.steps_per_generation * size
+        return dataclasses.replace(
+            config,
+            population=dataclasses.replace(config.population, size=1),
+            schedule=dataclasses.replace(config.schedule, steps_per_generation=steps),
+            search_space=HyperparameterConfig(),
+            strategy=Fixed(),
+        )
 
     name = "demo"
-    if args.fixed:
-        name = "demo-fixed"
+    if args.plain:
+        name = "demo-plain"
     return _read_and_start(read, args, name)
 
 

@@ -223,23 +223,26 @@ def test_the_token_forecast_is_a_tight_upper_bound(finished, project):
     assert 0.1 * most < spent <= most
 
 
-def test_the_fixed_demo_differs_from_the_demo_in_evolution_only(workdir, project, capsys):
-    short = [f"model={project / 'model'}", "task.name=number_sequences", "task.validation_size=8"]
-    short += ["agent.max_output_tokens=4"]
+def test_the_plain_demo_is_one_agent_with_the_same_samples(workdir, project, capsys):
+    short = [f"model={project / 'model'}", "task.validation_size=8", "task.test_size=8"]
     # The target is reached before training.
-    short += ["schedule.target_fitness=0", "schedule.test_questions=0"]
-    for arguments in (["demo", "--seed", "3"], ["demo", "--fixed", "--seed", "3"]):
+    short += ["schedule.target_fitness=0", "schedule.test_questions=0", "agent.max_output_tokens=4"]
+    for arguments in (["demo", "--seed", "3"], ["demo", "--plain", "--seed", "3"]):
         assert main([*arguments, *short]) == 0
     evolved = yaml.safe_load(Path("runs/demo/config.yaml").read_text())
-    fixed = yaml.safe_load(Path("runs/demo-fixed/config.yaml").read_text())
-    assert fixed["strategy"] == {"name": "fixed"}
-    assert (evolved["population"]["spread"], fixed["population"]["spread"]) == (True, False)
-    for values in (evolved, fixed):
-        del values["strategy"], values["population"], values["run_dir"], values["run_id"]
-    assert evolved == fixed
+    plain = yaml.safe_load(Path("runs/demo-plain/config.yaml").read_text())
+    members = [values["population"].pop("size") for values in (evolved, plain)]
+    steps = [values["schedule"].pop("steps_per_generation") for values in (evolved, plain)]
+    assert members == [4, 1]
+    assert steps[1] == 4 * steps[0]
+    assert not any(plain["search_space"].values())
+    for values in (evolved, plain):
+        for key in ("strategy", "search_space", "run_dir", "run_id"):
+            values.pop(key, None)
+    assert evolved == plain
     assert evolved["seed"] == 3
-    members = read_journal(Path("runs/demo-fixed/journal.jsonl"))[0]["members"]
-    assert [member["hyperparameters"] for member in members] == 4 * [evolved["hyperparameters"]]
+    weights = evolved["task"]["reward_weights"]
+    assert weights == {"accuracy": 1, "right_digits": 0, "closeness": 0, "brevity": 0}
 
 
 def test_simultaneous_runs_get_different_default_folders(workdir):

@@ -105,7 +105,8 @@ def two_digit_questions(seed: int) -> list[dict[str, str]]:
 def three_digit_questions(seed: int) -> list[dict[str, str]]:
     """Return 4,000 questions of the task three_digit_sums, in random order.
 
-    Each is the sum of two numbers from 100 to 999; no unordered pair occurs twice.
+    Each is the sum of two numbers from 100 to 499, which has three digits too; no unordered pair
+    occurs twice.
 
     Args:
         seed: Seed of the pairs, of their order and of the order of terms.
@@ -116,7 +117,7 @@ def three_digit_questions(seed: int) -> list[dict[str, str]]:
     rng = generator(seed, "three_digit_sums")
     pairs: dict[frozenset[int], tuple[int, int]] = {}
     while len(pairs) < THREE_DIGIT_QUESTIONS:
-        a, b = (int(number) for number in rng.integers(100, 1000, size=2))
+        a, b = (int(number) for number in rng.integers(100, 500, size=2))
         pairs.setdefault(frozenset((a, b)), (a, b))
     rows = []
     for a, b in pairs.values():

@@ -106,7 +106,8 @@ class LanguageTaskType:
             if is_path(source):
                 base_argument = f", actor_network=evogrpo.load_base({source!r}).model"
         note = ""
-        if (best / TASK_SETTINGS).is_file():
+        settings = read_record(best, kind="agent")["member"]["hyperparameters"]["task_settings"]
+        if any(isinstance(value, str) for value in settings.values()):
             note = f"  # with the texts of {best / TASK_SETTINGS} in the prompts"
         return f"evogrpo.GRPO.load({str(best)!r}{base_argument}).generate(prompts){note}"
 
