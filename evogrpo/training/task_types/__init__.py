@@ -101,14 +101,15 @@ class LanguageTaskType:
         A base model in a folder is loaded explicitly.
         """
         base_argument = ""
+        note = ""
         with suppress(CheckpointError):  # its folder may be gone
-            source = str(read_record(best, kind="agent")["shared"]["source"])
+            record = read_record(best, kind="agent")
+            source = str(record["shared"]["source"])
             if is_path(source):
                 base_argument = f", actor_network=evogrpo.load_base({source!r}).model"
-        note = ""
-        settings = read_record(best, kind="agent")["member"]["hyperparameters"]["task_settings"]
-        if any(isinstance(value, str) for value in settings.values()):
-            note = f"  # with the texts of {best / TASK_SETTINGS} in the prompts"
+            settings = record["member"]["hyperparameters"]["task_settings"]
+            if any(isinstance(value, str) for value in settings.values()):
+                note = f"  # with the texts of {best / TASK_SETTINGS} in the prompts"
         return f"evogrpo.GRPO.load({str(best)!r}{base_argument}).generate(prompts){note}"
 
     def next_command(self, run_dir: Path) -> tuple[str, tuple[str | Path, ...]]:
