@@ -433,7 +433,7 @@ _HOLDERS = """
 OTHER_MEANINGS = {
     "strategy": ", which selects and mutates members. base_parts shards the base model (FSDP2)"
 }
-"""What to add about a key here whose name means something else in other libraries."""
+"""Notes on keys whose names have another meaning in other libraries, by key."""
 
 Where = Callable[[str], str | None]
 """Function of a setting's name. Returns the place where the setting is given; None if there is

@@ -210,7 +210,12 @@ class Trackers:
         if not rows:
             return
         columns = list(dict.fromkeys(chain.from_iterable(rows)))
-        data = [[_scalar(row.get(column)) for column in columns] for row in rows]
+
+        def cells(row: Mapping[str, Any]) -> list[Any]:
+            """Return the values of a row, one for each column."""
+            return [_scalar(row.get(column)) for column in columns]
+
+        data = [cells(row) for row in rows]
         self._call("log_table", table_name=name, columns=columns, data=data, step=step)
 
     def finish(self) -> None:
