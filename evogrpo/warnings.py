@@ -1,10 +1,15 @@
 """Warnings that point at the user's line."""
 
+import re
 import sys
 import warnings
 from types import FrameType
 
 from evogrpo.distributed import is_rank_zero
+from evogrpo.text import printable
+
+_LITERAL_NEWLINE = re.compile(r"^\\n|\\n(?![a-z])")
+"""A backslash and an n. Within a text, LaTeX such as `\\nabla` is left out."""
 
 
 def warn(
@@ -31,3 +36,19 @@ def warn(
         level = level + 1
         frame = frame.f_back
     warnings.warn(message, category, stacklevel=stacklevel)
+
+
+def warn_of_literal_newline(what: str, text: str) -> None:
+    r"""Warn of a text with a backslash and an n, as YAML reads '\n' in single quotes.
+
+    Args:
+        what: Name of the setting.
+        text: Its value.
+    """
+    match = _LITERAL_NEWLINE.search(text)
+    if match is not None:
+        found = printable(text[match.start() :][:20])
+        warn(
+            f"{what}: '{found}' begins with a backslash and an n, which are no line break. In YAML"
+            " write the text in double quotes."
+        )

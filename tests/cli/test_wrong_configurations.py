@@ -119,6 +119,9 @@ questions
 questions   | task.metric_weights=[1]                  | metric_weights requires metric
 questions   | metric=r.py:f                            | Use 'task.metric'
 questions   | task.settings={a: [1]}                   | task.settings
+questions | search_space.task.style.choices=[a, b] task.style=a | Use 'task.settings.style'
+questions   | task.settings={style: a} style=b         | Use 'task.settings.style'
+questions   | hyperparameters.task.style=a             | Use 'task.settings'
 questions | task.dataset={trian: x} | unknown key in task.dataset 'trian': did you mean 'train'?
 questions | task.dataset={train: x, subset: y} | task.dataset: subset and revision require hub
 questions   | task.reward_funcs=f                      | 'reward_funcs': it is called 'reward' here

@@ -5,6 +5,7 @@ import json
 import random
 import threading
 import time
+import warnings
 from functools import partial
 
 import numpy as np
@@ -635,6 +636,17 @@ def add(amount: int) -> int:
 def test_invalid_arguments_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         gym(**options)
+
+
+def test_a_template_without_tools_is_refused_before_environments_are_reset():
+    class Unused(Counter):
+        def reset(self, **row):
+            raise AssertionError
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(ValueError, match="does not render tools"):
+            gym(environment_factory=Unused, template=NO_TOOLS)
 
 
 def test_static_and_class_methods_are_tools():

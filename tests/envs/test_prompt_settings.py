@@ -1,6 +1,7 @@
 """Task settings of prompt datasets: prompts, columns, reward weights, metric and data weights."""
 
 import math
+import warnings
 
 import numpy as np
 import pytest
@@ -94,9 +95,22 @@ def test_a_member_replaces_the_row_and_the_row_the_configured_value(tokenizer):
     assert batch.rows[0]["level"] == "own"
 
 
-def test_names_in_braces_that_are_no_settings_are_warned_of(tokenizer):
-    with pytest.warns(UserWarning, match=r"\{question\} stays as it is"):
-        single(tokenizer, system_prompt="Answer {question}", settings=None)
+@pytest.mark.parametrize(
+    ("prompt", "found"),
+    [
+        ("Answer {question}", r"\{question\} stays as it is"),
+        (r"Think.\nAnswer.", r"system_prompt: '\\nAnswer\.'"),
+    ],
+)
+def test_texts_of_prompts_that_are_probably_not_meant_are_warned_of(tokenizer, prompt, found):
+    with pytest.warns(UserWarning, match=found):
+        single(tokenizer, system_prompt=prompt, settings=None)
+
+
+def test_latex_is_no_line_break(tokenizer):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        single(tokenizer, system_prompt="1 \\neq 2\n", settings=None)
 
 
 def test_a_system_prompt_precedes_messages_of_a_column(tokenizer):

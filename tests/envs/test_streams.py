@@ -7,6 +7,7 @@ import pytest
 
 from evogrpo import EnvironmentGym, HuggingFaceGym
 from evogrpo.envs.text import prompt_environment
+from evogrpo.envs.text.datasets import Filtered
 from evogrpo.training.configuration.question_tasks import DatasetFiles
 from tests.envs.test_environment_gym import Counter
 
@@ -56,6 +57,14 @@ def test_rows_are_read_as_far_as_they_are_selected(tokenizer):
     assert len(read) == head
     assert selected(env, 2) == ["q15", "q16", "q17", "q18"]
     assert len(read) == head + READ
+
+
+def test_rows_that_are_left_out_later_are_counted_and_told(tokenizer):
+    env = streamed(tokenizer)
+    assert env.filtered["train"] == Filtered()
+    with pytest.warns(UserWarning, match=r"from row 24 on \(1 too long, 1 duplicates, 0"):
+        selected(env, 5)
+    assert env.filtered["train"] == Filtered(too_long=1, duplicates=1, held_out=1)
 
 
 def test_the_head_follows_the_end(tokenizer):

@@ -223,7 +223,10 @@ def test_a_minimum_length_is_refused():
 
 
 def test_stop_strings_that_no_token_can_spell_are_warned_of():
-    population = tiny_population(1, stop_strings=["1", "日"])
-    with pytest.warns(UserWarning, match="日") as found:
+    population = tiny_population(1, stop_strings=["1", "日", r"\n1"])
+    with pytest.warns(UserWarning, match="stop_strings") as found:
         population.members.check(tiny_env())
-    assert "1" not in str(found[0].message)
+    unwritable, no_line_break = (str(each.message) for each in found)
+    assert "日" in unwritable
+    assert "'1'" not in unwritable
+    assert r"'\n1'" in no_line_break

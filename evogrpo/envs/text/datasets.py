@@ -237,6 +237,14 @@ class Filtered:
             " elsewhere"
         )
 
+    def __add__(self, other: "Filtered") -> "Filtered":
+        """Return the numbers of rows of both."""
+        return Filtered(
+            too_long=self.too_long + other.too_long,
+            duplicates=self.duplicates + other.duplicates,
+            held_out=self.held_out + other.held_out,
+        )
+
 
 @dataclass(frozen=True)
 class RowHashes:
@@ -389,8 +397,7 @@ def make_splits(
         # No question is in two splits.
         for number in left_out:
             del remaining[number]
-        total = filtered["train"].held_out + len(left_out) - len(chosen)
-        filtered["train"] = replace(filtered["train"], held_out=total)
+        filtered["train"] += Filtered(held_out=len(left_out) - len(chosen))
     splits["train"] = train.take(remaining)
     # 3. Warn of left-out rows.
     parts = [f"{split}: {filtered[split]}" for split in SPLITS if filtered[split] != Filtered()]
@@ -424,20 +431,21 @@ def _draw(
 
 def extend_train(
     splits: Mapping[Split, PromptSplit], rows: PromptSplit, max_prompt_length: int | None
-) -> PromptSplit:
-    """Return the training split with further rows of its table.
+) -> tuple[PromptSplit, Filtered]:
+    """Return the training split with further rows of its table, and the counts of left-out rows.
 
     Rows are left out for the same reasons as in `make_splits`.
     """
     train = splits["train"]
     held_out = {key for split in SPLITS[1:] for key in splits[split].keys}
-    new, _ = _clean(rows, max_prompt_length, held_out, set(train.row_keys))
-    return replace(
+    new, filtered = _clean(rows, max_prompt_length, held_out, set(train.row_keys))
+    extended = replace(
         train,
         rows=[*train.rows, *new.rows],
         prompts=[*train.prompts, *new.prompts],
         hashes=[*train.hashes, *new.hashes],
     )
+    return extended, filtered
 
 
 def _clean(

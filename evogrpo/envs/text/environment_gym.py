@@ -252,9 +252,6 @@ class EnvironmentGym(PromptEnvironment):
         # 3. Build the prompts. Each ends with the first observation of its environment.
         rewards = self._make_rewards(reward_funcs, reward_weights)
         super().__init__(train_dataset, test_dataset, tokenizer, rewards=rewards, **options)
-        # 4. Check that the chat template renders tools.
-        some_schemas = next(filter(None, self._schemas.values()), [])
-        _check_tool_template(self.tokenizer, self._options, some_schemas)
 
     def _first_environment(self, name: str | None) -> Any:
         """Return an environment of the pool that has been checked."""
@@ -426,12 +423,14 @@ class EnvironmentGym(PromptEnvironment):
 
     def _prepare(self, table: AnyTable, where: str) -> ObservedTable:
         """Reset an environment for each row, and return the rows with their observations."""
-        # 1. Check the template, without which there are no prompts, and the rows.
+        # 1. Check the template, before environments are reset for all rows, and the rows.
         if self._chat_template is None:
             raise ValueError(
                 "The tokenizer has no chat_template, so it does not render tools."
                 f" {_TEMPLATE_WITH_TOOLS}"
             )
+        some_schemas = next(filter(None, self._schemas.values()), [])
+        _check_tool_template(self.tokenizer, self._given_options, some_schemas)
         # Environments may provide the whole prompt.
         required = [] if self._pool.factories else ["prompt"]
         if self._several:
@@ -488,8 +487,8 @@ def _check_tool_template(tokenizer: Tokenizer, options: Options, schemas: Sequen
     result = {"role": "tool", "name": name, "content": content}
     before, after = render_reply([QUESTION, tool_call(name)], [result], tokenizer, options)
     # Equal texts: the template ignores tools.
-    without_tools = render_chat(tokenizer, [QUESTION], **options, tools=None)
-    with_tools = render_chat(tokenizer, [QUESTION], **options, tools=schemas or None)
+    without_tools = render_chat(tokenizer, [QUESTION], **{**options, "tools": None})
+    with_tools = render_chat(tokenizer, [QUESTION], **{**options, "tools": schemas or None})
     if name not in before or content not in after or with_tools == without_tools:
         raise ValueError(
             "The tokenizer's chat_template does not render tools, calls and results."

@@ -20,6 +20,7 @@ from evogrpo.envs.protocol import SPLITS, Split, shuffled_starts
 from evogrpo.envs.text.datasets import (
     DEFAULT_SIZES,
     AnyTable,
+    Filtered,
     PromptSplit,
     RowHashes,
     check_row,
@@ -315,14 +316,19 @@ class PromptEnvironment:
                 check_table(rows, self._columns, f"{self._train_name} from row {first} on")
             table += self._prepare(rows, self._train_name)
             new = self._read_table(table, self._train_name, first=first)
-            self._splits["train"] = extend_train(self._splits, new, self._max_prompt_length)
-            # A stream without an end may repeat its rows.
+            extended, left_out = extend_train(self._splits, new, self._max_prompt_length)
+            self._splits["train"] = extended
+            self.filtered["train"] += left_out
             if self._stream is not None and self.size("train") == known:
+                # A stream without an end may repeat its rows.
                 self._stream = None
                 warn(
                     f"train_dataset: {STREAM_ROWS:,} rows from row {first:,} on have no new"
-                    f" question that fits. It is not read further; its {known:,} questions repeat."
+                    f" question that fits ({left_out}). It is not read further; its {known:,}"
+                    " questions repeat."
                 )
+            elif left_out != Filtered():
+                warn(f"{self._train_name}: rows were left out from row {first:,} on ({left_out})")
 
     def _check_columns(self, columns: Sequence[str], where: str) -> None:
         """Check the fields, arguments and settings that are columns of a dataset.

@@ -12,7 +12,7 @@ from typing import Any
 from evogrpo.chat_templates import ANSWER, QUESTION, closing_token, render_chat
 from evogrpo.text import pluralize, shown
 from evogrpo.validation import plain_list, refuse_unknown
-from evogrpo.warnings import warn
+from evogrpo.warnings import warn, warn_of_literal_newline
 
 ROLES = (
     "system", "developer", "user", "assistant", "tool", "function", "model", "ipython",
@@ -58,8 +58,9 @@ def system_message(text: str, names: Collection[str]) -> Message:
     """Return a system prompt as a message of a template.
 
     Only {NAME} of these names are fields; all other braces are literal. Warn of other names in
-    braces that look like fields, unlike those of JSON and LaTeX.
+    braces that look like fields, unlike those of JSON and LaTeX, and of line breaks that are none.
     """
+    warn_of_literal_newline("system_prompt", text)
     others = [name for name in _FIELD_LIKE.findall(text) if name not in names]
     if others:
         warn(

@@ -70,7 +70,7 @@ from evogrpo.stop_strings import StopStrings
 from evogrpo.storage.checkpoint import CheckpointError, is_path
 from evogrpo.text import class_name, shown
 from evogrpo.validation import validate, whole_between
-from evogrpo.warnings import warn
+from evogrpo.warnings import warn, warn_of_literal_newline
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -245,15 +245,18 @@ class LanguageMembers(BankMembers):
     def check(self, env: Any) -> None:
         """Raise ValueError for environments without prompts, unknown tokens and long prompts.
 
-        Warn of stop strings that no completion can have.
+        Warn of stop strings that completions cannot or will hardly contain.
         """
         batch = self._make_batch(env, "train", [0])
-        unwritable = [] if self._stop_strings is None else self._stop_strings.unwritable()
-        if unwritable:
-            warn(
-                f"stop_strings: the tokenizer has no tokens for {shown(unwritable)}, so completions"
-                " never end with them."
-            )
+        if self._stop_strings is not None:
+            unwritable = self._stop_strings.unwritable()
+            if unwritable:
+                warn(
+                    f"stop_strings: the tokenizer has no tokens for {shown(unwritable)}, so"
+                    " completions never end with them."
+                )
+            for text in self._stop_strings.texts:
+                warn_of_literal_newline("stop_strings", text)
         largest = getattr(env, "largest_token", max(max(prompt) for prompt in batch.prompts))
         longest = getattr(env, "longest_prompt", max(len(prompt) for prompt in batch.prompts))
         check_token_ids(self.bank.base.model, [largest], "tokens of prompts")

@@ -1,7 +1,7 @@
 """Read configurations strictly from YAML, and write them with all defaults."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -53,7 +53,7 @@ def parse_config(values: Mapping[str, Any], strategy: "Strategy | None" = None) 
     # 1. Sections that need no torch. A section that is null has its defaults.
     given = {name: value for name, value in values.items() if value is not None}
     given, auto = _without_auto(given)
-    misplaced = partial(_misplaced, task=given.get("task"))
+    misplaced = partial(_misplaced, task=given.get("task"), task_settings=_declared_settings(given))
     sections = build(
         _sections_model(), {"schedule": DEFAULT_SCHEDULE, **given}, misplaced=misplaced
     )
@@ -211,7 +211,28 @@ def configuration_schema() -> dict[str, Any]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 
-def _misplaced(name: str, section: str, valid: Sequence[str], task: object = None) -> str | None:
+def _declared_settings(values: Mapping[str, Any]) -> set[str]:
+    """Return the names of the settings `task.NAME` in the task and in the search space."""
+    names: set[str] = set()
+    for section, group in (("task", "settings"), (SEARCH_SPACE, "task")):
+        given = values.get(section)
+        if not isinstance(given, Mapping):
+            continue
+        for name, value in given.items():
+            if name == group and isinstance(value, Mapping):
+                names.update(value)
+            elif name.startswith(f"{group}."):
+                names.add(name.removeprefix(f"{group}."))
+    return names
+
+
+def _misplaced(
+    name: str,
+    section: str,
+    valid: Sequence[str],
+    task: object = None,
+    task_settings: Collection[str] = (),
+) -> str | None:
     """Return the dotted path of a key that belongs to another section, or None.
 
     Tries section and key joined, such as `population_size`, then the key alone, then names of other
@@ -222,9 +243,14 @@ def _misplaced(name: str, section: str, valid: Sequence[str], task: object = Non
         section: Dotted path of its section.
         valid: Keys of that section.
         task: Section `task` of the configuration, whose task type comes first; None = unknown.
+        task_settings: Names of the task settings of the configuration, without "task.".
     """
     if section.startswith("search_space."):
         return None
+    if name in task_settings and section in ("", "task", "hyperparameters"):
+        return f"task.settings.{name}"
+    if section == "hyperparameters" and name == "task":
+        return "task.settings"
     similar = close_match(name, valid) is not None or counterpart(name, valid) is not None
     own_name = any(name in key or key in name for key in valid)
     # Sections of task types import torch, so they come last.
