@@ -1,55 +1,228 @@
-"""Populations that select a setting of their task, at equal environment steps of all members.
+"""Study: which way of training copes best with rewards of unknown use, for equal samples?
 
-    python benchmarking/task_settings.py mountaincar [--seeds 0 1 2] [--arms halving] [--steps
-    200000]
+    pip install "gymnasium[box2d]" optuna
+    # all missing runs; a stopped study continues
+    python benchmarking/task_settings.py run
+    python benchmarking/task_settings.py run --tasks mountaincar --arms plain halving --seeds 0 1
+    # tables of the recorded runs
+    python benchmarking/task_settings.py table
+    # a short trial
+    python benchmarking/task_settings.py run --budget 0.05 --results /tmp/try
 
-MountainCar's reward is -200 until an episode reaches the goal, which random play never does. A
-bonus on speed leads there if its weight is positive, and away from it if not. Weight and sign are
-unknown: all are drawn, and validation starts with the environment's own reward select. Prints each
-arm's mean test return on a scale from 0 (-200) to 1 (-126). Evaluations do not count as steps.
-Recorded runs are not repeated.
+`task_settings_protocol.md` describes the comparison. Each run is one line of
+`task_settings_results/TASK.jsonl`.
 """
+
+from __future__ import annotations
 
 import argparse
 import json
 import math
+import multiprocessing
+import os
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import gymnasium
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarking.records import write_record  # the path is set above
+from benchmarking.classic.intervals import stratified_bootstrap  # the path is set above
+from benchmarking.records import provenance
 from evogrpo import GRPO, GymnasiumGroups, HyperparameterConfig, RLParameter, evolve
 from evogrpo.config.hyperparameters import DEFAULT_TARGET_KL, Hyperparameters
+from evogrpo.config.task_settings import NO_SETTINGS
 from evogrpo.evolution import (
     Choice,
     Fixed,
     History,
     Narrowing,
     Plan,
+    RandomSearch,
     Stateless,
     Strategy,
     SuccessiveHalving,
     Tournament,
+    TruncationPBT,
 )
 from evogrpo.evolution.founders import random_founder
 from evogrpo.evolution.selection import ranked_by_chance
 
+RESULTS = Path(__file__).with_name("task_settings_results")
+SHARES = (0.25, 0.5, 1.0, 2.0, 4.0)
+"""Where curves are read, as multiples of a task's budget. Runs end with the last."""
 MEMBERS = 4
-SPACE = HyperparameterConfig(reward_weights={"speed": RLParameter(min=-1, max=1)})
-FLOOR = -200.0
-SOLVED = -126.0
+EPISODES = 64
+"""Of a member and learning step."""
+DRAWS = 20
+"""Drawn settings among which the best fixed ones are searched, half a budget each."""
+
+# ---- reward components
 
 
 def speed(observation: Any, action: Any, reward: float, info: Any) -> float:
     """Return ten times the speed of the car, at most 0.7."""
     return 10 * abs(float(observation[1]))
+
+
+def height(observation: Any, action: Any, reward: float, info: Any) -> float:
+    """Return the height of the car, from -1 to 1."""
+    return math.sin(3 * float(observation[0]))
+
+
+def idle(observation: Any, action: Any, reward: float, info: Any) -> float:
+    """Return 1 for the action without torque or push."""
+    return float(action == 1)
+
+
+def effort(observation: Any, action: Any, reward: float, info: Any) -> float:
+    """Return the square of the action."""
+    return float(np.square(action).sum())
+
+
+def tip(observation: Any, action: Any, reward: float, info: Any) -> float:
+    """Return the height of the free end of Acrobot, from -1 to 1."""
+    cosine1, sine1, cosine2, sine2 = (float(value) for value in observation[:4])
+    return (-cosine1 - (cosine1 * cosine2 - sine1 * sine2)) / 2
+
+
+def spin(observation: Any, action: Any, reward: float, info: Any) -> float:
+    """Return how fast Acrobot's joints turn, about 0 to 1."""
+    return (abs(float(observation[4])) + abs(float(observation[5]))) / 10
+
+
+def upright(observation: Any, action: Any, reward: float, info: Any) -> float:
+    """Return the height of the pendulum, from -1 to 1."""
+    return float(observation[0])
+
+
+def turning(observation: Any, action: Any, reward: float, info: Any) -> float:
+    """Return how fast the pendulum turns, from 0 to 1."""
+    return abs(float(observation[2])) / 8
+
+
+class UprightOnly(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Reward 1 while the pendulum is within 26 degrees of upright, otherwise 0."""
+
+    def step(self, action: Any) -> Any:
+        """Replace the reward."""
+        observation, _, ended, truncated, info = self.env.step(action)
+        return observation, float(observation[0] > 0.9), ended, truncated, info
+
+
+class LandingOnly(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Reward 1 for a safe landing, otherwise 0. The info has the terms of LunarLander's reward.
+
+    Terms of the state are differences between a step and the one before, as in the environment.
+    """
+
+    def reset(self, **options: Any) -> Any:
+        """Remember the first state."""
+        observation, info = self.env.reset(**options)
+        self.terms = self._terms(observation)
+        return observation, info
+
+    def step(self, action: Any) -> Any:
+        """Replace the reward and add the terms."""
+        observation, reward, ended, truncated, info = self.env.step(action)
+        before = self.terms
+        self.terms = self._terms(observation)
+        changes = {name: self.terms[name] - before[name] for name in before}
+        fuel = {0: 0.0, 1: 0.03, 2: 0.3, 3: 0.03}[int(action)]
+        landed = float(ended and float(reward) >= 100)
+        return observation, landed, ended, truncated, {**info, **changes, "fuel": fuel}
+
+    @staticmethod
+    def _terms(observation: Any) -> dict[str, float]:
+        """Return the terms of a state, on about equal scales."""
+        x, y, speed_x, speed_y, angle, _, left, right = (float(value) for value in observation)
+        return {
+            "distance": math.hypot(x, y),
+            "speed": math.hypot(speed_x, speed_y),
+            "tilt": abs(angle),
+            "legs": (left + right) / 10,
+        }
+
+
+# ---- tasks and arms
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A task of the study.
+
+    Attributes:
+        env: Id of the environment.
+        rewards: Reward components of unknown use, by name.
+        budget: Environment steps in which one agent with good settings is done.
+        floor: Metric that counts as 0.
+        solved: Metric that counts as 1.
+        wrappers: Of the environment; they make the metric its reward.
+    """
+
+    env: str
+    rewards: Mapping[str, Any]
+    budget: int
+    floor: float
+    solved: float
+    wrappers: tuple[Any, ...] = ()
+
+    @property
+    def space(self) -> HyperparameterConfig:
+        """Return what is unknown: the weight of each component, from -1 to 1."""
+        weights = {name: RLParameter(min=-1, max=1) for name in self.rewards}
+        return HyperparameterConfig(reward_weights=weights)
+
+    def normalised(self, score: np.ndarray) -> np.ndarray:
+        """Return scores on the scale from floor (0) to solved (1)."""
+        return (score - self.floor) / (self.solved - self.floor)
+
+
+TASKS: dict[str, Task] = {
+    "mountaincar": Task(
+        env="MountainCar-v0",
+        rewards={"speed": speed, "height": height, "idle": idle},
+        budget=200_000,
+        floor=-200.0,
+        solved=-126.0,
+    ),
+    "acrobot": Task(
+        env="Acrobot-v1",
+        rewards={"tip": tip, "spin": spin, "idle": idle},
+        budget=300_000,
+        floor=-500.0,
+        solved=-80.0,
+    ),
+    "pendulum": Task(
+        env="Pendulum-v1",
+        rewards={"upright": upright, "turning": turning, "effort": effort},
+        budget=150_000,
+        floor=0.0,
+        solved=150.0,
+        wrappers=(UprightOnly,),
+    ),
+    "lander": Task(
+        env="LunarLander-v3",
+        rewards={name: name for name in ("distance", "speed", "tilt", "legs", "fuel")},
+        budget=150_000,
+        floor=0.0,
+        solved=1.0,
+        wrappers=(LandingOnly,),
+    ),
+    "continuous mountaincar": Task(
+        env="MountainCarContinuous-v0",
+        rewards={"speed": speed, "height": height, "effort": effort},
+        budget=200_000,
+        floor=0.0,
+        solved=93.0,
+    ),
+}
 
 
 class HalvingAtFixedTimes(Stateless):
@@ -78,94 +251,383 @@ class Arm:
     """One way to spend the environment steps.
 
     Attributes:
+        weights: "drawn" (all members differ), "zero", "one", or "found": the best fixed ones.
         strategy: Rule of selection and mutation.
         members: Number of members.
-        samples: Episodes of a member and learning step.
-        steps: Learning steps of the first generation.
+        episodes: Episodes of a member and learning step.
     """
 
+    weights: str = "drawn"
     strategy: Callable[[], Strategy] = Fixed
     members: int = MEMBERS
-    samples: int = 64
-    steps: int = 1
+    episodes: int = EPISODES
 
 
 ARMS: dict[str, Arm] = {
-    "one agent, drawn weight": Arm(members=1, steps=4),
-    "no selection": Arm(),
-    "halving at fixed times": Arm(strategy=HalvingAtFixedTimes),
+    "plain": Arm(weights="zero", members=1),
+    "all ones": Arm(weights="one", members=1),
+    "drawn": Arm(members=1),
+    "plain, large steps": Arm(weights="zero", members=1, episodes=MEMBERS * EPISODES),
+    "all ones, large steps": Arm(weights="one", members=1, episodes=MEMBERS * EPISODES),
+    "drawn, large steps": Arm(members=1, episodes=MEMBERS * EPISODES),
+    "random search": Arm(strategy=RandomSearch),
     "halving": Arm(strategy=SuccessiveHalving),
-    "halving, quarter steps": Arm(strategy=SuccessiveHalving, samples=16, steps=4),
-    "narrowing": Arm(strategy=Narrowing),
+    "halving at fixed times": Arm(strategy=HalvingAtFixedTimes),
     "tournament": Arm(strategy=Tournament),
+    "narrowing": Arm(strategy=Narrowing),
+    "PBT": Arm(strategy=TruncationPBT),
+    "optuna": Arm(members=1),
+    "best fixed": Arm(weights="found", members=1),
 }
 
+# ---- one run
 
-def run_one(arm: Arm, seed: int, budget: int) -> dict[str, Any]:
-    """Train, and return the mean return on the test starts, the members and the time."""
+
+@dataclass
+class Curve:
+    """Test scores of the member that would be handed over, by share of the budget.
+
+    Attributes:
+        budget: Environment steps at share 1.
+        scores: Score by share.
+        learning_steps: Learning steps by share.
+        seconds: Processor time by share, without tests.
+    """
+
+    budget: float
+    scores: dict[float, float] = field(default_factory=dict)
+    learning_steps: dict[float, int] = field(default_factory=dict)
+    seconds: dict[float, float] = field(default_factory=dict)
+
+    def advance(
+        self, spent: float, score: Callable[[], float], learning_steps: int, seconds: float
+    ) -> None:
+        """Read the curve at all shares that lie before `spent`."""
+        for share in SHARES:
+            if share * self.budget < spent and share not in self.scores:
+                self.scores[share] = score()
+                self.learning_steps[share] = learning_steps
+                self.seconds[share] = round(seconds, 2)
+
+
+def make_run(
+    task: Task, arm: Arm, weights: Mapping[str, float], seed: int, budget: int, starts: int
+) -> tuple[Any, Any]:
+    """Return the environment, and a run that ends with the budget."""
     env = GymnasiumGroups(
-        "MountainCar-v0", seed=seed, rewards={"speed": speed}, validation_size=32, test_size=100
+        task.env,
+        wrappers=task.wrappers,
+        rewards=task.rewards,
+        seed=starts,
+        validation_size=32,
+        test_size=100,
     )
-    drawn = random_founder(SPACE, Hyperparameters(), np.random.default_rng(seed))
+    settings = {f"reward_weights.{name}": value for name, value in weights.items()}
     population = GRPO.population(
         arm.members,
         observation_space=env.observation_space,
         action_space=env.action_space,
-        hp_config=SPACE,
-        task_settings=drawn.task_settings,
-        samples_per_step=arm.samples,
+        hp_config=task.space if arm.members > 1 else None,
+        task_settings=settings,
+        samples_per_step=arm.episodes,
         group_size=8,
         target_kl=DEFAULT_TARGET_KL,
         seed=seed,
     )
-    began = time.process_time()
     run = evolve(
         population,
         env,
         strategy=arm.strategy(),
-        steps_per_generation=arm.steps,
-        samples_per_step=arm.samples,
+        steps_per_generation=1 if arm.members > 1 else 4 * EPISODES // arm.episodes,
+        samples_per_step=arm.episodes,
         max_timesteps=budget,
+        count_evaluations=True,
+        test_questions=0,
         progress=False,
     )
-    living = [len(report.members) for report in run]
-    test = run.result.test
-    assert test is not None
+    return env, run
+
+
+def test_score(run: Any, env: Any) -> float:
+    """Return the mean score of the run's best member on the test starts."""
+    from evogrpo.evolution.fitness import GREEDY_EVALUATION
+    from evogrpo.interruption import NEVER
+    from evogrpo.training.evaluation import evaluate_states
+
+    best = run.trainer.run_state.best
+    fitness, _ = evaluate_states(
+        run.population.members,
+        [(NO_SETTINGS, None if best is None else best.state)],
+        env,
+        questions=env.size("test"),
+        config=GREEDY_EVALUATION,
+        stop=NEVER,
+    )
+    return float(np.mean(fitness[0].scores))
+
+
+def spent(run: Any) -> int:
+    """Return the environment steps of everything so far."""
+    return int(run.trainer.run_state.spent(evaluations=True)["timesteps"])
+
+
+def drawn_weights(task: Task, seed: int) -> dict[str, float]:
+    """Return weights drawn from the whole space, the same for all arms with this seed."""
+    founder = random_founder(task.space, Hyperparameters(), np.random.default_rng(seed))
+    settings = founder.task_settings
+    return {name: float(settings[f"reward_weights.{name}"]) for name in task.rewards}
+
+
+def follow(run: Any, env: Any, curve: Curve) -> None:
+    """Train to the end, and read the curve on the way."""
+    training = 0.0
+    began = time.process_time()
+    handed_over = test_score(run, env)
+    best = None
+    steps = 0
+    began = time.process_time()
+    for _ in run:
+        training += time.process_time() - began
+        state = run.trainer.run_state
+        curve.advance(spent(run), lambda: handed_over, steps, training)  # noqa: B023
+        steps = state.step
+        if state.best is not best:
+            best = state.best
+            handed_over = test_score(run, env)
+        began = time.process_time()
+    curve.advance(math.inf, lambda: handed_over, steps, training)
+
+
+def run_one(name: str, arm_name: str, seed: int, share: float, results: Path) -> dict[str, Any]:
+    """Do one run in its own process; return its record."""
+    import warnings
+
+    import torch
+
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    task = TASKS[name]
+    arm = ARMS[arm_name]
+    budget = share * task.budget
+    curve = Curve(budget)
+    if arm_name == "optuna":
+        best = with_optuna(task, seed, curve)
+    else:
+        weights = {
+            "zero": dict.fromkeys(task.rewards, 0.0),
+            "one": dict.fromkeys(task.rewards, 1.0),
+            "drawn": drawn_weights(task, seed),
+        }.get(arm.weights)
+        if weights is None:
+            weights = best_fixed(name, budget, results)
+        env, run = make_run(task, arm, weights, seed, int(SHARES[-1] * budget), seed)
+        follow(run, env, curve)
+        best = dict(run.best.hyperparameters.task_settings)
     return {
-        "return": test.after.mean,
-        "weight": run.best.hyperparameters.task_settings["reward_weights.speed"],
-        "members": living,
-        "seconds": round(time.process_time() - began, 1),
+        "task": name,
+        "arm": arm_name,
+        "seed": seed,
+        "scores": list(curve.scores.values()),
+        "learning_steps": list(curve.learning_steps.values()),
+        "seconds": list(curve.seconds.values()),
+        "best": best,
+        "commit": provenance()["commit"],
     }
 
 
-def mountaincar(arms: list[str], seeds: list[int], budget: int, folder: Path) -> None:
-    """Do all runs that are not recorded, and print a table."""
-    print("| | score, 0 to 1 | returns by seed | processor time |")
-    print("|---|---|---|---|")
-    for name in arms:
-        runs = []
-        for seed in seeds:
-            path = folder / f"mountaincar {budget} {name} {seed}.json"
-            if not path.exists():
-                write_record(path, run_one(ARMS[name], seed, budget))
-            runs.append(json.loads(path.read_text("utf-8")))
-        scores = [(run["return"] - FLOOR) / (SOLVED - FLOOR) for run in runs]
-        returns = " ".join(f"{run['return']:.0f}" for run in runs)
-        seconds = np.mean([run["seconds"] for run in runs])
-        print(f"| {name} | {np.mean(scores):.2f} | {returns} | {seconds:.0f} s |", flush=True)
+def best_fixed(name: str, budget: float, results: Path) -> dict[str, float]:
+    """Return the best of drawn weights, by validation after half a budget each.
+
+    The result is stored, and searched once per task.
+    """
+    path = results / f"{name} best fixed.json"
+    if not path.exists():
+        task = TASKS[name]
+        tried = []
+        for draw in range(DRAWS):
+            weights = drawn_weights(task, 500 + draw)
+            _, run = make_run(task, ARMS["drawn"], weights, 500 + draw, int(budget / 2), 500)
+            run.finish()
+            fitness = run.trainer.run_state.best.fitness.mean
+            tried.append({"fitness": fitness, "weights": weights})
+        tried.sort(key=lambda each: -float(each["fitness"]))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(tried, indent=1) + "\n", encoding="utf-8")
+    found: dict[str, float] = json.loads(path.read_text("utf-8"))[0]["weights"]
+    return found
 
 
-def main() -> None:
-    """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("task", choices=["mountaincar"])
-    parser.add_argument("--seeds", type=int, nargs="+", default=list(range(8)))
-    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
-    parser.add_argument("--steps", type=int, default=200_000, help="environment steps of all")
-    parser.add_argument("--folder", type=Path, default=Path("runs/task_settings"))
-    given = parser.parse_args()
-    mountaincar(given.arms, given.seeds, given.steps, given.folder)
+def with_optuna(task: Task, seed: int, curve: Curve) -> dict[str, float]:
+    """Let Optuna's TPE propose weights and Hyperband stop single agents.
+
+    The longest trial takes the task's budget. The best trial counts.
+
+    Source: Akiba et al. (KDD 2019); Li et al., Hyperband (JMLR 2018).
+    """
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    longest = int(curve.budget)
+    total = int(SHARES[-1] * curve.budget)
+    study = optuna.create_study(
+        direction="maximize",
+        sampler=optuna.samplers.TPESampler(seed=seed),
+        pruner=optuna.pruners.HyperbandPruner(
+            min_resource=max(1, longest // 9), max_resource=longest, reduction_factor=3
+        ),
+    )
+    used = 0
+    learning_steps = 0
+    training = 0.0
+    handed_over: tuple[float, float, dict[str, float]] | None = None
+    trials = 0
+    while used < total:
+        trial = study.ask()
+        weights = {key: trial.suggest_float(key, -1.0, 1.0) for key in task.rewards}
+        limit = min(longest, total - used)
+        env, run = make_run(task, ARMS["drawn"], weights, 1000 * seed + trials, limit, seed)
+        trials += 1
+        pruned = False
+        began = time.process_time()
+        for generation in run:
+            trial.report(generation.best.fitness, spent(run))
+            if trial.should_prune():
+                pruned = True
+                break
+        training += time.process_time() - began
+        before = task.floor if handed_over is None else handed_over[1]
+        used += spent(run)
+        curve.advance(used, lambda: before, learning_steps, training)  # noqa: B023
+        learning_steps += run.trainer.run_state.step
+        best = run.trainer.run_state.best
+        if best is None:  # the rest of the budget was less than one generation
+            break
+        fitness = best.fitness.mean
+        if handed_over is None or fitness > handed_over[0]:
+            handed_over = fitness, test_score(run, env), weights
+        state = optuna.trial.TrialState.PRUNED if pruned else None
+        study.tell(trial, None if pruned else fitness, state=state)
+    assert handed_over is not None
+    score = handed_over[1]
+    curve.advance(math.inf, lambda: score, learning_steps, training)
+    return handed_over[2]
+
+
+# ---- running
+
+Key = tuple[str, str, int]
+
+
+def wanted(chosen: argparse.Namespace) -> Iterator[Key]:
+    """Yield the selected runs, seed by seed, so that a part of them is balanced."""
+    for seed in chosen.seeds:
+        for task in chosen.tasks:
+            for arm in chosen.arms:
+                yield task, arm, seed
+
+
+def recorded(results: Path) -> dict[Key, dict[str, Any]]:
+    """Return the recorded runs."""
+    runs = {}
+    for file in sorted(results.glob("*.jsonl")):
+        for line in file.read_text("utf-8").splitlines():
+            run = json.loads(line)
+            runs[(run["task"], run["arm"], run["seed"])] = run
+    return runs
+
+
+def run_missing(chosen: argparse.Namespace) -> None:
+    """Do the missing runs, several in parallel."""
+    chosen.results.mkdir(parents=True, exist_ok=True)
+    done = recorded(chosen.results)
+    missing = iter([key for key in wanted(chosen) if key not in done])
+    until = time.monotonic() + chosen.minutes * 60
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(chosen.workers, mp_context=context) as pool:
+        running: dict[Any, Key] = {}
+        while True:
+            while len(running) < chosen.workers and time.monotonic() < until:
+                key = next(missing, None)
+                if key is None:
+                    break
+                running[pool.submit(run_one, *key, chosen.budget, chosen.results)] = key
+            if not running:
+                return
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                key = running.pop(future)
+                try:
+                    record = future.result()
+                except Exception as error:  # noqa: BLE001  # the other runs continue
+                    print(*key, f"FAILED: {type(error).__name__}: {error}", flush=True)
+                    continue
+                with (chosen.results / f"{key[0]}.jsonl").open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(record) + "\n")
+                scores = " ".join(f"{score:.3g}" for score in record["scores"])
+                print(*key, f"{scores} in {record['seconds'][-1]:.0f} s", flush=True)
+
+
+# ---- tables
+
+
+def tables(runs: Sequence[Mapping[str, Any]]) -> str:
+    """Return one table per task as Markdown: arms and shares of the budget."""
+    parts = []
+    for name, task in TASKS.items():
+        of_task = [run for run in runs if run["task"] == name]
+        if of_task:
+            title = f"**{name}**, {task.budget // 1000} k environment steps = 1"
+            parts.append(f"{title}\n\n{_table(task, of_task)}")
+    return "\n\n".join(parts)
+
+
+def _table(task: Task, runs: Sequence[Mapping[str, Any]]) -> str:
+    rows = [
+        ["arm", *(f"{share:g}" for share in SHARES), "learning steps", "processor time"],
+        ["---"] * (len(SHARES) + 3),
+    ]
+    for arm in ARMS:
+        group = [run for run in runs if run["arm"] == arm]
+        if not group:
+            continue
+        scores = task.normalised(np.array([run["scores"] for run in group]))
+        cells = [_cell(list(of_share)) for of_share in scores.T]
+        steps = np.mean([run["learning_steps"][-1] for run in group])
+        seconds = np.mean([run["seconds"][-1] for run in group])
+        rows.append([arm, *cells, f"{steps:.0f}", f"{seconds:.0f} s"])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _cell(scores: Sequence[float]) -> str:
+    if len(scores) < 5:  # too few for an interval
+        return " ".join(f"{score:.2f}" for score in scores)
+    interval = stratified_bootstrap({"": scores}, lambda values: float(np.mean(values)))
+    return str(interval)
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("command", choices=("run", "table"))
+    parser.add_argument("--tasks", nargs="*", default=list(TASKS), choices=TASKS)
+    parser.add_argument("--arms", nargs="*", default=list(ARMS), choices=ARMS)
+    parser.add_argument(
+        "--seeds", nargs="*", type=int, default=range(10), help="those from 1000 on do not count"
+    )
+    parser.add_argument("--budget", type=float, default=1.0, help="factor of all budgets")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument(
+        "--minutes", type=float, default=math.inf, help="begin no further run after so many"
+    )
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    chosen = parser.parse_args(words)
+    if chosen.command == "run":
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        run_missing(chosen)
+    else:
+        runs = recorded(chosen.results)
+        print(tables([runs[key] for key in wanted(chosen) if key in runs]))
 
 
 if __name__ == "__main__":
