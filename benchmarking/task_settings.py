@@ -218,7 +218,7 @@ TASKS: dict[str, Task] = {
     "continuous mountaincar": Task(
         env="MountainCarContinuous-v0",
         rewards={"speed": speed, "height": height, "effort": effort},
-        budget=200_000,
+        budget=400_000,
         floor=0.0,
         solved=93.0,
     ),
