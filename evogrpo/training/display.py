@@ -254,13 +254,14 @@ class RunDisplay(Callback):
                 line += f" ({cost.tokens / (cost.tokens + learned):.0%} of all {unit})"
             lines.append(f"Evaluations: {line}")
         # 3. Which values of task settings helped.
-        births = self._trainer.population.lineage
-        has_settings = any(birth.hyperparameters.task_settings for birth in births)
-        if has_settings and result.run_dir is not None:
+        effects = {}
+        if result.run_dir is not None:
+            effects = findings(read_summary(result.run_dir))
+        if effects:
             rows = Table.grid(padding=(0, 2, 0, 0))
-            for name, finding in findings(read_summary(result.run_dir)).items():
+            for name, finding in effects.items():
                 rows.add_row(Text(f"  {name}", "dim"), Text(finding))
-            lines += [Text(FINDINGS_TITLE, "bold"), rows]
+            lines += ["", Text(FINDINGS_TITLE, "bold"), rows]
         self._console.print(Group(*lines, f"Finished: {result.reason}."))
 
     def _show_baseline(self) -> None:

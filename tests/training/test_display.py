@@ -9,9 +9,10 @@ from itertools import product
 import pytest
 from rich.console import Console
 
-from evogrpo import evolve, resume
+from evogrpo import HyperparameterConfig, evolve, resume
 from evogrpo.evolution import SuccessiveHalving
 from evogrpo.reporting.records import LANGUAGE, GenerationReport, MemberStep, StepReport
+from evogrpo.reporting.setting_effects import FINDINGS_TITLE
 from evogrpo.training.display import RunDisplay, generation_table, rewards_text
 from tests.cli.project import CONTROL, Terminal
 from tests.tiny_models import tiny_model
@@ -185,6 +186,20 @@ def test_a_stopping_run_without_a_directory_does_not_claim_to_save():
     run = tiny_run(None)
     run.stop()
     assert "Stopping. Press Ctrl-C again to abort." in drawn(RunDisplay(Console(), run))
+
+
+@pytest.mark.parametrize(("size", "shown"), [(1, 0), (2, 1)])
+def test_effects_of_settings_are_shown_if_members_differ_in_them(tmp_path, size, shown):
+    env = cart_pole(settings={"high": 0.05})
+    settings = {"task.high": 0.1}
+    space = HyperparameterConfig(task={"high": {"min": 0.01, "max": 0.2}})
+    space = space if size > 1 else None
+    population = step_population(size, env, task_settings=settings, hp_config=space)
+    run = start_run(population, env, tmp_path, **SHORT | {"generations": 1})
+    finish(run)
+    console = Console(file=io.StringIO(), width=100)
+    RunDisplay(console, run).on_run_end(run.result)
+    assert console.file.getvalue().count(FINDINGS_TITLE) == shown
 
 
 def test_the_star_marks_the_best_member():
