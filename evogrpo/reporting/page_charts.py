@@ -61,7 +61,7 @@ def page_charts(summary: RunSummary) -> dict[str, dict[str, Plot]]:
         plots = {f"Effects-{number}": _effect_plot(each) for number, each in enumerate(compared)}
         sections["Task settings"] = plots
     for title, charts in (
-        ("Hyperparameters", run.hyperparameters),
+        ("Settings over generations", run.hyperparameters),
         ("Learning steps", run.metrics),
     ):
         name = title.split()[0]
