@@ -537,9 +537,12 @@ _OTHER_LIMITS = ("max_timesteps", "max_tokens", "max_seconds", "target_fitness")
 
 
 def show_lineage(console: Console, summary: RunSummary) -> None:
-    """Print origin, changes and last fitness of the best member's ancestors."""
+    """Print origin, changes and last fitness of the best member's ancestors.
+
+    A single member has none, and its fitness is in the table above.
+    """
     best = summary.best
-    if best is None:
+    if best is None or len(summary.histories) == 1:
         return
     console.print(Text(f"Lineage of member #{best.index}", "bold"))
     for ancestor in ancestors(summary, best):
