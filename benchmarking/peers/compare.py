@@ -12,7 +12,7 @@ rounds. Writes `runs/peers.md`, and each step to `runs/peers.json`.
 All systems do the same work: SmolLM2-135M-Instruct in float32 or bfloat16, LoRA of rank 16 in
 float32 on all linear layers, per agent and step 2 prompts x 8 completions, KL weight 0.04, one
 AdamW step, no gradient checkpointing. A step lasts from sampling to the updated weights; the first
-step of each run is left out.
+step of each run is left out. `--settings gemma3 --model FOLDER` takes Gemma 3 270M instead.
 
 Peers run at the settings that are fastest here with an equal result: reference log-probs from the
 base with its adapter off, old log-probs from the update's own forward pass, all groups sampled in
@@ -93,6 +93,7 @@ class Bench:
         setting: Key of `workload.SETTINGS`.
         micro_batches: Micro-batches to try instead of the contestant's own, by contestant.
         device: One of `workload.DEVICES`.
+        clock: Key of `workload.CLOCKS`.
     """
 
     folder: Path
@@ -103,13 +104,13 @@ class Bench:
     setting: str
     micro_batches: Mapping[str, tuple[int, ...]]
     device: str
+    clock: str
 
     def run(self, name: str, precision: str, micro_batch: int, label: str) -> dict[str, Any]:
         """Run one contestant once.
 
         Returns:
-            What its runner reports, with `seconds`: its median wall seconds per agent per learning
-            step.
+            What its runner reports, with `seconds`: its median seconds per agent per learning step.
 
         Raises:
             SystemExit: If the runner fails; the message ends with its last lines.
@@ -139,6 +140,7 @@ class Bench:
             "--defaults"
         ] * contestant.defaults
         command += ["--setting", self.setting, "--precision", precision, "--device", self.device]
+        command += ["--clock", self.clock]
         print(
             f"{self.setting}, {label}: {name} in {precision}, micro-batch {micro_batch} ...",
             end=" ",
@@ -347,6 +349,12 @@ def parse_arguments() -> argparse.Namespace:
         "--device", choices=workload.DEVICES, default="cpu", help="device of the models"
     )
     parser.add_argument(
+        "--clock",
+        choices=workload.CLOCKS,
+        default="wall",
+        help="time of a step; the processor's on a machine that is not idle",
+    )
+    parser.add_argument(
         "--pythons",
         nargs="+",
         type=interpreter,
@@ -408,6 +416,7 @@ def main() -> None:
             setting=setting,
             micro_batches=dict(arguments.micro_batches),
             device=arguments.device,
+            clock=arguments.clock,
         )
         for result in measure(bench, rows, arguments.rounds):
             results[setting] = result

@@ -6,8 +6,6 @@ so does this runner.
 
 from __future__ import annotations
 
-import time
-
 import workload
 
 # before torch is imported, which reads the number of threads
@@ -39,8 +37,8 @@ def create_agent(tokenizer: PreTrainedTokenizerBase) -> GRPO:
     setattr(model, "_agilerl_liger_patched", True)  # noqa: B010
     return GRPO(
         actor_network=model,
-        pad_token_id=tokenizer.convert_tokens_to_ids(workload.PAD_TOKEN),
-        pad_token=workload.PAD_TOKEN,
+        pad_token_id=tokenizer.convert_tokens_to_ids(work.pad_token),
+        pad_token=work.pad_token,
         batch_size=len(work.prompts),
         group_size=workload.GROUP_SIZE,
         micro_batch_size_per_gpu=arguments.micro_batch,
@@ -107,10 +105,10 @@ def main() -> None:
     agents.extend(agents[0].clone(index) for index in range(1, arguments.agents))
     step_seconds = []
     for _ in range(arguments.steps + 1):
-        start = time.perf_counter()
+        start = arguments.seconds()
         for agent in agents:
             learning_step(agent, tokenizer)
-        step_seconds.append(time.perf_counter() - start)
+        step_seconds.append(arguments.seconds() - start)
     settings: dict[str, object] = {
         "reference": "an adapter of its own" if arguments.defaults else "adapters switched off",
         "trained_parameters": sum(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import tempfile
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import workload
@@ -18,9 +17,23 @@ import torch  # noqa: E402
 from peft import LoraConfig  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
-from evogrpo import GRPO, HuggingFaceGym, evolve  # noqa: E402
+from evogrpo import GRPO, Callback, HuggingFaceGym, evolve  # noqa: E402
 from evogrpo.evolution.strategies import Fixed  # noqa: E402
-from evogrpo.storage.journal import read_journal  # noqa: E402
+
+
+class StepClock(Callback):
+    """Records the time at the start of the run and at the end of every learning step."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def on_run_start(self, trainer: Any) -> None:
+        """Record the start of the run."""
+        self.times.append(arguments.seconds())
+
+    def on_step(self, report: Any) -> None:
+        """Record the end of a learning step."""
+        self.times.append(arguments.seconds())
 
 
 def share_of_digits(
@@ -39,18 +52,10 @@ def micro_batch_tokens() -> int:
     return arguments.micro_batch * work.completion_tokens + groups * work.prompt_tokens
 
 
-def step_seconds(run_dir: Path) -> list[float]:
-    """Return the wall seconds of every learning step, from the times in the journal."""
-    events = read_journal(run_dir / "journal.jsonl")
-    ends = [number for number, event in enumerate(events) if event["event"] == "step"]
-    times = [events[number]["time"] for number in (ends[0] - 1, *ends)]
-    return [end - start for start, end in pairwise(times)]
-
-
 def main() -> None:
     torch.set_num_threads(arguments.threads)
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
-    tokenizer.pad_token = workload.PAD_TOKEN
+    tokenizer.pad_token = work.pad_token
     for prompt in work.prompts:
         workload.check_tokens("a prompt", len(tokenizer(prompt)["input_ids"]), work.prompt_tokens)
     env = HuggingFaceGym(
@@ -85,6 +90,7 @@ def main() -> None:
         ),
         seed=0,
     )
+    clock = StepClock()
     with tempfile.TemporaryDirectory() as folder:
         for _ in evolve(
             population,
@@ -95,9 +101,10 @@ def main() -> None:
             steps_per_generation=arguments.steps + 1,
             samples_per_step=workload.SAMPLES_PER_STEP,
             run_dir=folder,
+            callbacks=[clock],
         ):
             pass
-        seconds = step_seconds(Path(folder))
+    seconds = [end - start for start, end in pairwise(clock.times)]
     settings: dict[str, object] = {
         "reference": "adapters switched off",
         "micro_batch_tokens": micro_batch_tokens(),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-import time
 from typing import Any
 
 import workload
@@ -27,11 +26,11 @@ class StepClock(TrainerCallback):
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Record the start of training."""
-        self.times.append(time.perf_counter())
+        self.times.append(arguments.seconds())
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         """Record the end of an optimizer step."""
-        self.times.append(time.perf_counter())
+        self.times.append(arguments.seconds())
 
 
 def share_of_digits(
@@ -73,7 +72,7 @@ def configuration(folder: str) -> GRPOConfig:
 def main() -> None:
     torch.set_num_threads(arguments.threads)
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
-    tokenizer.pad_token = workload.PAD_TOKEN
+    tokenizer.pad_token = work.pad_token
     for prompt in work.prompts:
         workload.check_tokens("a prompt", len(tokenizer(prompt)["input_ids"]), work.prompt_tokens)
     clock = StepClock()

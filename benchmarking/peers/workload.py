@@ -11,6 +11,7 @@ import json
 import os
 import resource
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ TEMPLATE = (
     " Face<|im_end|>\n<|im_start|>user\n{}What is {} + {}? Reply with the sum and nothing"
     " else.<|im_end|>\n<|im_start|>assistant\n"
 )
+EXAMPLES = "Q: What is 21 plus 14?\nA: 35\nQ: What is 38 plus 27?\nA: 65\n"
+EXAMPLES_TEMPLATE = "{}" + EXAMPLES + "Q: What is {} plus {}?\nA:"
 ADVICE = "Read this with care and take all the time that you need. "  # 13 tokens
 FURTHER = "Think. "  # 2 tokens
 ANSWERS = ("72", "81")
@@ -28,21 +31,26 @@ GROUP_SIZE = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """Lengths of prompts and completions.
+    """Prompts, and lengths of prompts and completions.
 
     Attributes:
         before: Text before the question of each prompt.
         prompt_tokens: Tokens of each prompt, so that no system pads.
         completion_tokens: Tokens of each completion, so that all systems process the same number.
+        template: Prompt with fields for the text before the question, and for two numbers.
+        pad_token: A reserved token that the model practically never samples: a completion that
+            held the padding token would be cut.
     """
 
     before: str
     prompt_tokens: int
     completion_tokens: int
+    template: str = TEMPLATE
+    pad_token: str = "<jupyter_script>"
 
     def prompt(self, a: int, b: int) -> str:
         """Return a prompt that asks for the sum of two numbers of two digits each."""
-        return TEMPLATE.format(self.before, a, b)
+        return self.template.format(self.before, a, b)
 
     @property
     def prompts(self) -> tuple[str, ...]:
@@ -56,9 +64,18 @@ SETTINGS = {
         before=11 * ADVICE + 4 * FURTHER, prompt_tokens=200, completion_tokens=48
     ),
     "long-completion": Setting(before=ADVICE + FURTHER, prompt_tokens=64, completion_tokens=192),
+    "gemma3": Setting(
+        before="",
+        prompt_tokens=62,
+        completion_tokens=16,
+        template=EXAMPLES_TEMPLATE,
+        pad_token="<unused0>",
+    ),
 }
+"""The setting "gemma3" needs `--model` with a folder of Gemma 3 270M."""
 PRECISIONS = ("float32", "bfloat16")
 DEVICES = ("cpu", "cuda")
+CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
 SAMPLES_PER_STEP = len(ANSWERS) * GROUP_SIZE
 
 BETA = 0.04
@@ -67,9 +84,6 @@ CLIP_COEF = 0.2
 MAX_GRAD_NORM = 0.5
 LORA_RANK = 16
 LORA_ALPHA = 32
-# A reserved token that the model practically never samples: a completion that held the padding
-# token would be cut.
-PAD_TOKEN = "<jupyter_script>"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +102,7 @@ class Arguments:
         defaults: Leave settings that do not change the result at the system's defaults, instead of
             the fastest values.
         device: Device of the model.
+        clock: "wall", or "processor" for the time on all cores, which other programs hardly change.
     """
 
     model: Path
@@ -100,11 +115,16 @@ class Arguments:
     precision: str
     defaults: bool
     device: str
+    clock: str
 
     @property
     def work(self) -> Setting:
-        """Lengths of prompts and completions."""
+        """Prompts, and lengths of prompts and completions."""
         return SETTINGS[self.setting]
+
+    def seconds(self) -> float:
+        """Return the seconds of the chosen clock."""
+        return CLOCKS[self.clock]()
 
 
 def reward(completion: str) -> float:
@@ -139,6 +159,7 @@ def parse_arguments(description: str | None) -> Arguments:
         "--defaults", action="store_true", help="the system's own defaults where others are faster"
     )
     parser.add_argument("--device", choices=DEVICES, default="cpu", help="device of the model")
+    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="time of a step")
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     arguments = Arguments(**vars(parser.parse_args()))
     os.environ.update(
@@ -192,8 +213,7 @@ def write_report(
 
     Args:
         arguments: Command line of the runner.
-        step_seconds: Wall seconds of every learning step of all agents together, the first
-            included.
+        step_seconds: Seconds of every learning step of all agents together, the first included.
         packages: Imported packages whose versions are recorded.
         settings: Further settings of the system, as plain JSON values.
 
@@ -211,6 +231,7 @@ def write_report(
         "threads": arguments.threads,
         "precision": arguments.precision,
         "device": arguments.device,
+        "clock": arguments.clock,
         "first_step_seconds": step_seconds[0],
         "step_seconds": list(step_seconds[1:]),
         "peak_bytes": peak_bytes(arguments.device),

@@ -40,6 +40,17 @@ def test_a_dry_run_shows_the_first_prompt_and_a_sample_reward(project, workdir, 
     output = " ".join(capsys.readouterr().out.split())
     assert re.search(r"first prompt 'u:0\+0=.*', 9 tokens: \d+( \d+){8} rewards", output)
     assert "score 0.5 for 'This is a made-up completion: 42.'" in output  # two times "a"
+    assert "stop_strings" not in output
+
+
+def test_a_dry_run_names_stop_strings_for_models_without_a_chat_template(project, workdir, capsys):
+    tiny_model().save_pretrained("base")
+    tokenizer = AutoTokenizer.from_pretrained(project / "model")
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained("base")
+    assert main(["train", str(project / "tiny.yaml"), "--dry-run", "model=base"]) == 0
+    output = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"end tokens 1 '<eos>'\. [^']*chat template[^']* agent\.stop_strings", output)
 
 
 def test_a_dry_run_shows_prompts_of_two_members(project, workdir, capsys):

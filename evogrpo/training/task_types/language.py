@@ -260,12 +260,20 @@ class LanguageTask:
         end_tokens = [f"{end} {shorten(str(tokenizer.decode([end])), 40)!r}" for end in ends]
         stop_strings = self.config.agent.stop_strings or ()
         end_tokens += [f"stop string {shorten(text, 40)!r}" for text in stop_strings]
+        ends_text = ", ".join(end_tokens)
+        # Models that were not trained to chat rarely write an end token.
+        chats = getattr(tokenizer, "chat_template", None) is not None
+        if not (chats or stop_strings or self.config.agent.eos_token_ids):
+            ends_text += (
+                ". The model has no chat template and may continue after its answer. Set"
+                " agent.stop_strings to end it"
+            )
         prompt = shorten(self.trial.prompt, 400)
         return {
             "first prompt": f"{prompt!r}, {pluralize(len(tokens), 'token')}: {first}",
             **self._other_prompt(),
             "rewards": f"{', '.join(rewards)} for {SAMPLE_COMPLETIONS[0]!r}",
-            "end tokens": ", ".join(end_tokens),
+            "end tokens": ends_text,
         }
 
     def _other_prompt(self) -> dict[str, str]:
