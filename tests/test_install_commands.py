@@ -32,7 +32,7 @@ class Blocked(MetaPathFinder):
 sys.meta_path.insert(0, Blocked())
 import evogrpo
 from evogrpo.cli import main
-from evogrpo.training.configuration.question_tasks import read_hub
+from evogrpo.training.configuration.question_tasks import DatasetFiles
 from evogrpo.training.configuration.reading import parse_config
 from evogrpo.training.task_types import task_type_of
 
@@ -58,7 +58,7 @@ calls = {
     "figure: report": lambda: evogrpo.report("run").figure,
     "data frames: pandas": lambda: evogrpo.read_run("run"),
     "video: video": lambda: evogrpo.record_video(run.best, "CartPole-v1", "play.mp4"),
-    "hub: datasets": lambda: read_hub("name", None, "train", None),
+    "hub: datasets": DatasetFiles(hub="name").tables,
 }
 messages = {}
 for name, call in calls.items():

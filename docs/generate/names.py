@@ -47,7 +47,7 @@ INTERFACES = {
         "Seeded",
     ),
     "evogrpo.algorithms.factory": ("CommonOptions", "Options", "MultiAgentOptions"),
-    "evogrpo.envs.text.prompt_environment": ("PromptOptions",),
+    "evogrpo.envs.text.prompt_settings": ("PromptOptions",),
     "evogrpo.members.language.loading": ("load_base", "BaseModel"),
     "evogrpo.members.bank": ("Sampler", "PolicyBank"),
     "evogrpo.envs.protocol": (

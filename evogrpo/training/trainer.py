@@ -321,9 +321,8 @@ class Trainer:
                     with clock.paused():
                         self._call("on_step", step)
                         yield step
-                    if self.shared_run_dir is None:
-                        every = None
-                    else:
+                    every = None
+                    if self.shared_run_dir is not None:
                         every = self.shared_run_dir.logging.checkpoint_steps
                     if every is not None and state.step_in_generation % every == 0:
                         self._save()
@@ -381,10 +380,11 @@ class Trainer:
         Then measure the untrained base, if not yet done.
         """
         state = self.run_state
+        population = self.population
         before = state.threads
         state.threads = torch.get_num_threads()
         state.ended = state.tested = None
-        if self.population.processes.is_rank_zero:
+        if population.processes.is_rank_zero:
             self.trackers.start(state.trackers, state.step, tracked_configuration(self))
         if self._resumed:
             if before != state.threads:
@@ -393,16 +393,10 @@ class Trainer:
                     f" {state.threads}, so results can differ in rounding. Set"
                     f" OMP_NUM_THREADS={before} to avoid this."
                 )
+            facts: dict[str, Any] = {"generation": state.generation, "step": state.step}
             if self.changed_data:
-                changed = {"changed_data": self.changed_data}
-            else:
-                changed = {}
-            facts = {
-                "generation": state.generation,
-                "step": state.step,
-                **changed,
-                **provenance(self.population),
-            }
+                facts["changed_data"] = self.changed_data
+            facts |= provenance(population)
             self._event("resumed", schedule=dump(self.schedule), **facts)
         else:
             self._record_start()
@@ -413,7 +407,7 @@ class Trainer:
         self._set_progress()
         with self.stop_request.interruptible():
             report = measure_baseline(self)
-        state.longest_evaluation = len(self.population) * report.cost.seconds  # an estimate
+        state.longest_evaluation = len(population) * report.cost.seconds  # an estimate
         self.clock.tick()
         self._report(report)
         self._save()
@@ -421,18 +415,14 @@ class Trainer:
     def _record_start(self) -> None:
         """Write the event that describes the run."""
         population = self.population
+        members: list[dict[str, Any]] = []
+        for agent in population.agents:
+            member = {name: getattr(agent, name) for name in ("slot", "index", "parent")}
+            members.append({**member, "hyperparameters": agent.hyperparameters.to_json()})
         self._event(
             "run",
             **run_facts(self),
-            members=[
-                {
-                    "slot": a.slot,
-                    "index": a.index,
-                    "parent": a.parent,
-                    "hyperparameters": a.hyperparameters.to_json(),
-                }
-                for a in population.agents
-            ],
+            members=members,
             strategy=strategy_record(self.strategy),
             data=self.data,
             lineage=[dump(member) for member in population.lineage],
@@ -448,9 +438,8 @@ class Trainer:
         """Count a learning step and record it."""
         self.clock.tick()
         self.run_state.longest_step = max(self.run_state.longest_step, sum(phases.values()))
-        if self.run_dir is None:
-            completions = 0
-        else:
+        completions = 0
+        if self.run_dir is not None:
             completions = self.run_dir.logging.completions
         report, examples = count_step(self, collected, learned, phases, completions)
         if report.step == 0 and not self.fitness.uses_validation:
@@ -464,20 +453,17 @@ class Trainer:
         rows = [completion_row(each) for each in examples]
         self.trackers.log_table("completions", rows, report.step)
         for slot, member in report.learned.items():
-            if "calibrated_lr" in member.metrics:
-                lr = member.metrics["calibrated_lr"]
-                passes = member.metrics["step_passes"]
-                kl = member.metrics["step_kl"]
-                target = member.metrics["step_target"]
+            metrics = member.metrics
+            if "calibrated_lr" in metrics:
                 self._event(
                     "calibrated",
                     step=report.step,
                     slot=slot,
                     index=member.index,
-                    lr=lr,
-                    passes=passes,
-                    kl=kl,
-                    target=target,
+                    lr=metrics["calibrated_lr"],
+                    passes=metrics["step_passes"],
+                    kl=metrics["step_kl"],
+                    target=metrics["step_target"],
                 )
         self._learning_signal.update(learned)
         self._sampler_check.update(learned)

@@ -157,15 +157,21 @@ def learn_policy(
         taken = {slot: totals.updates[slot] for slot in slots if totals.updates[slot]}
         slots = step_sizes.repeat(taken)
         totals.clear(slots | step_sizes.undone)
-    # 4. Reports. Then adapt each member's KL factor to the measured KL.
+    # 4. Reports. Then adapt the factor on each member's beta to the measured KL.
     reports = {
         slot: _report(step, totals, slot, step_sizes.metrics.get(slot, {})) for slot in learners
     }
     target = step.objective.kl_target
-    if target is not None:
-        for slot, report in reports.items():
-            if math.isfinite(report.kl):
-                _adapt_kl_factor(step, slot, report.kl, target)
+    if target is None:
+        return reports
+    factors = bank.running_stats[:, 0]
+    horizon = step.objective.kl_horizon
+    for slot, report in reports.items():
+        if math.isfinite(report.kl):
+            # With more samples than the horizon the factor could change sign.
+            samples = min(int((step.episodes.member_ids == slot).sum()), horizon)
+            measured = torch.tensor(report.kl, dtype=torch.float64)
+            factors[slot] = adaptive_kl(factors[slot], measured, target, horizon, samples)
     return reports
 
 
@@ -529,16 +535,6 @@ def _action_weights(
         entropy_weights = loss_weights("dapo", "token-mean", in_policy_loss, member_ids, 1)
     coefficients = select_rows(step.losses.per_row.entropy_coef, rows)
     return weights, in_policy_loss, coefficients * entropy_weights
-
-
-def _adapt_kl_factor(step: _Step, slot: int, kl: float, target: float) -> None:
-    """Adapt the factor on a member's beta to the KL of this learning step."""
-    horizon = step.objective.kl_horizon
-    # With more samples than the horizon the factor could change sign.
-    samples = min(int((step.episodes.member_ids == slot).sum()), horizon)
-    factors = step.bank.running_stats[:, 0]
-    measured = torch.tensor(kl, dtype=torch.float64)
-    factors[slot] = adaptive_kl(factors[slot], measured, target, horizon, samples)
 
 
 def _report(step: _Step, totals: _Totals, slot: int, step_size: Mapping[str, float]) -> LearnReport:

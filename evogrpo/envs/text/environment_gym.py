@@ -14,7 +14,8 @@ from evogrpo.envs.protocol import Split
 from evogrpo.envs.text.datasets import AnyTable, check_table
 from evogrpo.envs.text.environment_batch import EnvironmentBatch, Opening, failure_reason
 from evogrpo.envs.text.environment_pool import EnvironmentFactory, EnvironmentPool
-from evogrpo.envs.text.prompt_environment import PromptEnvironment, PromptOptions
+from evogrpo.envs.text.prompt_environment import PromptEnvironment
+from evogrpo.envs.text.prompt_settings import PromptOptions
 from evogrpo.envs.text.reward_functions import (
     ENVIRONMENTS,
     Reward,
@@ -174,7 +175,7 @@ class EnvironmentGym(PromptEnvironment):
             = no limit.
         environment_workers: Number of threads that call environments and tools; 0 = the main thread
             without time limit.
-        options: Other options; see `evogrpo.envs.text.prompt_environment.PromptOptions`.
+        options: Other options; see `evogrpo.envs.text.prompt_settings.PromptOptions`.
 
     Attributes:
         tokenizer: The tokenizer.

@@ -14,7 +14,8 @@ from torch import Tensor
 from evogrpo.envs.protocol import SPLITS, Split, shuffled_starts
 from evogrpo.envs.text.datasets import DEFAULT_SIZES, AnyTable, check_table, first_row
 from evogrpo.envs.text.prompt_batch import SingleTurnBatch
-from evogrpo.envs.text.prompt_environment import PromptEnvironment, PromptOptions
+from evogrpo.envs.text.prompt_environment import PromptEnvironment
+from evogrpo.envs.text.prompt_settings import PromptOptions
 from evogrpo.envs.text.reward_functions import RewardFn, RewardFunc, Weights, make_rewards
 from evogrpo.envs.text.templates import (
     Message,
@@ -139,7 +140,7 @@ class HuggingFaceGym(PromptEnvironment):
             columns and `settings`. None = a single user message with the question, or plain text if
             the tokenizer has no chat template.
         data_batch_size: Prompts per batch of `reset` and `step`.
-        options: Other options; see `evogrpo.envs.text.prompt_environment.PromptOptions`.
+        options: Other options; see `evogrpo.envs.text.prompt_settings.PromptOptions`.
 
     Attributes:
         tokenizer: The tokenizer.

@@ -11,7 +11,8 @@ from evogrpo.envs.fingerprint import code_hash
 from evogrpo.envs.protocol import Split
 from evogrpo.envs.text.datasets import AnyTable
 from evogrpo.envs.text.prompt_batch import SingleTurnBatch
-from evogrpo.envs.text.prompt_environment import PromptEnvironment, PromptOptions
+from evogrpo.envs.text.prompt_environment import PromptEnvironment
+from evogrpo.envs.text.prompt_settings import PromptOptions
 from evogrpo.envs.text.reward_functions import (
     Reward,
     RewardFunc,
@@ -166,7 +167,7 @@ class MultiTurnGym(PromptEnvironment):
         reward_funcs: One or several rewards.
         reward_weights: Factor of each of `reward_funcs` in the sum, in their order or by name; 1 if
             not given.
-        options: Other options; see `evogrpo.envs.text.prompt_environment.PromptOptions`.
+        options: Other options; see `evogrpo.envs.text.prompt_settings.PromptOptions`.
 
     Attributes:
         tokenizer: The tokenizer.

@@ -1,7 +1,6 @@
 """Test of the user's functions on made-up completions, before a run starts."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -29,29 +28,25 @@ class Preflight:
     rewards: dict[str, float | None]
 
 
-def sample_rewards(
-    batch: SingleTurnBatch, tokenizer: Any, *, batched: bool, hint: str, must_return: bool
-) -> dict[str, float | None]:
+def sample_rewards(batch: SingleTurnBatch, hint: str) -> dict[str, float | None]:
     """Score sample completions of one prompt, to find errors of user code before training.
 
     Args:
         batch: Batch of one prompt.
-        tokenizer: Tokenizer of the completions.
-        batched: Some reward functions take the completions of several members at once.
         hint: Sentence about the form of completions, for functions that may take messages for text;
             empty = none.
-        must_return: Refuse functions of one completion that return None for all samples.
 
     Returns:
         Reward of the first sample completion by function; None if it gave none.
 
     Raises:
-        RewardError: If a function fails.
+        RewardError: If a function fails; with on_reward_error "raise" also if a function of one
+            completion returns None for all samples.
     """
     # 1. Two completions; another member's completion is a group of its own.
-    ids = tokenizer(list(SAMPLE_COMPLETIONS), add_special_tokens=False)["input_ids"]
+    ids = batch.tokenizer(list(SAMPLE_COMPLETIONS), add_special_tokens=False)["input_ids"]
     members = [0, 0]
-    if batched:
+    if any(reward.batched for reward in batch.rewards):
         ids.append(ids[0])
         members.append(1)
     samples = single_turn_conversations([0] * len(ids), ids, members)
@@ -71,7 +66,8 @@ def sample_rewards(
     rewards: dict[str, float | None] = {}
     for reward in batch.rewards:
         values = scores.components[reward.name]
-        if must_return and not reward.batched and np.isnan(values).all():
+        required = batch.on_reward_error == "raise" and not reward.batched
+        if required and np.isnan(values).all():
             raise RewardError(
                 f"Reward function {reward.name!r} must return a number, got None for all samples."
             )

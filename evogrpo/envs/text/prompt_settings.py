@@ -1,19 +1,24 @@
-"""Task settings of prompt datasets: configured values, and training questions by data weights."""
+"""Options of prompt environments; names and data weights of their task settings."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 
 from evogrpo.config.task_settings import SettingValue
 from evogrpo.envs.protocol import shuffled_starts
+from evogrpo.envs.text.datasets import AnyTable
 from evogrpo.envs.text.reward_functions import (
     AGILERL_ARGUMENTS,
     ENVIRONMENTS,
     REPLACED_COLUMNS,
     TRAINER_ARGUMENTS,
+    OnRewardError,
+    RewardFn,
+    RewardFunc,
+    Weights,
 )
-from evogrpo.envs.text.templates import TEMPLATE_OPTIONS
+from evogrpo.envs.text.templates import TEMPLATE_OPTIONS, Options
 from evogrpo.randomness import generator
 from evogrpo.text import shown
 from evogrpo.validation import refuse_unknown
@@ -23,6 +28,59 @@ RESERVED_SETTINGS = {
     "environment", "seed",
 }  # fmt: skip
 """Names that a task setting cannot have: columns and arguments with a meaning of their own."""
+
+
+class PromptOptions(TypedDict, total=False):
+    """Optional arguments of all environments with a prompt dataset.
+
+    Attributes:
+        validation_dataset: Questions for fitness; by default they are drawn from the training
+            dataset.
+        validation_size: Number of questions to draw; by default `VALIDATION_SIZE`, or a fifth of
+            the training questions if fewer.
+        test_size: Number of questions to draw; by default `TEST_SIZE`, or a fifth of the training
+            questions if fewer.
+        system_prompt: System message before each prompt, which is a question or messages. Fields
+            {NAME} of `settings` are replaced by their values; all other braces stay.
+        settings: Values of task settings by name. Each acts as a column of every row: a field of
+            templates, and an argument of reward functions and of the reset of environments. A
+            column of the dataset with its name comes first, and a member's `task.NAME` before both.
+        metric: One or several functions in the form of the rewards, by which held-out questions are
+            scored; None = the rewards with their configured weights.
+        metric_weights: One factor per function of `metric`, or factors by name; 1 if not given.
+        data_column: Column with the values that `data_weights.VALUE` of a member is about.
+        chat_template_kwargs: Keyword arguments of the tokenizer's chat template, such as
+            {"enable_thinking": False}. A column of this name overrides them for its row.
+        skip_special_tokens: False = completions that reward functions and tables get contain
+            special tokens, such as <|im_end|>; True by default.
+        max_prompt_length: Maximum number of prompt tokens: the model's context minus the longest
+            completion. Longer prompts, with the configured values of `settings`, are left out and
+            counted in `filtered`; by default there is no limit.
+        on_reward_error: "raise" (default) stops with a `RewardError`; "exclude" gives the
+            completion or conversation a NaN reward and warns.
+        reward_timeout: Time limit of one call of a reward function, in seconds; None (default) = no
+            limit.
+        reward_workers: Worker processes for reward functions that are slow or may crash, except
+            async ones; 0 = run in this process. None (default) = 0, or one per core up to 8 if a
+            timeout is set.
+        seed: Seed of the training order and of drawn splits; 0 by default.
+    """
+
+    validation_dataset: AnyTable | None
+    validation_size: int | None
+    test_size: int | None
+    system_prompt: str | None
+    settings: Mapping[str, SettingValue] | None
+    metric: RewardFn | RewardFunc | Sequence[RewardFn] | Sequence[RewardFunc] | None
+    metric_weights: Weights | None
+    data_column: str | None
+    chat_template_kwargs: Options | None
+    skip_special_tokens: bool
+    max_prompt_length: int | None
+    on_reward_error: OnRewardError
+    reward_timeout: float | None
+    reward_workers: int | None
+    seed: int
 
 
 def check_names(settings: Iterable[str]) -> None:

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from peft import LoraConfig
@@ -28,6 +28,7 @@ from evogrpo.members.language.loading import loadable_name
 from evogrpo.members.language.member_policy import MemberPolicy
 from evogrpo.members.language.micro_batches import (
     MicroBatch,
+    MicroBatchPass,
     distinct_prefixes,
     plan_micro_batches,
     scoring_slots,
@@ -43,6 +44,7 @@ NO_GRAD_FACTOR = 4
 REDUCED_LOGITS_ROWS = 256
 """Tokens whose logits exist at once with `reduce_memory_peak`."""
 NO_LIMIT = 1 << 30
+T = TypeVar("T")
 
 
 class AdapterBank(AdapterSampler):
@@ -128,10 +130,7 @@ class AdapterBank(AdapterSampler):
         # a sharded base all ranks run them together.
         def build() -> CausalModel:
             """Initialise the train states, and return the base model."""
-            if like is None:
-                trained = choose_trained(model, lora_config)
-            else:
-                trained = like.trained
+            trained = choose_trained(model, lora_config) if like is None else like.trained
             # Zero-argument `super` does not work in a nested function.
             super(AdapterBank, self).__init__(
                 model,
@@ -150,10 +149,7 @@ class AdapterBank(AdapterSampler):
             )
 
         # A bank like another one repeats no check, so other ranks need not take part.
-        if like is not None:
-            self.base = build()
-        else:
-            self.base = run_on_all_ranks(model, build)
+        self.base = run_on_all_ranks(model, build) if like is None else build()
         # 3. Models of the members that train all weights, and the settings of the passes.
         self.base.autocast = autocast
         self._own_passes = {}
@@ -161,9 +157,7 @@ class AdapterBank(AdapterSampler):
             self._own_passes[version] = [self.base.with_model(each) for each in models]
         self.end_ids = torch.tensor(sorted(set(eos_token_ids)), device=self.base.device)
         self.micro_batch_tokens = micro_batch_tokens
-        self.logits_rows = NO_LIMIT
-        if reduce_memory_peak:
-            self.logits_rows = REDUCED_LOGITS_ROWS
+        self.logits_rows = REDUCED_LOGITS_ROWS if reduce_memory_peak else NO_LIMIT
         # A model without a list of layers is refused here.
         if gradient_checkpointing is True:
             layers_of(model)
@@ -182,24 +176,21 @@ class AdapterBank(AdapterSampler):
             batch: Rows of any members, in any order.
             base: Use the base model instead of the members' policies.
         """
-        with self.base.working():
-            return self._score(batch, "base" if base else "weights")[0]
+        return self._score(batch, "base" if base else "weights")[0]
 
     def entropies(self, batch: Batch) -> Tensor:
         """Return `[n, t]` entropies of the sampling distributions in nats, without gradient.
 
         0 where masked.
         """
-        with self.base.working():
-            return self._score(batch, "weights")[1]
+        return self._score(batch, "weights")[1]
 
     def reference_log_probs(self, batch: Batch) -> Tensor:
         """Return `[n, t]` log-probabilities under members' own references, or under the base.
 
         Under the base, all members share the forward pass of a prompt.
         """
-        with self.base.working():
-            return self._score(batch, "base" if self.reference is None else "reference")[0]
+        return self._score(batch, "base" if self.reference is None else "reference")[0]
 
     def update(
         self,
@@ -293,47 +284,42 @@ class AdapterBank(AdapterSampler):
         entropies = torch.zeros_like(log_probs)
         # Shown while scoring takes long.
         counter = batch.stop.progress("scoring", len(batch), "completions")
-        while True:
-            try:
-                # 1. Plan. After running out of memory, smaller parts repeat all rows.
-                parts = self._plan(batch, NO_GRAD_FACTOR * self.micro_batch_tokens, policy)
-                # 2. Write the scores of each part to its rows.
-                for part, scores in zip(parts, self._scored(batch, parts, policy), strict=True):
-                    log_probs[part.rows], entropies[part.rows] = scores
-                    counter.add(len(part.rows))
+
+        def write(part: MicroBatch, scores: tuple[Tensor, Tensor]) -> None:
+            """Write the scores of a micro-batch to its rows."""
+            for values, new in zip((log_probs, entropies), scores, strict=True):
+                values[part.rows] = new.to(values.device)
+            counter.add(len(part.rows))
+
+        def compute() -> tuple[Tensor, Tensor]:
+            """Score all micro-batches."""
+            parts = self._plan(batch, NO_GRAD_FACTOR * self.micro_batch_tokens, policy)
+            # 1. In one process, one micro-batch after the other.
+            if self.processes.size == 1:
+                for part in parts:
+                    write(part, self._forward(batch, part, policy))
                 return log_probs, entropies
-            except torch.OutOfMemoryError as error:
-                if self.micro_batch_tokens == 1:
-                    raise
-                self._halve(error)
+            # 2. On several ranks, each computes its own micro-batches, and all exchange the scores.
+            score_own_parts = partial(self._score_own_parts, batch, parts, policy)
+            for share in self.processes.gather_results(score_own_parts):
+                for number, scores in share.items():
+                    write(parts[number], scores)
+            return log_probs, entropies
 
-    def _scored(
+        with self.base.working():
+            return self._in_smaller_parts(compute)
+
+    def _score_own_parts(
         self, batch: Batch, parts: Sequence[MicroBatch], policy: PolicyVersion
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield log-probabilities and entropies of every micro-batch, each computed on one rank."""
-        # 1. In one process, one micro-batch after the other.
-        if self.processes.size == 1:
-            for part in parts:
-                yield self._forward(batch, part, policy)
-            return
-
-        # 2. On several ranks, each computes its own micro-batches, and all exchange the scores.
-        def score_own_parts() -> dict[int, tuple[Tensor, Tensor]]:
-            """Return the scores of this rank's micro-batches by number."""
-            own = {}
-            with self.base.in_lockstep():
-                for number, _ in self._own_parts(len(parts)):
-                    log_probs, entropies = self._forward(batch, parts[number], policy)
+    ) -> dict[int, tuple[Tensor, Tensor]]:
+        """Return the scores of this rank's micro-batches by number, without repeated ones."""
+        own = {}
+        with self.base.in_lockstep():
+            for number, is_mine in self._own_parts(len(parts)):
+                log_probs, entropies = self._forward(batch, parts[number], policy)
+                if is_mine:
                     own[number] = (log_probs.cpu(), entropies.cpu())
-            return own
-
-        scores: dict[int, tuple[Tensor, Tensor]] = {}
-        for share in self.processes.gather_results(score_own_parts):
-            scores |= share
-        device = batch.actions.device
-        for number in range(len(parts)):
-            log_probs, entropies = scores[number]
-            yield log_probs.to(device), entropies.to(device)
+        return own
 
     def _own_parts(self, parts: int) -> list[tuple[int, bool]]:
         """Return the numbers of this rank's micro-batches, assigned round robin.
@@ -349,6 +335,19 @@ class AdapterBank(AdapterSampler):
             elif self.base.lockstep:
                 own.append((parts - 1, False))
         return own
+
+    def _in_smaller_parts(self, compute: Callable[[], T]) -> T:
+        """Return the result of a pass over all rows.
+
+        After running out of memory, smaller micro-batches repeat all of it.
+        """
+        while True:
+            try:
+                return compute()
+            except torch.OutOfMemoryError as error:
+                if self.micro_batch_tokens == 1:
+                    raise
+                self._halve(error)
 
     def _halve(self, error: torch.OutOfMemoryError) -> None:
         """Halve the size of micro-batches after running out of memory, on all ranks or on none."""
@@ -537,7 +536,7 @@ class AdapterBank(AdapterSampler):
         width = whole.actions.shape[1]
         return passed.scatter(log_probs, width), passed.scatter(entropies, width)
 
-    def _pass(self, whole: Batch, part: MicroBatch, policy: PolicyVersion) -> "_Pass":
+    def _pass(self, whole: Batch, part: MicroBatch, policy: PolicyVersion) -> MicroBatchPass:
         """Run a micro-batch up to the vocabulary head."""
         if self.base.lockstep:
             self.processes.check_stop(whole.stop)
@@ -569,7 +568,7 @@ class AdapterBank(AdapterSampler):
         make_hook = self.hook_factory(policy)
         with model.autocast():
             hidden = model.hidden(prompts, slots, pair_of_row, fed, present, members, make_hook)
-        return _Pass(
+        return MicroBatchPass(
             model=model,
             mask=mask,
             hidden=hidden[mask],
@@ -604,7 +603,7 @@ class AdapterBank(AdapterSampler):
         """
         assert not reference, "LanguageSettings refuses kl_estimator 'full'"
 
-        def read(passed: _Pass, part: MicroBatch) -> Tensor:
+        def read(passed: MicroBatchPass, part: MicroBatch) -> Tensor:
             """Return what determines the distributions, `[c, ...]`."""
             if passed.model is self.base:
                 return passed.hidden
@@ -620,7 +619,7 @@ class AdapterBank(AdapterSampler):
             before: Result of `distributions` for these rows, under earlier weights.
         """
 
-        def read(passed: _Pass, part: MicroBatch) -> Tensor:
+        def read(passed: MicroBatchPass, part: MicroBatch) -> Tensor:
             """Return the divergences `[c]`, in chunks that fit into memory."""
             used = passed.mask.shape[1]
             earlier = before[part.run, :used][passed.mask]
@@ -637,7 +636,9 @@ class AdapterBank(AdapterSampler):
 
         return self._read(batch, read)
 
-    def _log_softmax(self, passed: "_Pass", hidden: Tensor, rows: slice = slice(None)) -> Tensor:
+    def _log_softmax(
+        self, passed: MicroBatchPass, hidden: Tensor, rows: slice = slice(None)
+    ) -> Tensor:
         """Return log-probabilities `[c, v]` of the whole vocabulary, float32, all finite."""
         with passed.model.autocast():
             logits = passed.model.logits(hidden)
@@ -648,12 +649,13 @@ class AdapterBank(AdapterSampler):
         return scaled.log_softmax(1).clamp(min=-1e30)
 
     @torch.no_grad()
-    def _read(self, batch: Batch, read: Callable[["_Pass", MicroBatch], Tensor]) -> Tensor:
+    def _read(self, batch: Batch, read: Callable[[MicroBatchPass, MicroBatch], Tensor]) -> Tensor:
         """Return values `[n, t, ...]` computed from forward passes, 0 where masked.
 
         With several ranks, each of them computes all of the few rows.
         """
 
+        @self.processes.shared_errors()
         @memory_errors()
         def compute() -> Tensor:
             """Return the values of all micro-batches."""
@@ -668,15 +670,8 @@ class AdapterBank(AdapterSampler):
             assert found is not None
             return found
 
-        # After running out of memory, smaller parts repeat all rows.
-        while True:
-            try:
-                with self.base.working(), self.processes.shared_errors():
-                    return compute()
-            except torch.OutOfMemoryError as error:
-                if self.micro_batch_tokens == 1:
-                    raise
-                self._halve(error)
+        with self.base.working():
+            return self._in_smaller_parts(compute)
 
     # ---- export
 
@@ -701,31 +696,3 @@ class AdapterBank(AdapterSampler):
     def policy(self, slot: int, *, base: bool = False) -> nn.Module:
         """Return one member as a module; it reads the weights of the bank."""
         return MemberPolicy(self, slot, base=base)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Pass:
-    """Forward pass of a micro-batch up to the vocabulary head, for its c counted actions.
-
-    Attributes:
-        model: The model, with its head.
-        mask: `[k, used]` True for the actions.
-        hidden: `[c, h]` hidden states that predict them.
-        actions: `[c]` token ids.
-        temperature: `[c]`.
-        early: `[c]` True where the end of the sequence was forbidden.
-        run_as: `[n]` row of the pass that each row of the micro-batch repeats.
-    """
-
-    model: CausalModel
-    mask: Tensor
-    hidden: Tensor
-    actions: Tensor
-    temperature: Tensor
-    early: Tensor
-    run_as: Tensor
-
-    def scatter(self, values: Tensor, width: int) -> Tensor:
-        """Return values `[c, ...]` of the actions as `[n, width, ...]`, 0 elsewhere."""
-        zeros = values.new_zeros(len(self.mask), width, *values.shape[1:])
-        return zeros.index_put(self.mask.nonzero(as_tuple=True), values)[self.run_as]

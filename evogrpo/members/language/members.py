@@ -142,9 +142,7 @@ class LanguageMembers(BankMembers):
                 f" Load it with load_base(..., device={str(device)!r})."
             )
         # 2. Choose the tokens that end a completion.
-        ends: Collection[int] = end_ids or ()
-        if not ends and settings.eos_token_ids is not None:
-            ends = settings.eos_token_ids
+        ends: Collection[int] = end_ids or settings.eos_token_ids or ()
         if not ends:
             ends = end_ids_of(model) | self._end_ids_in(action_space, model)
         if not ends:
@@ -336,14 +334,7 @@ class LanguageMembers(BankMembers):
             drawn = self._draw(request.purpose, turn, request.streams, request.counts)
             return drawn[request.row_ids]  # this rank's rows
 
-        rows, rollout, conversations = self._sample_rows(
-            prompts,
-            request.start_ids,
-            request.member_ids,
-            request.temperature,
-            uniforms,
-            stop=request.stop,
-        )
+        rows, rollout, conversations = self._sample_rows(prompts, request, uniforms)
         # 2. Reward.
         began = time.monotonic()
         scores = self._score(prompts, conversations, request.stop)
@@ -382,19 +373,11 @@ class LanguageMembers(BankMembers):
             drawn = self._draw(HELD_OUT, turn, request.streams, counts)
             return drawn.repeat(len(request.slots), 1)
 
-        start_ids = request.start_ids
-        member_ids = request.member_ids
         rows, rollout, conversations = self._sample_rows(
-            prompts,
-            start_ids,
-            member_ids,
-            request.temperature,
-            uniforms,
-            base=request.base,
-            stop=request.stop,
+            prompts, request, uniforms, base=request.base
         )
         lengths = rollout.present.sum(1).tolist()
-        costs = self.bank.tokens_of(rows.prompts, start_ids, member_ids, lengths)
+        costs = self.bank.tokens_of(rows.prompts, rows.prompt_ids, rows.member_ids, lengths)
         rewards = self._score(prompts, conversations, request.stop).rewards
         return rewards, tuple(costs[slot] for slot in request.slots)
 
@@ -413,36 +396,30 @@ class LanguageMembers(BankMembers):
     def _sample_rows(
         self,
         prompts: PromptBatch,
-        start_ids: Tensor,
-        member_ids: Tensor,
-        temperature: Tensor,
+        request: SamplingRequest | EvaluationRequest,
         uniforms: Callable[[int], Tensor],
         *,
         base: bool = False,
-        stop: Stop,
     ) -> tuple[SamplingBatch, Rollout, tuple[Conversation, ...]]:
         """Sample completions or conversations within the settings' limits and the model's context.
 
         Args:
             prompts: One prompt per start.
-            start_ids: `[n]` prompt of each row.
-            member_ids: `[n]` slot of each row.
-            temperature: `[n]`.
+            request: Start, slot and temperature of each row.
             uniforms: Returns the random numbers `[n, t]` of a turn, from 0.
             base: Sample from the untrained base model.
-            stop: Checked between tokens and replies.
         """
         # 1. Describe the first turn of each row.
         rows = SamplingBatch(
             prompts=tuple(tuple(map(int, prompt)) for prompt in prompts.prompts),
-            prompt_ids=start_ids,
-            member_ids=member_ids,
-            temperature=temperature,
+            prompt_ids=request.start_ids,
+            member_ids=request.member_ids,
+            temperature=request.temperature,
             uniforms=uniforms(0),
             min_new_tokens=self.settings.min_output_tokens,
             options=self.settings.sampling_options,
             stop_strings=self._stop_strings,
-            stop=stop,
+            stop=request.stop,
         )
         # 2. Sample all turns.
         rollout, conversations = sample_conversations(
@@ -650,8 +627,7 @@ class LanguageMembers(BankMembers):
 
     def files(self, slot: int) -> CheckpointFiles:
         """Return the member as a PEFT adapter or a model of transformers."""
-        files: CheckpointFiles = self.bank.files(slot)
-        return files
+        return self.bank.files(slot)
 
     @classmethod
     def from_checkpoint(
@@ -696,9 +672,8 @@ class LanguageMembers(BankMembers):
         check_stored_size(4 * saved.size * outline.size, saved.tensor_bytes)
         # 3. Build the members. Their micro-batches may be smaller than in the settings: they are
         #    halved if memory runs out.
-        stored_spaces: dict[str, spaces.Space[Any] | None] = {}
+        stored_spaces: dict[str, spaces.Space[Any]] = {}
         for name in ("observation_space", "action_space"):
-            stored_spaces[name] = None
             if name in record:
                 stored_spaces[name] = space_from_json(record[name], saved.tensor_bytes)
         initial_adapter = None
@@ -715,8 +690,7 @@ class LanguageMembers(BankMembers):
             source=source,
             device=choose_device(accelerator, device),
             autocast=autocast_context(accelerator),
-            observation_space=stored_spaces["observation_space"],
-            action_space=stored_spaces["action_space"],
+            **stored_spaces,
             end_ids=[whole_between("end_ids", token, 0) for token in record["end_ids"]],
         )
         members.bank.micro_batch_tokens = whole_between(

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from evogrpo.members.bank import PolicyVersion
 from evogrpo.members.fast_llama.weight_layout import fast_paths_disabled
+from evogrpo.members.language.causal_model import CausalModel
 from evogrpo.records import Batch, TokenInputs
 
 MIN_SAVING = 0.95
@@ -33,6 +34,34 @@ class MicroBatch:
     rows: Tensor
     run: Tensor
     run_as: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MicroBatchPass:
+    """Forward pass of a micro-batch up to the vocabulary head, for its c counted actions.
+
+    Attributes:
+        model: The model, with its head.
+        mask: `[k, used]` True for the actions.
+        hidden: `[c, h]` hidden states that predict them.
+        actions: `[c]` token ids.
+        temperature: `[c]`.
+        early: `[c]` True where the end of the sequence was forbidden.
+        run_as: `[n]` row of the pass that each row of the micro-batch repeats.
+    """
+
+    model: CausalModel
+    mask: Tensor
+    hidden: Tensor
+    actions: Tensor
+    temperature: Tensor
+    early: Tensor
+    run_as: Tensor
+
+    def scatter(self, values: Tensor, width: int) -> Tensor:
+        """Return values `[c, ...]` of the actions as `[n, width, ...]`, 0 elsewhere."""
+        zeros = values.new_zeros(len(self.mask), width, *values.shape[1:])
+        return zeros.index_put(self.mask.nonzero(as_tuple=True), values)[self.run_as]
 
 
 def repetitions(batch: Batch, members: Tensor) -> list[list[int]]:

@@ -41,8 +41,6 @@ from evogrpo.validation import (
     settings,
 )
 
-Messages = tuple[Mapping[str, str], ...]
-
 
 @settings
 class QuestionTask(TaskSection, ABC):
@@ -190,13 +188,8 @@ class BuiltinTask(QuestionTask):
         options = self.gym_options(max_prompt_length)
         if self.reward_weights is not None:
             options["reward_weights"] = self.reward_weights
-        return self._builder()(
-            tokenizer,
-            seed=seed,
-            validation_size=self.validation_size,
-            test_size=self.test_size,
-            **options,
-        )
+        sizes = {"validation_size": self.validation_size, "test_size": self.test_size}
+        return self._builder()(tokenizer, seed=seed, **sizes, **options)
 
     def _builder(self) -> Callable[..., HuggingFaceGym]:
         """Return the function that builds the environment."""
@@ -326,20 +319,34 @@ class DatasetFiles:
     def tables(self) -> dict[Split, Any]:
         """Return the rows of every split, or the number of starts.
 
-        Raise ValueError if a split cannot be read.
+        Raise ValueError if a split cannot be read, or the package `datasets` is missing.
         """
         tables: dict[Split, Any] = {"train": self.starts, "validation": None, "test": None}
         for split in SPLITS:
             name = getattr(self, split)
-            if self.hub is not None:
-                if split == "train":
-                    name = name or "train"
-                if name is not None:
-                    tables[split] = read_hub(
-                        self.hub, self.subset, name, self.revision, streaming=self.streaming
-                    )
-            elif name is not None:
+            if self.hub is not None and split == "train":
+                name = name or "train"
+            if name is None:
+                continue
+            if self.hub is None:
                 tables[split] = read_rows(Path(name))
+                continue
+            require(f"The dataset {self.hub!r} of the hub", "datasets")
+            from datasets import load_dataset
+
+            try:
+                tables[split] = load_dataset(
+                    self.hub,
+                    self.subset,
+                    split=name,
+                    revision=self.revision,
+                    streaming=self.streaming,
+                )
+            except Exception as error:  # the hub, the network or a file may raise anything
+                raise ValueError(
+                    f"cannot read split {name!r} of the dataset {self.label}: {class_name(error)}:"
+                    f" {one_line(error)}. Check the names and the network connection."
+                ) from error
         return tables
 
 
@@ -377,7 +384,7 @@ class DatasetTask(QuestionTask):
     reward: Text | tuple[Text, ...] | None = None
     form: Literal["agilerl", "trl"] | None = None
     reward_weights: tuple[Float, ...] | Mapping[Text, Float] | None = None
-    conversation_template: Messages | None = None
+    conversation_template: tuple[Mapping[str, str], ...] | None = None
     validation_size: PositiveInt | None = None
     test_size: PositiveInt | None = None
     environment_factory: Text | Mapping[Text, Text] | None = None
@@ -396,11 +403,8 @@ class DatasetTask(QuestionTask):
             )
         for_calls = ("max_turns", "environment_timeout", "environment_workers", "response_template")
         for each in fields(self):
-            if (
-                not has_calls
-                and each.name in for_calls
-                and getattr(self, each.name) != each.default
-            ):
+            changed = getattr(self, each.name) != each.default
+            if each.name in for_calls and changed and not has_calls:
                 raise ValueError(
                     f"{each.name} requires environment_factory or tools. Give one of them, or"
                     f" remove {each.name}."
@@ -502,11 +506,16 @@ class DatasetTask(QuestionTask):
         first: Any = next(iter(tables["train"] or []), {})
         agilerl = self.form == "agilerl"
         if self.form is None:
+            names = [_parameters(function) for function in functions]
             # Functions of verl take one completion of a prompt.
-            agilerl = "prompt" not in first or any(map(_takes_solution, functions))
-        if self.form is None and not agilerl:
-            for function in functions:
-                _check_form(function, list(first))
+            agilerl = "prompt" not in first or any("solution_str" in each for each in names)
+            for each in names:
+                if not agilerl and "completion" in each and "completions" not in each:
+                    raise ValueError(
+                        f"reward takes {', '.join(each)}, as with form: agilerl, which needs the"
+                        f" columns question and answer, got {shown(list(first), 200)}. Rename the"
+                        " column prompt to question."
+                    )
         return HuggingFaceGym(
             tables["train"],
             tables["test"],
@@ -518,26 +527,12 @@ class DatasetTask(QuestionTask):
         )
 
 
-def _takes_solution(function: Callable[..., Any]) -> bool:
-    """Return True for a reward function in verl's form."""
+def _parameters(function: Callable[..., Any]) -> list[str]:
+    """Return the names of a function's parameters; none for a built-in without a signature."""
     try:
-        return "solution_str" in signature(function).parameters
-    except (TypeError, ValueError):  # a built-in without a signature
-        return False
-
-
-def _check_form(function: Callable[..., Any], columns: Sequence[str]) -> None:
-    """Refuse a reward function in AgileRL's form where the column prompt selects TRL's form."""
-    try:
-        names = signature(function).parameters
-    except (TypeError, ValueError):  # a built-in without a signature
-        return
-    if "completion" in names and "completions" not in names:
-        raise ValueError(
-            f"reward takes {', '.join(names)}, as with form: agilerl, which needs the columns"
-            f" question and answer, got {shown(list(columns), 200)}. Rename the column prompt to"
-            " question."
-        )
+        return list(signature(function).parameters)
+    except (TypeError, ValueError):
+        return []
 
 
 def references(given: str | tuple[str, ...] | None) -> tuple[str, ...]:
@@ -573,7 +568,14 @@ def read_rows(path: Path) -> Sequence[Any]:
         )
     # 2. Read it in the format of its suffix.
     if suffix == ".parquet":
-        return _read_parquet(path)
+        require(f"Reading {path}", "datasets")
+        from datasets import Dataset
+
+        try:
+            table: Sequence[Any] = Dataset.from_parquet(str(path))
+        except Exception as error:  # several libraries may raise anything
+            raise ValueError(f"{path} is not a valid .parquet file: {error}") from error
+        return table
     try:
         # With or without a byte order mark.
         with path.open(encoding="utf-8-sig", newline="") as file:
@@ -592,14 +594,13 @@ def read_rows(path: Path) -> Sequence[Any]:
             f"{path} is not a valid CSV file: {error}. Check its quotes and line ends."
         ) from error
     # 3. Check that each row is a mapping.
-    if isinstance(rows, dict):
+    if not isinstance(rows, list):
+        received = class_name(rows)
+        if isinstance(rows, dict):
+            received = f"one object with the keys {shown(list(rows), 100)}"
         raise ValueError(
             f"{path} must contain a list of objects, one per row, or an object on each line, got"
-            f" one object with the keys {shown(list(rows), 100)}."
-        )
-    if not isinstance(rows, list):
-        raise ValueError(
-            f"{path} must contain a list of objects, one per row, got {class_name(rows)}."
+            f" {received}."
         )
     for number, row in enumerate(rows):
         if not isinstance(row, dict):
@@ -671,30 +672,6 @@ def _read_json(file: TextIO, path: Path) -> Any:
     return rows
 
 
-def read_hub(
-    name: str, subset: str | None, split: str, revision: str | None, *, streaming: bool = False
-) -> Sequence[Any]:
-    """Read a split of a dataset of the Hugging Face hub, or of a local folder of data files.
-
-    Raises:
-        ValueError: If the package `datasets` is missing, or the dataset cannot be loaded.
-    """
-    require(f"The dataset {name!r} of the hub", "datasets")
-    from datasets import load_dataset
-
-    try:
-        rows: Sequence[Any] = load_dataset(
-            name, subset, split=split, revision=revision, streaming=streaming
-        )
-    except Exception as error:  # the hub, the network or a file may raise anything
-        source = f"split {split!r} of the dataset {name!r}{f' ({subset})' if subset else ''}"
-        raise ValueError(
-            f"cannot read {source}: {class_name(error)}: {one_line(error)}. Check the names and the"
-            " network connection."
-        ) from error
-    return rows
-
-
 def _read_text(path: str, what: str) -> str:
     """Return the text of a file, or raise ValueError."""
     try:
@@ -718,15 +695,3 @@ def _parse_json(text: str, source: str) -> Any:
     # Invalid JSON, repeated keys and huge integers; deep nesting.
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{source} is not valid JSON: {error}") from error
-
-
-def _read_parquet(path: Path) -> Sequence[Any]:
-    """Read a .parquet file with the package `datasets`."""
-    require(f"Reading {path}", "datasets")
-    from datasets import Dataset
-
-    try:
-        rows: Sequence[Any] = Dataset.from_parquet(str(path))
-    except Exception as error:  # several libraries may raise anything
-        raise ValueError(f"{path} is not a valid .parquet file: {error}") from error
-    return rows
