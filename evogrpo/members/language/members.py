@@ -672,7 +672,7 @@ class LanguageMembers(BankMembers):
         check_stored_size(4 * saved.size * outline.size, saved.tensor_bytes)
         # 3. Build the members. Their micro-batches may be smaller than in the settings: they are
         #    halved if memory runs out.
-        stored_spaces: dict[str, spaces.Space[Any]] = {}
+        stored_spaces: dict[str, Any] = {}
         for name in ("observation_space", "action_space"):
             if name in record:
                 stored_spaces[name] = space_from_json(record[name], saved.tensor_bytes)
