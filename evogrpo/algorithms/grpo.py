@@ -1,5 +1,6 @@
 """GRPO: agents that learn by comparing the completions (or episodes) of a group."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self, Unpack
@@ -32,7 +33,6 @@ from evogrpo.config.search_space import (
     MAX_MEMBERS,
     MAX_SAMPLES,
     HyperparameterConfig,
-    common_samples,
 )
 from evogrpo.distributed import processes
 from evogrpo.envs.control.gymnasium_groups import SingleEnvironment
@@ -218,10 +218,15 @@ class EvolvableAlgorithm(Agent, AgileRLMethods):
         members.processes = processes()
         space = members.hp_config or HyperparameterConfig()
         # 1. Choose the number of samples that group sizes must divide.
-        if samples_per_step is None:
-            samples = common_samples(first.group_size, space)
-        else:
+        group_sizes = space.get("group_size")
+        if samples_per_step is not None:
             samples = whole_between("samples_per_step", samples_per_step, 2, MAX_SAMPLES)
+        elif group_sizes is None:
+            samples = first.group_size
+        elif group_sizes.choices is None:
+            raise ValueError("samples_per_step must be given if group_size evolves over a range.")
+        else:
+            samples = math.lcm(first.group_size, *map(int, group_sizes.choices))
         # 2. Choose the founders: the user's, then a spread over the ranges of what evolves.
         chosen: tuple[Hyperparameters, ...] = ()
         if founders is not None:

@@ -40,7 +40,6 @@ __all__ = [
     "RLParameter",
     "Scale",
     "check_group_size",
-    "common_samples",
     "feasible_group_sizes",
 ]
 
@@ -500,17 +499,3 @@ def check_group_size(group_size: int, samples_per_step: int, *, owner: str = "")
             f"group_size must divide samples_per_step={samples_per_step}, got"
             f" {group_size}{of_owner}. Use {valid}."
         )
-
-
-def common_samples(group_size: int, config: HyperparameterConfig) -> int:
-    """Return a number of samples that every possible group size divides.
-
-    Raises:
-        ValueError: If group_size evolves over a range.
-    """
-    parameter = config.get("group_size")
-    if parameter is None:
-        return group_size
-    if parameter.choices is None:
-        raise ValueError("samples_per_step must be given if group_size evolves over a range.")
-    return math.lcm(group_size, *(int(choice) for choice in parameter.choices))

@@ -7,13 +7,15 @@ of GEPA (arXiv:2507.19457), so a function written for the packages `gepa` or DSP
 
 import copy
 import inspect
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import PlainValidator
+from pydantic import BaseModel, PlainValidator
 
 from evogrpo.algorithms.population import check_settings
 from evogrpo.config.search_space import HyperparameterConfig
@@ -21,11 +23,13 @@ from evogrpo.config.task_settings import MAX_TEXT
 from evogrpo.evolution.history import MemberRecord
 from evogrpo.evolution.mutation import TO_PROPOSE
 from evogrpo.evolution.plan import Plan
+from evogrpo.extras import require
 from evogrpo.interruption import Stop
+from evogrpo.members.language.vllm_server import Server, VLLMError
 from evogrpo.reporting.records import Example
 from evogrpo.storage.journal import all_events
 from evogrpo.text import class_name, one_line, shorten, shown
-from evogrpo.validation import PositiveFloat, Whole, dump, settings, validate
+from evogrpo.validation import PositiveFloat, PositiveInt, Text, Whole, dump, settings, validate
 from evogrpo.warnings import warn
 
 if TYPE_CHECKING:
@@ -279,19 +283,6 @@ def _refusal(run: "Trainer", child: MemberRecord, name: str, text: Any, before: 
 # ---- what a proposer sees
 
 
-def worst_examples(kept: Sequence[Example], new: Sequence[Example]) -> tuple[Example, ...]:
-    """Return the completions of a member that its children's proposals are based on.
-
-    The worst ones come first; of equal ones, those of later steps.
-
-    Args:
-        kept: Those of earlier steps of the generation.
-        new: Those of a further step.
-    """
-    rewarded = [example for example in (*new, *kept) if example.reward is not None]
-    return tuple(sorted(rewarded, key=lambda example: example.reward or 0.0)[:MAX_EXAMPLES])
-
-
 def _record(example: Example) -> dict[str, Any]:
     """Return a completion in GEPA's form."""
     rewards = {name: value for name, value in example.rewards.items() if value is not None}
@@ -313,3 +304,113 @@ def stored_proposals(content: bytes) -> dict[tuple[int, int, str, str], Proposal
             proposal = validate(Proposal, values, "journal, proposal event")
             found[proposal.key] = proposal
     return found
+
+
+# ---- language models that write proposals
+
+
+class _Message(BaseModel):
+    content: str
+
+
+class _Choice(BaseModel):
+    message: _Message
+
+
+class _Answer(BaseModel):
+    choices: list[_Choice]
+
+
+@settings
+class Reflection:
+    """Language model behind an OpenAI-compatible endpoint, which writes a text for a prompt.
+
+    Redirects are not followed, and an answer is read up to `MAX_ANSWER` bytes.
+
+    Attributes:
+        url: Address of the server, with or without `/v1`.
+        model: Name of the model there.
+        api_key_env: Environment variable with the key; None = no key is sent.
+        max_tokens: Maximum number of tokens of an answer.
+        timeout: Time limit of a call in seconds, repetitions after failures included.
+    """
+
+    url: Text
+    model: Text
+    api_key_env: Text | None = None
+    max_tokens: PositiveInt = 2000
+    timeout: PositiveFloat = 60.0
+
+    def __post_init__(self) -> None:
+        self._server()
+        if self.api_key_env is not None and self.api_key_env not in os.environ:
+            raise ValueError(f"api_key_env names {self.api_key_env}, which is not set. Export it.")
+
+    def _server(self) -> Server:
+        """Client of the server; raises ValueError if its settings are invalid."""
+        return Server(
+            self.url.rstrip("/").removesuffix("/v1"),
+            self.timeout,
+            key_name=self.api_key_env,
+            name="server of the proposer",
+        )
+
+    def __call__(self, prompt: str) -> str:
+        """Return the model's answer.
+
+        Raises:
+            VLLMError: If there is no valid answer in time.
+        """
+        server = self._server()
+        body = {
+            "model": self.model,
+            "messages": [{"role": "user", "content": prompt}],
+            "max_tokens": self.max_tokens,
+        }
+        status, content = server.call("/v1/chat/completions", body, ended=threading.Event())
+        if status != HTTPStatus.OK:
+            raise VLLMError(f"{self.url} answered with status {status}: {server.shown(content)}")
+        answer = server.parsed(_Answer, content)
+        if not answer.choices:
+            raise VLLMError(f"{self.url} returned no answer.")
+        return answer.choices[0].message.content
+
+
+def gepa_proposer(reflection: Callable[[str], str]) -> ProposalFunction:
+    """Return the default proposer of the package `gepa`.
+
+    Args:
+        reflection: Language model that writes a text for a prompt.
+
+    Raises:
+        ImportError: If `gepa` is not installed.
+
+    Source: GEPA (arXiv:2507.19457), `InstructionProposalSignature` of its package.
+    """
+    require("The proposer gepa", "gepa")
+    from gepa.strategies.instruction_proposal import InstructionProposalSignature
+
+    def model(prompt: str | list[dict[str, Any]]) -> str:
+        """Return the answer of the language model to a prompt."""
+        # Prompts with images are messages; completions have none.
+        assert isinstance(prompt, str)
+        return reflection(prompt)
+
+    def propose(
+        candidate: dict[str, str],
+        reflective_dataset: dict[str, list[dict[str, Any]]],
+        components_to_update: list[str],
+    ) -> dict[str, str]:
+        """Return new texts by name, which the language model writes."""
+        texts = {}
+        for name in components_to_update:
+            inputs = {
+                "current_instruction_doc": candidate[name],
+                "dataset_with_feedback": reflective_dataset[name],
+            }
+            texts[name] = InstructionProposalSignature.run(lm=model, input_dict=inputs)[
+                "new_instruction"
+            ]
+        return texts
+
+    return propose

@@ -24,7 +24,7 @@ from evogrpo.reporting.records import (
 )
 from evogrpo.training.configuration.user_code import strategy_record
 from evogrpo.training.evaluation import Measured, estimate
-from evogrpo.training.proposals import worst_examples
+from evogrpo.training.proposals import MAX_EXAMPLES
 from evogrpo.training.trackers import POPULATION_METRICS
 from evogrpo.validation import dump
 
@@ -123,7 +123,11 @@ def count_step(
         for slot, index in indices.items():
             pairs = _extremes_of_groups(collected, slot)
             new = [_example(collected, worst, index, step) for _, worst in pairs]
-            run_state.reflections[slot] = worst_examples(run_state.reflections[slot], new)
+            # The worst ones come first; of equal ones, those of later steps.
+            seen = (*new, *run_state.reflections[slot])
+            rewarded = [example for example in seen if example.reward is not None]
+            rewarded.sort(key=lambda example: example.reward or 0.0)
+            run_state.reflections[slot] = tuple(rewarded[:MAX_EXAMPLES])
     # 2. Count tokens, time and rewards. Metrics that the journal cannot hold, such as NaN, become
     #    None.
     tokens = {

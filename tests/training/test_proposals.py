@@ -13,8 +13,7 @@ from evogrpo.evolution.mutation import Mutation
 from evogrpo.members.language.vllm_server import VLLMError
 from evogrpo.training.configuration.reading import absolute_paths
 from evogrpo.training.configuration.user_code import make_proposer
-from evogrpo.training.proposals import Proposer
-from evogrpo.training.reflection import Reflection, gepa_proposer
+from evogrpo.training.proposals import Proposer, Reflection, gepa_proposer
 from tests.tiny_training import shared_model, tiny_env, tiny_population
 from tests.vllm_server import RawServer
 

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, create_model
 
 from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES
 from evogrpo.config.search_space import HyperparameterConfig
-from evogrpo.config.task_settings import SETTING_GROUPS, TaskSettings
+from evogrpo.config.task_settings import SETTING_GROUPS, TaskSettings, without_groups
 from evogrpo.safe_parsing import load_yaml, read_yaml_file
 from evogrpo.synonyms import advice, close_match, counterpart
 from evogrpo.text import expand_user, shown
@@ -124,8 +124,11 @@ def parse_config(values: Mapping[str, Any], strategy: "Strategy | None" = None) 
         founded, _ = warm_start_founders(config.founders, first, space, samples)
         config = replace(config, hyperparameters=founded[0])
     # The task has each of its settings that evolve.
-    own = config.hyperparameters.task_settings.group("task")
-    config = replace(config, task=config.task.declaring(own))
+    declared = dict(config.task.settings or {})
+    for name, value in config.hyperparameters.task_settings.group("task").items():
+        declared.setdefault(name, value)
+    if declared:
+        config = replace(config, task=replace(config.task, settings=declared))
     # The trainer checks the same, but only once the weights are loaded.
     check_schedule(
         config.schedule,
@@ -146,7 +149,8 @@ def _first_settings(
     They are the chosen ones, and those of the task that evolve, which must lie in the search space.
     """
     settings = dict(TaskSettings(chosen.get("task_settings")))
-    for name, value in task.configured_settings().items():
+    configured = {"task": task.settings or {}, "reward_weights": task.given_weights}
+    for name, value in without_groups(configured).items():
         if name not in space or name in settings:
             continue
         if space[name].closest(value) != value:

@@ -5,15 +5,15 @@ without that delay.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
 
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.optimizer import check_calibration
 from evogrpo.config.search_space import MAX_MEMBERS, HyperparameterConfig, check_group_size
-from evogrpo.config.task_settings import SettingValue, TaskSettings, without_groups
+from evogrpo.config.task_settings import TaskSettings
 from evogrpo.members.devices import Precision
 from evogrpo.synonyms import unknown_name_error
 from evogrpo.text import shown
@@ -153,20 +153,10 @@ class TaskSection:
     def __post_init__(self) -> None:
         TaskSettings({"task": self.settings or {}})
 
-    def configured_settings(self) -> dict[str, SettingValue]:
-        """Return the values of task settings that this section gives, by full name."""
-        return without_groups({"task": self.settings or {}, "reward_weights": self.given_weights})
-
     @property
     def given_weights(self) -> Mapping[str, float]:
         """Weights of rewards that this section gives, by name."""
         return {}
-
-    def declaring(self, values: Mapping[str, SettingValue]) -> Self:
-        """Return this section with the settings `task.NAME` in `values` that it does not have."""
-        own = self.settings or {}
-        added = {name: value for name, value in values.items() if name not in own}
-        return replace(self, settings={**own, **added}) if added else self
 
 
 @settings

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 PLUGINS = "evogrpo.plugins"
 """Group of entry points with which packages add strategies, samplers, environments and tasks."""
 GEPA = "gepa"
-"""Name of the built-in proposer `evogrpo.training.reflection.gepa_proposer`."""
+"""Name of the built-in proposer `evogrpo.training.proposals.gepa_proposer`."""
 VLLM = "vllm"
 VLLM_COLOCATE = "vllm_colocate"
 """Names of the samplers `evogrpo.VLLMSampler` and `evogrpo.ColocatedVLLMSampler`."""
@@ -217,7 +217,7 @@ def make_proposer(values: Mapping[str, Any]) -> "Proposer":
     Raises:
         ValueError: If there is no such function, or a setting is unknown or invalid.
     """
-    from evogrpo.training.proposals import Proposer
+    from evogrpo.training.proposals import Proposer, Reflection, gepa_proposer
 
     refuse_unknown("setting of proposer", values, ("name", "timeout", "reflection"))
     options = {name: values[name] for name in ("timeout",) if name in values}
@@ -231,8 +231,6 @@ def make_proposer(values: Mapping[str, Any]) -> "Proposer":
                 f'name must be {GEPA}, "path.py:function" or "module:function", got {shown(name)}.'
             )
         return Proposer(function=load_named(name, "proposer"), **options)
-    from evogrpo.training.reflection import Reflection, gepa_proposer
-
     if not isinstance(reflection, Mapping):
         raise ValueError(
             f"{GEPA} needs reflection with url and model, got {shown(reflection)}. Give the server"
