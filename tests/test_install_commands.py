@@ -32,7 +32,7 @@ class Blocked(MetaPathFinder):
 sys.meta_path.insert(0, Blocked())
 import evogrpo
 from evogrpo.cli import main
-from evogrpo.training.configuration.question_tasks import DatasetFiles
+from evogrpo.training.configuration.dataset_files import DatasetFiles
 from evogrpo.training.configuration.reading import parse_config
 from evogrpo.training.task_types import task_type_of
 

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from evogrpo.safe_parsing import dump_json, dump_yaml, load_json, load_yaml, read_yaml_file
-from evogrpo.training.configuration.question_tasks import read_rows
+from evogrpo.training.configuration.dataset_files import read_rows
 from evogrpo.training.configuration.reading import parse_override
 
 

@@ -19,8 +19,8 @@ from evogrpo.config.optimizer import Optimizer
 from evogrpo.config.search_space import RLParameter
 from evogrpo.evolution import FitnessConfig, Mutation
 from evogrpo.evolution.strategies import BUILT_IN
+from evogrpo.training.configuration.dataset_files import DatasetFiles
 from evogrpo.training.configuration.environment_tasks import WrapperSection
-from evogrpo.training.configuration.question_tasks import DatasetFiles
 from evogrpo.training.configuration.reading import DEFAULT_SCHEDULE, configuration_schema
 from evogrpo.training.configuration.sections import Config, LoggingConfig, PopulationConfig
 from evogrpo.training.schedule import Schedule

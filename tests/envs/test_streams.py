@@ -8,7 +8,7 @@ import pytest
 from evogrpo import EnvironmentGym, HuggingFaceGym
 from evogrpo.envs.text import prompt_environment
 from evogrpo.envs.text.datasets import Filtered
-from evogrpo.training.configuration.question_tasks import DatasetFiles
+from evogrpo.training.configuration.dataset_files import DatasetFiles
 from tests.envs.test_environment_gym import Counter
 
 SIZES = {"validation_size": 3, "test_size": 4}

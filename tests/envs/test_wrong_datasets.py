@@ -12,7 +12,8 @@ from torch import nn
 
 from evogrpo import GRPO, HuggingFaceGym, MultiAgentGRPO, RLParameter, evolve, resume, train
 from evogrpo.safe_parsing import read_yaml_file
-from evogrpo.training.configuration.question_tasks import DatasetFiles, DatasetTask, read_rows
+from evogrpo.training.configuration.dataset_files import DatasetFiles, read_rows
+from evogrpo.training.configuration.question_tasks import DatasetTask
 from tests.tiny_models import tiny_tokenizer
 from tests.tiny_steps import cart_pole, step_agent, step_population
 from tests.tiny_training import QUESTIONS, tiny_agent, tiny_env, tiny_population, variety

@@ -11,8 +11,9 @@ from datasets import Dataset
 from evogrpo import from_roll
 from evogrpo.config.hyperparameters import DEFAULT_TARGET_KL, Hyperparameters
 from evogrpo.safe_parsing import load_yaml, read_yaml_file
+from evogrpo.training.configuration.dataset_files import read_rows
 from evogrpo.training.configuration.environment_tasks import merge_sections
-from evogrpo.training.configuration.question_tasks import DatasetTask, read_rows
+from evogrpo.training.configuration.question_tasks import DatasetTask
 from evogrpo.training.configuration.reading import (
     absolute_paths,
     configuration_schema,
