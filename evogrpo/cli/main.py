@@ -236,13 +236,13 @@ def _add_training_commands(commands: Commands) -> None:
         commands,
         "demo",
         "evogrpo.cli.train:demo",
-        "find out which rewards teach a small language model to add, in minutes",
+        "find out which prompt and rewards teach a small language model to add, in minutes",
         runs_user_code=True,
     )
     demo.add_argument(
         "--plain",
         action="store_true",
-        help="for comparison: one agent with the plain reward and as many samples",
+        help="for comparison: one agent with the plain question and reward, and as many samples",
     )
     demo.add_argument(
         "--generations", type=int, metavar="N", help="number of generations (schedule.generations)"

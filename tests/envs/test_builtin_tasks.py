@@ -14,7 +14,6 @@ from evogrpo.envs.text.tasks import (
     TASKS,
     accuracy,
     brevity,
-    closeness,
     final_number,
     right_digits,
     sequence_questions,
@@ -54,26 +53,18 @@ def test_sums_of_three_digits_are_correct_and_distinct():
     rows = three_digit_questions(0)
     seen = set()
     for row in rows:
-        a, b = map(int, re.search(r": (\d{3}) \+ (\d{3}) =$", row["question"]).groups())
+        a, b = map(int, re.search(r"^(\d{3}) \+ (\d{3}) =$", row["question"]).groups())
         assert int(row["answer"]) == a + b
         seen.add((min(a, b), max(a, b)))
     assert len(seen) == len(rows) == 4000
 
 
 @pytest.mark.parametrize(
-    ("completion", "digits", "near"),
-    [
-        ("It is 579.", 1, 1),
-        ("569", 2 / 3, 0.5),
-        ("1,579", 0, 1 / 101),
-        ("579.5", 0, 1 / 1.05),
-        ("none", 0, 0),
-        ("", 0, 0),
-    ],
+    ("completion", "digits"),
+    [("It is 579.", 1), ("569", 2 / 3), ("1,579", 0), ("579.5", 0), ("none", 0), ("", 0)],
 )
-def test_partial_credit(completion, digits, near):
+def test_partial_credit(completion, digits):
     assert right_digits(completion, "579", "") == pytest.approx(digits)
-    assert closeness(completion, "579", "") == pytest.approx(near)
     assert brevity(completion, "579", "") == pytest.approx(1 - len(completion) / 40)
 
 

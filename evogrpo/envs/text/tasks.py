@@ -60,14 +60,6 @@ def right_digits(completion: str, answer: str, question: str) -> float:
     return sum(map(str.__eq__, given, answer)) / len(answer)
 
 
-def closeness(completion: str, answer: str, question: str) -> float:
-    """Return 1 for the right number, 0.5 for one that differs by 10, and less for others."""
-    number = final_number(completion)
-    if number is None:
-        return 0.0
-    return 1 / (1 + abs(number - float(answer)) / 10)
-
-
 def brevity(completion: str, answer: str, question: str) -> float:
     """Return 1 for an empty completion, and less for longer ones; 0 from 40 characters on."""
     return max(0.0, 1 - len(completion) / 40)
@@ -121,8 +113,7 @@ def three_digit_questions(seed: int) -> list[dict[str, str]]:
         pairs.setdefault(frozenset((a, b)), (a, b))
     rows = []
     for a, b in pairs.values():
-        question = f"State the final answer to the following arithmetic problem: {a} + {b} ="
-        rows.append({"question": question, "answer": str(a + b)})
+        rows.append({"question": f"{a} + {b} =", "answer": str(a + b)})
     return rows
 
 
@@ -227,11 +218,11 @@ TASKS: Mapping[str, Task] = {
     ),
     "three_digit_sums": Task(
         description=(
-            "sums of two three-digit numbers; reward 1 if the last number is right; right_digits,"
-            " closeness and brevity have weight 0 until a search space changes it"
+            "sums of two three-digit numbers; reward 1 if the last number is right; right_digits"
+            " and brevity have weight 0 until a search space changes it"
         ),
         questions=three_digit_questions,
-        others=(right_digits, closeness, brevity),
+        others=(right_digits, brevity),
     ),
     "number_sequences": Task(
         description=(

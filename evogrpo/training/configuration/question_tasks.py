@@ -153,6 +153,8 @@ class BuiltinTask(QuestionTask):
         test_size: Number of questions for the final test.
         reward_weights: Weight of each reward of the task by name. null = 1 for accuracy, 0 for the
             others.
+        conversation_template: Messages with {question} and `settings` as fields, instead of
+            system_prompt. null = the question alone.
     """
 
     key: ClassVar[str] = "name"
@@ -162,6 +164,7 @@ class BuiltinTask(QuestionTask):
     validation_size: PositiveInt = VALIDATION_SIZE
     test_size: PositiveInt = TEST_SIZE
     reward_weights: Mapping[Text, Float] | None = None
+    conversation_template: tuple[Mapping[str, str], ...] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -182,8 +185,11 @@ class BuiltinTask(QuestionTask):
     ) -> HuggingFaceGym:
         """Build the task's environment."""
         options = self.gym_options(max_prompt_length)
+        # The function of a plugin need not take arguments that are not set.
         if self.reward_weights is not None:
             options["reward_weights"] = self.reward_weights
+        if self.conversation_template is not None:
+            options["conversation_template"] = self.conversation_template
         sizes = {"validation_size": self.validation_size, "test_size": self.test_size}
         return self._builder()(tokenizer, seed=seed, **sizes, **options)
 
