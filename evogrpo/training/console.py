@@ -133,6 +133,7 @@ def print_rows(console: Console, rows: Mapping[str, str]) -> None:
             line = Text.assemble((f"{name:<{width}} ", "dim"), printable(value))
             console.print(line, soft_wrap=True)
         return
+    # Long values are folded within their column.
     table = Table.grid(padding=(0, 1, 0, 0))
     table.add_column(style="dim", no_wrap=True, min_width=18)
     table.add_column(overflow="fold")

@@ -187,6 +187,7 @@ class RunDisplay(Callback):
         measure = "training"
         if trainer.fitness.uses_validation:
             measure = "fitness"
+        # The last of the history is this generation; members that the one before lacked are new.
         new: set[int] = set()
         for generation in trainer.run_state.history[-2:-1]:
             before = {member.index for member in generation.members}
@@ -195,6 +196,7 @@ class RunDisplay(Callback):
         births = [birth.hyperparameters for birth in population.lineage]
         labels = SettingLabels.of(population.space.to_json(), births)
         evolving = [*population.space, *differing_settings(births)]
+        # Without evolving hyperparameters, show the size of steps and of groups.
         table = generation_table(
             report,
             list(dict.fromkeys(evolving)) or [step_size, "group_size"],
@@ -206,6 +208,7 @@ class RunDisplay(Callback):
             measure=measure,
         )
         shown.append(table)
+        # The best member may have been replaced since.
         if best is not None and best.generation != report.generation:
             score = score_text(best.fitness.mean, best.fitness.standard_error)
             whose = f"#{best.index} of generation {best.generation}"
@@ -273,6 +276,7 @@ class RunDisplay(Callback):
         score = score_text(baseline.mean, baseline.standard_error)
         count = len(baseline.scores)
         config = self._trainer.fitness
+        # Without validation, the first learning step gives the baseline.
         if config.uses_validation:
             line = f"{terms.untrained}: fitness {score} on {count} validation {terms.questions}"
             if config.sampled:
@@ -362,6 +366,7 @@ def _about(seconds: float) -> str:
 
 def outcome_lines(report: TestOutcome, terms: Terms) -> list[Text]:
     """Return the lines on the test: before training, after, and the difference."""
+    # A difference within noise gets no colour.
     style = "bold"
     if report.beyond_noise:
         style = "bold green" if report.gain.mean > 0 else "bold red"
@@ -442,6 +447,7 @@ def completions_table(examples: Sequence[Example], best: int, width: int) -> Tab
         table.add_column(Text(name), justify="right", no_wrap=True)
     for row, example in enumerate(shown):
         question = ""
+        # Completions of one question follow each other, and show it once.
         if row == 0 or questions[row] != questions[row - 1]:
             question = shortened(questions[row], question_width)
         completion = shortened(one_line(example.completion), completion_width)
@@ -566,6 +572,7 @@ def generation_table(
     table = _member_table(report, columns)
     equal = [head for head in heads if len(set(map(str, columns[head]))) == 1]
     different = [head for head in heads if head not in equal]
+    # Left out in this order; then columns in which members are equal.
     optional = ["time", terms.tokens, "step KL", "lr used", "parent", "slot"]
     optional += [*equal[::-1], *different[::-1]]
     left_out = []

@@ -42,6 +42,7 @@ def measure_baseline(run: "Trainer") -> BaselineReport:
     """Measure the untrained base on the first validation questions."""
     began = run.clock.now()
     config = run.fitness
+    # With `base`, the slot has no effect.
     fitness, tokens = measure_fitness(
         run.population.members,
         [0],
@@ -83,10 +84,12 @@ def first_step_baseline(run_state: RunState) -> BaselineReport | None:
             if step == 0:
                 found.setdefault(position, []).append(score)
     by_start = [math.fsum(scores) / len(scores) for scores in found.values()]
+    # Members share their starts, so scores of one start depend on each other.
     if len(by_start) > 1:
         every = by_start
     else:
         every = [score for scores in found.values() for score in scores]
+    # One score gives no standard error.
     if len(every) < 2:
         return None
     run_state.baseline = fitness = Fitness.from_scores(every)
@@ -193,6 +196,7 @@ def update_best(run: "Trainer", measured: Mapping[int, Measured]) -> int:
     population = run.population
     run_state = run.run_state
     fitness = {slot: each.fitness[run.fitness.selection_measure] for slot, each in measured.items()}
+    # All ranks must choose the same member, also among equal ones.
     slot = min(fitness, key=lambda slot: (-fitness[slot].mean, population.agents[slot].index, slot))
     best = Best(
         member=population.agents[slot].record(),
@@ -200,6 +204,7 @@ def update_best(run: "Trainer", measured: Mapping[int, Measured]) -> int:
         fitness=fitness[slot],
         state=population.members.snapshot([slot])[slot],
     )
+    # Of equal fitness, the earlier member stays the best.
     if run_state.best is None or difference(best.fitness, run_state.best.fitness)[0] > 0:
         run_state.best = best
     return slot
@@ -211,6 +216,7 @@ def run_test(run: "Trainer") -> TestReport:
     began = run.clock.now()
     questions = run.schedule.questions("test", run.env)
     assert best is not None  # checked by the caller
+    # The untrained base has no task settings: it gets the configured prompt.
     (before, after), tokens = evaluate_states(
         run.population.members,
         [(NO_SETTINGS, None), (best.member.hyperparameters.task_settings, best.state)],
@@ -339,6 +345,7 @@ class SamplerCheck:
     def update(self, learned: Mapping[int, LearnReport]) -> None:
         """Check the reports of a learning step."""
         name = "sampling/sampling_logp_difference/mean"
+        # The metric is missing where log-probabilities are not compared.
         largest = max((report.metrics.get(name, 0.0) for report in learned.values()), default=0.0)
         if self._warned or largest <= SAMPLER_MISMATCH:
             return
@@ -374,6 +381,7 @@ class ToolCallCheck(_FirstStepsCheck):
         if self._left == 0 or frequency is None:
             return
         self._left -= 1
+        # One call shows that the model can: nothing more is checked.
         if frequency > 0:
             self._left = 0
         elif self._left == 0:
@@ -410,6 +418,7 @@ class LearningSignalCheck(_FirstStepsCheck):
         if self._left == 0 or not learned:
             return
         reports = learned.values()
+        # One advantage that is not 0 is a learning signal: nothing more is checked.
         if any(
             advantage and not math.isnan(advantage)
             for report in reports
@@ -429,6 +438,7 @@ class LearningSignalCheck(_FirstStepsCheck):
         if not self._any_reward:
             warn(f"{began}: no reward applied to any sample. Return numbers instead of None.")
             return
+        # Rewards differ within groups, so a filter of the objective has removed the signal.
         if self._rewards_differ and self._filters:
             reason = (
                 f"{' and '.join(self._filters)} left all samples with different rewards out of the"

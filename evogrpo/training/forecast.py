@@ -187,6 +187,7 @@ def available_memory(device: str) -> str:
 def check_memory(need: MemoryNeed) -> None:
     """Raise ValueError if a run needs more memory than is available."""
     available, _ = device_memory(need.device)
+    # Where the memory is unknown, the run is tried.
     if available is None or need.total <= available:
         return
     each = ""
@@ -303,6 +304,7 @@ def _time_rows(task: "Task", trainer: "Trainer", step: TimedStep) -> dict[str, s
     whole = trainer.run_state.samples_per_step
     seconds = step.sampling + step.learning
     # 1. Range of the seconds of a learning step, and of the whole run.
+    # Completions may become longer while members learn.
     growth = SPREAD * max(1.0, task.longest_sample / max(step.length, 1.0))
     fastest = seconds / SPREAD
     slowest = seconds * whole / step.samples * growth
@@ -310,6 +312,7 @@ def _time_rows(task: "Task", trainer: "Trainer", step: TimedStep) -> dict[str, s
     if schedule.generations is not None:
         steps = schedule.generations * schedule.steps_per_generation
         evaluated = evaluation_samples(task.config, trainer.env, schedule.generations)
+        # Validation only samples: its time follows from that of sampling a row.
         evaluating = evaluated * step.sampling / step.rows
         low = _seconds(steps * fastest)
         high = _seconds(steps * slowest + evaluating * growth)

@@ -404,6 +404,7 @@ def gepa_proposer(reflection: Callable[[str], str]) -> ProposalFunction:
         """Return new texts by name, which the language model writes."""
         texts = {}
         for name in components_to_update:
+            # These are the names in the prompt of the package.
             inputs = {
                 "current_instruction_doc": candidate[name],
                 "dataset_with_feedback": reflective_dataset[name],

@@ -192,6 +192,7 @@ class HyperparameterSchedule:
         for text in overrides:
             keys, _ = parse_override(text)
             name = ".".join(keys)
+            # Task settings are written as task.settings.NAME and task.reward_weights.NAME.
             setting = name.removeprefix("task.").replace("settings.", "task.", 1)
             if keys[0] in _OF_SCHEDULE or setting in settings:
                 raise ValueError(

@@ -71,6 +71,7 @@ def provenance(population: Population) -> dict[str, Any]:
     """
     root = Path(evogrpo.__file__).parents[1]
     commit = None
+    # A checkout of this repository has it here, an installed package does not.
     if (root / ".git").exists():
         with suppress(OSError, SubprocessError):
             words = ["git", "-C", str(root), "rev-parse", "HEAD"]
@@ -245,6 +246,7 @@ def _extremes_of_groups(collected: RolloutBatch, slot: int) -> list[tuple[int, .
     for rows in groups.values():
         best = max(rows, key=lambda row: rewards[row])
         worst = min(rows, key=lambda row: rewards[row])
+        # Groups with equal rewards show no difference between good and bad completions.
         if rewards[worst] < rewards[best]:
             pairs.append((best, worst))
     return pairs
@@ -310,6 +312,7 @@ def generation_report(
         evaluated = measured.get(agent.slot, Measured())
         birth = births[agent.index]
         # Means over the learning steps of the generation.
+        # Means over the learning steps of the generation.
         metrics = {}
         for name, (total, count) in run_state.metrics[agent.slot].items():
             metrics[name] = total / count
@@ -335,6 +338,7 @@ def generation_report(
             scores=evaluated.fitness,
         )
         members.append(member)
+    # The plan is added once it is made.
     return GenerationReport(
         generation=run_state.generation,
         step=run_state.step,

@@ -338,6 +338,7 @@ class RunDir:
             config=self._config,
         )
         all_tensors = ChainMap(run_state.tensors(), tensors)  # type: ignore[arg-type]  # only the first can be changed
+        # A checkpoint within a generation has the number of that generation.
         number = run_state.generation + (1 if run_state.step_in_generation else 0)
         folder = generation_folder(self.path, number)
         refuse_links(folder)
@@ -347,6 +348,7 @@ class RunDir:
         try:
             write_checkpoint(folder, all_tensors, dump(record), replace=True)
         except OSError as error:
+            # Tell what the user can do with the run, besides the reason.
             left = latest_checkpoint(self.path)
             if left is None:
                 note = "Nothing was saved yet"
@@ -368,6 +370,7 @@ class RunDir:
         ):
             return
         self._check_lock()
+        # The folder may be of another generation, or edited: compare its weights.
         note = {"generation": best.generation, "run_id": self.run_id}
         try:
             tensors, record = read_checkpoint(self.path / BEST, kind="agent")
@@ -503,6 +506,7 @@ class StoredRun:
             device=device,
         )
         with checkpoint_errors(self.folder):
+            # A stored run can be restored several times.
             run_state = deepcopy(record.run_state)
             run_state.history = list(self.history)
             run_state.load_tensors(self.tensors, population.members)
@@ -531,6 +535,7 @@ def open_run(path: str | Path, *, writable: bool = False, members_only: bool = F
     if not writable or group.size == 1:
         return _open(path, writable=writable, members_only=members_only)
 
+    # Rank 0 repairs the folder, and the others read what it leaves.
     def open_on_rank_zero() -> None:
         if group.is_rank_zero:
             found.append(_open(path, writable=True))
@@ -668,6 +673,7 @@ def _replay(
         history.append(as_generation(report, slots=slots, measure=record.fitness.selection_measure))
         if report.plan is not None:
             lineage += report.plan.children
+    # The checkpoint names the generations that its journal must have.
     numbers = [each.number for each in history]
     last = record.run_state.generation
     if numbers != list(range(1, last + 1)):

@@ -308,6 +308,7 @@ def as_generation(report: GenerationReport, *, slots: int, measure: str) -> Gene
         slots: Number of slots of the bank.
         measure: Measure that selection uses; see `evogrpo.evolution.fitness.MEASURES`.
     """
+    # Slots without a report are empty.
     records = [SlotRecord()] * slots
     for member in report.members:
         records[member.slot] = SlotRecord(

@@ -214,6 +214,7 @@ def early_end(
         return "the run has one generation. Set generations to 2 or more."
     for name, amount in step.items():
         limit = getattr(schedule, f"max_{name}")
+        # Evaluations come on top of this.
         cost = schedule.steps_per_generation * amount
         if limit is not None and cost >= limit:
             needed = f"{count_text(cost)} {name}"

@@ -217,6 +217,7 @@ def ended(stored: StoredRun, schedule: Schedule) -> str | None:
     `Limits` decides about runs that stopped within a generation or before the end of the first.
     """
     state = stored.record.run_state
+    # The test may have had fewer questions than were requested.
     questions = (stored.record.schedule.test_questions, state.test_questions)
     was_tested = schedule.test_questions == 0 or (
         state.tested is not None and schedule.test_questions in questions

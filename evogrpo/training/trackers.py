@@ -54,6 +54,7 @@ def check_trackers(trackers: object) -> list[Any]:
         check_tracker_names([each])
         if each != TENSORBOARD:
             require(f"The tracker {each}", "accelerate")
+            # Looked up without importing it, which may take seconds.
             if find_spec(each) is None:
                 package = each.replace("_", "-")
                 raise MissingPackageError(
@@ -209,6 +210,7 @@ class Trackers:
         """
         if not rows:
             return
+        # Rows of members with different task settings have different columns.
         columns = list(dict.fromkeys(chain.from_iterable(rows)))
 
         def cells(row: Mapping[str, Any]) -> list[Any]:
@@ -253,6 +255,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return nested plain values by dotted name; long ones are cut."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
+        # An empty mapping stays a value, so that its name is shown.
         if isinstance(value, Mapping) and value:
             flat |= _flat(value, f"{prefix}{name}.")
             continue

@@ -32,10 +32,7 @@ from evogrpo.safe_parsing import dump_json
 from evogrpo.storage.journal import read_bytes
 from evogrpo.synonyms import counterpart
 from evogrpo.text import class_name, one_line, pluralize, shown
-from evogrpo.training.configuration.user_code import (
-    check_strategy,
-    strategy_record,
-)
+from evogrpo.training.configuration.user_code import check_strategy, strategy_record
 from evogrpo.training.evaluation import (
     GreedyGapCheck,
     LearningSignalCheck,
@@ -383,6 +380,7 @@ class Trainer:
         population = self.population
         before = state.threads
         state.threads = torch.get_num_threads()
+        # A run that continues has no end and no test yet.
         state.ended = state.tested = None
         if population.processes.is_rank_zero:
             self.trackers.start(state.trackers, state.step, tracked_configuration(self))
@@ -442,6 +440,7 @@ class Trainer:
         if self.run_dir is not None:
             completions = self.run_dir.logging.completions
         report, examples = count_step(self, collected, learned, phases, completions)
+        # 1. Write the step, and its completions.
         if report.step == 0 and not self.fitness.uses_validation:
             baseline = first_step_baseline(self.run_state)
             if baseline is not None:
@@ -452,6 +451,7 @@ class Trainer:
         self.trackers.log(step_curves(report), report.step)
         rows = [completion_row(each) for each in examples]
         self.trackers.log_table("completions", rows, report.step)
+        # 2. Write the learning rates that a calibration has found.
         for slot, member in report.learned.items():
             metrics = member.metrics
             if "calibrated_lr" in metrics:
@@ -465,6 +465,7 @@ class Trainer:
                     kl=metrics["step_kl"],
                     target=metrics["step_target"],
                 )
+        # 3. Warn of what the first steps show.
         self._learning_signal.update(learned)
         self._sampler_check.update(learned)
         self._tool_calls.update(collected.scores.metrics)

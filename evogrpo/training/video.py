@@ -274,6 +274,7 @@ def _seeds(env: object, episodes: int, seeds: Sequence[int] | None) -> list[int]
         return [int(seed) for seed in seeds]
     if episodes < 1:
         raise ValueError(f"episodes must be at least 1, got {episodes}.")
+    # Starts that neither training nor the test uses.
     if isinstance(env, SeededGroups):
         return [env.reset_seed("validation", start) for start in range(episodes)]
     return list(range(episodes))

@@ -149,6 +149,7 @@ class ActionLosses:
         def typed_loss(name: str, part: Part) -> Tensor:
             """Return the losses of rows whose members have one loss type."""
             objective = self.objectives[name]
+            # Clipping differs from row to row, the other coefficients between loss types only.
             return policy_loss(
                 name,
                 log_probs[part],

@@ -140,6 +140,7 @@ def learn_policy(
     # 3. Optimizer steps: usually one pass. Members with `target_kl` may repeat theirs with another
     #    learning rate.
     while slots:
+        # The counter needs the rows of all steps that are left.
         remaining = []
         count = 0
         for each in updates:
@@ -651,6 +652,7 @@ def compute_advantages(
         if kind in STEP_ADVANTAGES:
             _warn_equal_steps(kind, part)
             mask = _in_statistics(part)
+        # Without any bound, `advantages` need not clip.
         bound = per_row.advantage_clip[rows]
         result[rows] = advantages(
             kind,

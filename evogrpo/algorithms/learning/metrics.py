@@ -92,6 +92,7 @@ def sampling_metrics(
     """Return the mismatch between the log-probabilities `[n, t]` of sampler and trainer."""
     if not bool(mask.any()):
         return {}
+    # NaN is reported as a failure of the member, and does not count here.
     distance = torch.where(sampler.isnan(), 0.0, old - sampler)[mask].double().abs()
     result = {
         "sampling/sampling_logp_difference/mean": float(distance.mean()),

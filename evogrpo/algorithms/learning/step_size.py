@@ -157,9 +157,11 @@ class StepControl:
         if self._latest is not None and 0.0 < kl < math.inf:
             factor, earlier = self._latest
             power = math.log(kl / earlier) / math.log(self.factor / factor)
+            # Noise in two nearby measurements could give any power, even a negative one.
             power = min(max(power, 0.7), 4.0)
         if 0.0 < kl < math.inf:
             self._latest = self.factor, kl
+        # The step was too small to be measured.
         if kl == 0.0:
             return math.inf
         return float((self.target / kl) ** (1.0 / power))
@@ -366,6 +368,7 @@ def _scale(target_kl: float) -> float:
 def _warn_short_step(hyperparameters: Hyperparameters, kl: float, target: float) -> None:
     """Warn if clipping keeps a calibrated step below its target."""
     following = replace(hyperparameters, clip_coef=None, clip_low=None, clip_high=None)
+    # Without clipping settings of the member, clipping follows the target.
     if kl >= target / 1.5 or following == hyperparameters:
         return
     low, high = hyperparameters.clip_bounds

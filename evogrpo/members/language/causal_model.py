@@ -147,6 +147,7 @@ class CausalModel:
         other.decoder = find_decoder(model)
         with torch.no_grad():
             other.head = find_head(model, other.decoder)
+        # A layout refers to the weights, so that of the base cannot be shared.
         if self._usable_fast_llama is not None:
             layout = find_weight_layout(model, other.decoder)
             other._usable_fast_llama = None
@@ -592,6 +593,7 @@ def _grouped_attention(device: torch.device) -> Iterator[None]:
             os.environ[name] = "1"
         yield
     finally:
+        # A variable that the user has set keeps its value.
         if before is None:
             os.environ.pop(name, None)
         else:

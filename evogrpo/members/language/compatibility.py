@@ -22,6 +22,7 @@ def frozen_model(model: nn.Module) -> Iterator[None]:
 
     Restore all flags on exit.
     """
+    # Flags may differ between modules and between parameters, so each is kept.
     modes = [(module, module.training) for module in model.modules()]
     flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
@@ -258,6 +259,7 @@ def find_head(model: PreTrainedModel, decoder: nn.Module) -> Head:
     def enlarge(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Hook before the head: enlarge the logits of each token to the sizes that are probed."""
         (hidden,) = args
+        # `forward` itself: calling the module would run this hook again.
         logits = module.forward(hidden).float()
         sizes = logits.abs().amax(-1, keepdim=True).clamp(min=1e-2)
         factors = torch.tensor(PROBED, device=sizes.device)[:, None] / sizes
@@ -265,6 +267,7 @@ def find_head(model: PreTrainedModel, decoder: nn.Module) -> Head:
         inputs.extend((hidden, enlarged))
         return (enlarged,)
 
+    # The model then processes the enlarged logits as it does its own, such as by a cap.
     handle = bare.register_forward_pre_hook(enlarge)
     try:
         expected = logits_of(model, ids)[0]
@@ -461,6 +464,7 @@ def token_counts(model: PreTrainedModel, names: re.Pattern[str]) -> dict[str, in
         elif isinstance(value, list | tuple):
             for each in value:
                 add(name, each)
+        # bool is a subclass of int, and no number of tokens.
         elif type(value) is int and names.search(name) and not NOT_IN_TOKENS.search(name):
             found[name] = max(value, found.get(name, 0))
 

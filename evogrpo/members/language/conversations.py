@@ -234,12 +234,14 @@ def _sample_single_turns(
     """
     streamed = None
     on_finished = None
+    # Some rewards are computed in the background while other rows are still sampled.
     if isinstance(batch, SingleTurnBatch) and batch.background_rewards:
         streamed = batch
         on_finished = _stream_groups(batch, rows)
     try:
         sampled = sampler.sample(rows, base=base, on_finished=on_finished).to(device)
     except BaseException:
+        # Groups that are being scored would otherwise outlive the error.
         if streamed is not None:
             streamed.cancel()
         raise
@@ -264,6 +266,7 @@ def _stream_groups(batch: SingleTurnBatch, rows: SamplingBatch) -> FinishedCallb
             )
             finished.setdefault(group, []).append(conversation)
             unfinished[group] -= 1
+            # Rows finish in any order, but rewards get them in the order of their rows.
             if not unfinished[group]:
                 batch.start_scoring(sorted(finished.pop(group), key=lambda each: each.row))
 
@@ -343,6 +346,7 @@ def _stack(states: Sequence[_State], device: torch.device, exact: bool) -> Rollo
         end = 0
         for tokens, reply, values in row_turns:
             begin = end + len(reply)
+            # A reply is part of the sequence, but no action: its mask stays False.
             actions[row, end:begin] = torch.tensor(reply)
             end = begin + len(tokens)
             actions[row, begin:end] = torch.tensor(tokens)

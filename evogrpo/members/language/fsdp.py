@@ -138,6 +138,7 @@ class ShardedLayers:
         if self._prefetched is not None:
             layer, handle = self._prefetched
             self._prefetched = None
+            # A gather in flight writes into the buffers that are freed next.
             if handle is not None:
                 processes().wait(handle.wait)
             layer.reshard()
@@ -232,6 +233,7 @@ def check_sharding(model: PreTrainedModel, parts: int, device: str) -> None:
             f"base_parts above 1 requires the device {' or '.join(BACKENDS)}, got {device!r}. Leave"
             " base_parts out."
         )
+    # Raises the error for a model without such a list.
     layers_of(model)
 
 

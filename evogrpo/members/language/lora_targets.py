@@ -193,6 +193,7 @@ def _not_linear(model: PreTrainedModel, targets: Sequence[Target]) -> dict[str, 
             )
             if not is_linear:
                 reasons[target.name] = NOT_LINEAR
+            # It was called at least once, with the shapes of a linear layer.
             elif reasons.get(target.name) == UNUSED:
                 del reasons[target.name]
 

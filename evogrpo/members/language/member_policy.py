@@ -34,6 +34,7 @@ class MemberPolicy(nn.Module):
         (bank,) = self._bank
         if attention_mask is None:
             attention_mask = torch.ones_like(input_ids)
+        # All rows have the adapter of this member.
         make_hook = bank.hook_factory(self._policy_version)
         hook = make_hook(torch.full((len(input_ids),), self.slot))
         with torch.no_grad(), bank.base.working(), bank.base.autocast(), bank.base.in_lockstep():

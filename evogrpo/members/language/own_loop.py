@@ -48,6 +48,7 @@ def prompt_rows(
             raise ValueError(
                 f"prompt {number} must be a mapping with input_ids [1, P], got {class_name(state)}."
             )
+        # Tokenizers return tensors, arrays or lists, with or without a batch dimension.
         ids = torch.as_tensor(state["input_ids"])
         mask = torch.as_tensor(state.get("attention_mask", torch.ones_like(ids)))
         for name, values in (("input_ids", ids), ("attention_mask", mask)):
@@ -63,6 +64,7 @@ def prompt_rows(
                 f"prompt {number}: attention_mask must be as long as input_ids, got {len(mask)} and"
                 f" {len(ids)}."
             )
+        # Padding is left out: the bank pads on its own.
         prompts.append(tuple(ids[mask].tolist()))
         if not prompts[-1]:
             raise ValueError(f"Prompt {number} has no tokens. Leave it out.")
@@ -160,6 +162,7 @@ def as_batch(
             )
         if not bool(mask.any()):
             raise ValueError(f"action_masks[{number}] must have at least one True value, got none.")
+        # Entry i of the mask belongs to token i + 1.
         start = int(mask.any(0).nonzero()[0]) + 1
         prompts.append(tuple(ids[0, :start].tolist()))
         if not bool((ids[:, :start] == ids[:1, :start]).all()):

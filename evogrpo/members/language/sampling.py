@@ -463,10 +463,12 @@ class _Sampler:
             live = live & ~self._cut_at_stop_strings(numbers, checked, step + 1)
             ended_now = alive - int(live.sum())
             alive -= ended_now
+            # A row that has ended counts as all of its tokens.
             done = alive * (step + 1 - checked) + ended_now * (width - checked)
             self._counter.add(done / width)
             checked = step + 1
             if self.on_finished is not None:
+                # At the maximum length, all rows are finished.
                 finished = numbers if last else numbers[~live]
                 new = finished[~self._reported[finished]]
                 self.on_finished(new.tolist(), self._tokens(new))
@@ -549,6 +551,7 @@ class _Sampler:
                 count = stop_strings.end_of(window[:length])
                 if count is None:
                     continue
+                # Rows are checked every few tokens only, so some were sampled after the end.
                 end = start + count
                 self._actions[row, end:] = self._model.pad_id
                 self._present[row, end:] = False

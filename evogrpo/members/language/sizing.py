@@ -209,6 +209,7 @@ def size_for_memory(bank: "AdapterBank") -> int:
     recompute = bank.gradient_checkpointing is True
     precision = next(model.parameters()).element_size()
     size = MAX_TOKENS
+    # The smallest size is not checked: if memory runs out, it is halved further.
     while size > MIN_TOKENS:
         logits_rows = min(size, bank.logits_rows)
         needed = learning_bytes(model, size, logits_rows, precision, recompute=recompute)

@@ -248,6 +248,7 @@ class VLLMBase:
                     f"{source} returned the completions in another order than the prompts."
                     f" {SUPPORTED_SERVERS}"
                 )
+            # `_finish` cuts the completion, and returns False if it is none that was requested.
             if not _finish(choice, rows, ends, vocabulary):
                 tokens = choice.token_ids
                 places = [place for place, token in enumerate(tokens) if token in ends]

@@ -231,6 +231,7 @@ def _torchrun_variables(bank: AdapterBank) -> Iterator[None]:
     """Set the environment variables of torchrun, which vLLM reads, and restore them."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
+    # Without torchrun, this is the only process, and any free port serves.
     variables = {
         "RANK": str(bank.processes.rank),
         "WORLD_SIZE": str(bank.processes.size),

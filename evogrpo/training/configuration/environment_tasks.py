@@ -191,6 +191,7 @@ class EnvironmentTask(ControlTask):
         options = {
             each.name: getattr(self, each.name) for each in fields(self) if each.name != "env"
         }
+        # Names in the configuration become the objects that they stand for.
         return GymnasiumGroups(
             env,
             **{
@@ -409,6 +410,7 @@ def merge_sections(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dic
     for name, change in changes.items():
         if isinstance(change, Mapping):
             section = merged.get(name)
+            # The section may be missing or null.
             if section is None:
                 section = {}
             merged[name] = {**section, **change}

@@ -242,6 +242,7 @@ class ReasoningTask(QuestionTask):
     ) -> HuggingFaceGym:
         """Build the task's environment."""
         given = self.sizes or {}
+        # Names of splits were checked when the section was read.
         sizes: dict[Split, int] = {split: given[split] for split in SPLITS if split in given}
         return HuggingFaceGym.from_reasoning_gym(
             self.reasoning_gym,

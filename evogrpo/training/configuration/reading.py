@@ -151,6 +151,7 @@ def _first_settings(
     settings = dict(TaskSettings(chosen.get("task_settings")))
     configured = {"task": task.settings or {}, "reward_weights": task.given_weights}
     for name, value in without_groups(configured).items():
+        # Settings that do not evolve belong to the task, not to members.
         if name not in space or name in settings:
             continue
         if space[name].closest(value) != value:
@@ -340,6 +341,7 @@ def _task_sections(chosen: object) -> Iterator[tuple[str, Sequence[str]]]:
     keys = set(chosen) if isinstance(chosen, Mapping) else set()
     types = TASK_TYPES.values()
     fitting = [each for each in types if any(task.key in keys for task in each.tasks)]
+    # A section without a key of any task type, or with a misspelt one, may be of any type.
     for task_type in fitting or types:
         hints = get_type_hints(task_type.agent)
         for name, hint in hints.items():
@@ -347,6 +349,7 @@ def _task_sections(chosen: object) -> Iterator[tuple[str, Sequence[str]]]:
                 yield f"agent.{name}", _keys(hint)
         yield "agent", list(hints)
         for task in task_type.tasks:
+            # A key `seed` elsewhere means the seed of the run.
             yield "task", [name for name in _keys(task) if name != "seed"]
 
 
@@ -372,6 +375,7 @@ def _without_auto(values: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[
             continue
         found = {name for name in HYPERPARAMETER_NAMES if is_text(given.get(name), AUTO)}
         result[section] = {name: value for name, value in given.items() if name not in found}
+        # In the search space, `auto` is the default range; here it is a value that the run finds.
         if section == "hyperparameters" and "lr" in found:
             found.remove("lr")
             found.add(AUTO_LR)
@@ -480,6 +484,7 @@ def _with_value(
             f"Cannot set {path}{'.'.join(keys)}: {path}{first} must be a mapping, got"
             f" {shown(inner)}. Set {path}{first} itself."
         )
+    # A section that is missing or null is created.
     return {**values, first: _with_value(inner or {}, rest, value, f"{path}{first}.")}
 
 
@@ -566,6 +571,7 @@ def absolute_paths(values: Any, folder: Path, path: str = "") -> Any:
         }
     if isinstance(values, list):
         return [absolute_paths(each, folder, path) for each in values]
+    # `*` stands for any key, such as the name of a reward.
     section = path.rpartition(".")[0]
     make_absolute = _PATHS.get(path) or _PATHS.get(f"{section}.*")
     if make_absolute is not None and isinstance(values, str):

@@ -57,6 +57,7 @@ def load_named(reference: str, what: str, category: str = "function") -> Callabl
             f" {shown(reference)}."
         )
     module = _run_file(Path(source), what) if source.endswith(".py") else load_module(source)
+    # A class is callable too, but no function is a class.
     fits = callable if category == "function" else inspect.isclass
     loaded: Any = getattr(module, name, None)
     if not fits(loaded):
@@ -182,6 +183,7 @@ def named_sampler(name: str) -> "Callable[..., Sampler]":
     factory = load_plugin(name, "sampler", tuple(BUILT_IN_SAMPLERS))
     if factory is not None:
         return factory
+    # A factory gets the population; the built-in samplers are connected to it later.
     if name == VLLM:
         from evogrpo.members.language.vllm_sampler import VLLMSampler
 
@@ -220,6 +222,7 @@ def make_proposer(values: Mapping[str, Any]) -> "Proposer":
     from evogrpo.training.proposals import Proposer, Reflection, gepa_proposer
 
     refuse_unknown("setting of proposer", values, ("name", "timeout", "reflection"))
+    # Without a value, the default of `Proposer` counts.
     options = {name: values[name] for name in ("timeout",) if name in values}
     name = str(values["name"])
     reflection = values.get("reflection")
@@ -264,6 +267,7 @@ def named_strategy(values: Mapping[str, Any]) -> Strategy:
     if isinstance(mutation, str):
         mutation = {"name": mutation}
     custom_mutation = None
+    # Without a name, a mapping has settings of the default mutation.
     if isinstance(mutation, Mapping) and "name" in mutation:
         custom_mutation = load_named(str(mutation["name"]), "mutation")
     if mutation is not None:
@@ -307,6 +311,7 @@ def check_strategy(strategy: object) -> None:
             f" {shown(strategy, 200)} lacks {', '.join(missing)}. Subclass"
             " evogrpo.evolution.Stateless, which has the last two."
         )
+    # A class has the methods too.
     if isinstance(strategy, type):
         raise ValueError(
             f"A strategy must be an instance, got the class {strategy.__name__}. Pass an instance."
@@ -344,6 +349,7 @@ def check_resumable(strategy: Strategy) -> None:
         raise ValueError(
             f"{kind.__name__} has a setting called name, which is reserved. Rename it."
         )
+    # Build it as a resumed run would, and compare.
     stored = _stored_record(strategy)
     rebuilt = _stored_record(strategy_from_json(stored, kind, mutation))
     if rebuilt != stored:

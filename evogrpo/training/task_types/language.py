@@ -162,6 +162,7 @@ class LanguageTask:
         size = processes().size
         if size == 1:
             return ", not sharded: there is one process"
+        # The greatest common divisor of both numbers.
         parts = shard_count(requested)
         layout = "a full copy in every process"
         if parts > 1:
@@ -231,6 +232,7 @@ class LanguageTask:
                 f"{_millions_text(in_base)} in the base,"
                 f" {_millions_text(self.trained.size)} in each member"
             ),
+            # Learning and sampling do not hold their memory at the same time.
             "memory": (
                 f"about {gigabytes(memory.total)} at the peak: base {gigabytes(memory.base)} +"
                 f" members {gigabytes(memory.members)} + the larger of learning"
@@ -245,6 +247,7 @@ class LanguageTask:
         """Return the rows of the plan on the first prompt, its rewards and the end tokens."""
         tokens = self.trial.tokens
         first = " ".join(str(token) for token in tokens[:12])
+        # Enough to see the BOS and the opening of the chat template.
         if len(tokens) > 12:
             first += " …"
         rewards = []

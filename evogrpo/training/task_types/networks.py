@@ -112,6 +112,7 @@ class NetworkTask:
             agents = "the sum of all rewards" if team else "its own reward"
             if config.task.agent_ids:
                 agents += "; its id is part of the observation"
+            # Several agents: rows on the agents and on their policies.
             policies = []
             for policy, spec in specs.items():
                 observed = f"observations {_space(spec.observation_space)}{normalised}"
@@ -122,6 +123,7 @@ class NetworkTask:
             facts["agents"] = f"{len(env.agents)}; each learns from {agents}"
             facts["policies"] = "; ".join(policies)
         else:
+            # A single agent.
             played = "one environment per parallel episode"
             if env.native:
                 played = "vectorised natively"
