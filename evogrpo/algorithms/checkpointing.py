@@ -179,6 +179,7 @@ def read_agent(agent: "Agent", path: str | Path) -> None:
                 f" Load it with {made_by}.load."
             )
         expected = members.checkpoint_record()
+        # The weights mean nothing without these.
         for name in members.identity:
             if record.shared[name] != expected[name]:
                 raise CheckpointError(

@@ -74,6 +74,7 @@ def sample_groups(
         """Return the value of each row's learner."""
         return torch.tensor(values).repeat_interleave(torch.tensor(counts))
 
+    # The starts of one position with all settings follow each other.
     request = SamplingRequest(
         learners=tuple(learners),
         counts=tuple(counts),
@@ -342,12 +343,14 @@ def _concatenate_scores(parts: Sequence[Scores]) -> Scores:
         components[name] = np.concatenate([part.components[name] for part in parts])
     columns = {}
     for name in first.columns:
+        # A part in which no function logged a column lacks it.
         if all(name in part.columns for part in parts):
             columns[name] = tuple(chain.from_iterable(part.columns[name] for part in parts))
     rows = [len(part.rewards) for part in parts]
     metrics = {}
     for name in first.metrics:
         if all(name in part.metrics for part in parts):
+            # Means of parts with different numbers of rows.
             values = [part.metrics[name] for part in parts]
             metrics[name] = float(np.average(values, weights=rows))
     return replace(

@@ -180,6 +180,7 @@ def measure_fitness(
     running = list(range(len(slots)))  # rows of `scores`: members that are still in the race
     # 2. Evaluate in rounds; members that are clearly behind leave the race.
     for first, last in rounds(count, racing=config.racing and not base):
+        # Members that have lost the race answer no further questions.
         answering = tuple(slots[row] for row in running)
         request = EvaluationRequest(
             split=split,
@@ -196,6 +197,7 @@ def measure_fitness(
             tokens[slot] += amount
         if last < count:
             running = [running[row] for row in still_racing(scores[running, :last], error)]
+            # The last member races against the best member so far.
             if len(running) == 1 and rival is not None:
                 rival_scores = [rival.by_key.get(question, np.nan) for question in range(count)]
                 if clearly_behind(np.array(rival_scores), scores[running[0]], error):
@@ -317,6 +319,7 @@ def common_questions(
         ValueError: If these are fewer than half of the evaluated questions.
     """
     any_member = np.any(evaluated, axis=0)
+    # Members that have lost the race have no rewards for later questions, and do not count there.
     kept: NDArray[np.bool_] = np.logical_and(
         any_member, np.all(np.isfinite(rewards) | ~evaluated, axis=0)
     )

@@ -346,6 +346,7 @@ class Population(NamesMissing, Sequence[Any]):
             child = planned
             parent = plan.parents[planned.slot]
             rng = generator(seed, "change of network", child.index)
+            # A new member has the configured network.
             if parent is None:
                 drawn = None
             else:
@@ -395,6 +396,7 @@ class Population(NamesMissing, Sequence[Any]):
             agent.retired = False
             agent.steps = 0
             if child.architecture is not None:
+                # Drawn from seed and index alone, so that a resumed run draws the same.
                 rng = generator(self.members.settings.seed, "weights of a new network", child.index)
                 self.members.change_architecture(child.slot, child.architecture, rng)
             self.next_index = max(self.next_index, child.index + 1)

@@ -152,6 +152,7 @@ class RunDisplay(Callback):
         state = self._trainer.run_state
         last = state.step_in_generation == state.steps_per_generation
         due = time.monotonic() - self._last_line_at >= SECONDS_BETWEEN_LINES
+        # A log gets a line at the end of each generation, and few in between.
         if not self._is_log or not (last or due):
             return
         number = f"{report.step + 1}"
@@ -658,6 +659,7 @@ def plan_lines(report: GenerationReport, labels: SettingLabels = NO_LABELS) -> l
         origin = origin_text(child.parent, labels.changes(child.changes))
         lines.append(Text.assemble((f"selection: {birth}", "cyan"), f", a {origin}"))
     # 4. Otherwise the reasons why members stay, without details; the best one always does.
+    # Tell why no member was replaced.
     if not lines:
         reasons: dict[str, None] = {}
         for member in report.members:

@@ -218,6 +218,7 @@ def _ask(
     assert proposer is not None  # checked before the run
     short = {name.removeprefix("task."): text for name, text in before.items()}
     # Copies: the function may change what it gets.
+    # The function may change what it gets.
     dataset = {name: copy.deepcopy(seen) for name in short}
     answer = _call_with_limit(
         lambda: proposer.function(dict(short), dataset, list(short)),

@@ -92,6 +92,7 @@ def start(
             assert run_dir is not None
             folder = stored.run_dir(run_dir, config.logging)
         elif run_dir is not None:
+            # Raises an error now, before weights are loaded, if it cannot be stored.
             dump_json(values, what="configuration")
             check_resumable(config.strategy)
             folder = RunDir(run_dir, config.logging, config=values if env is None else None)
@@ -242,6 +243,7 @@ def _differences(stored: Mapping[str, Any], config: Config, ignored: tuple[str, 
     Names that start with a prefix in `ignored` may differ.
     """
     # In JSON, tuples become lists.
+    # As read from a file: lists in place of tuples.
     old = flat(json.loads(json.dumps(stored)))
     new = flat(json.loads(json.dumps(config.to_json())))
     found = []

@@ -169,6 +169,7 @@ class Trackers:
         PartialState()
         torch.set_num_threads(threads)
         # 3. Name the run, and continue it if it has an id.
+        # A resumed run continues its curves.
         run_id = ids.get(given) or uuid.uuid4().hex
         label = run_id[:8]
         if self._folder is not None:

@@ -234,6 +234,7 @@ def _configured(
         if name in settings:
             values[name] = settings[name]
     space = settings.get("hp_config", "auto")
+    # None: nothing evolves.
     if space is None:
         values["search_space"] = {}
     elif not is_text(space, "auto"):

@@ -34,6 +34,7 @@ def sample_metrics(batch: Batch) -> dict[str, float]:
         "frac_reward_zero_std": float(without_signal.double().mean()),
     }
     # A single reward has no spread.
+    # A single reward has no deviation.
     spread = statistics.std[statistics.amount > 1]
     if len(spread):
         result["reward_std"] = float(spread.mean())
@@ -42,11 +43,13 @@ def sample_metrics(batch: Batch) -> dict[str, float]:
         for name, column in zip(batch.component_names, columns, strict=True):
             values = column[~column.isnan()].double()
             result[f"rewards/{name}/mean"] = float(values.mean())
+            # NaN is left out of the report.
             result[f"rewards/{name}/std"] = math.nan
             if len(values) > 1:
                 result[f"rewards/{name}/std"] = float(values.std())
     # 2. Measure lengths. A sample that is masked out of the loss has no action in the mask.
     counted = batch.action_mask.sum(1)
+    # Samples that are left out of the loss have a length too.
     lengths = torch.where(counted > 0, counted, batch.chosen.sum(1)).double()
     for name, value in _min_mean_max(lengths).items():
         result[f"completions/{name}_length"] = value

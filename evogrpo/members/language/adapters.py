@@ -175,6 +175,7 @@ class LoraHook:
         # 1. Matrices of each module with adapters: A `[s, r, in]`, B `[s, out, r]`. They are views
         #    if slots are adjacent, else copies of the module's own matrices.
         chosen: slice | Sequence[int] = self.slots
+        # A slice of the bank's matrices needs no copy.
         if self.slots[-1] - self.slots[0] + 1 == len(self.slots):
             chosen = slice(self.slots[0], self.slots[-1] + 1)
         numbers = []
@@ -348,6 +349,7 @@ class AdapterStates:
         }
         self.reference = None
         if own_reference:
+            # The first reference is the start of all members.
             self.reference = self.weights.clone()
             self._matrices["reference"] = self.reference
         self.state_keys = (*self._matrices, "step")

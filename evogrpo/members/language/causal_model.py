@@ -280,6 +280,7 @@ class CausalModel:
         # Models with relative positions, or without a KV cache, have no such arguments.
         options: dict[str, object] = {}
         if self.explicit_positions:
+            # Padding has no position.
             positions = (mask.cumsum(1) - 1).clamp(min=0)
             options["position_ids"] = positions[:, -ids.shape[1] :]
         if cache is not None:

@@ -70,6 +70,7 @@ def prompt_rows(
             raise ValueError(f"Prompt {number} has no tokens. Leave it out.")
     # 2. Draw the random numbers. Greedy rows ignore theirs, but the width is the maximum length of
     #    a completion.
+    # Outside training: one greedy completion of each prompt.
     size = 1
     temperature = 0.0
     if training:

@@ -149,6 +149,7 @@ def _not_loaded_by_peft(
                 continue
             mark = marks[name]
             weight = getattr(layer, part)["default"].weight
+            # Weights that PEFT did not fill stay on the meta device.
             arrived = not weight.is_meta and weight.shape == mark.shape
             scaled = math.isclose(layer.scaling["default"], scaling(config))
             if arrived and scaled and bool(weight[0, 0] == mark[0, 0]):

@@ -164,6 +164,7 @@ class AdapterSampler(AdapterStates):
         limit, saved_limit = cached_tokens(self.base, width, rows.max_new_tokens, keep=rows.keep)
         batches: list[tuple[Tensor, CachedRows | None]] = []
         policy: PolicyVersion = "base" if base else "weights"
+        # Rows that continue a kept cache and new ones are in different batches.
         for caches, pending in ((kept, resumed), (None, started)):
             if not pending:
                 continue
@@ -274,7 +275,9 @@ class _Sampler:
         self._uniforms = uniforms.to(device)
         temperature = rows.temperature.to(device)
         self._greedy = temperature == 0
+        # Greedy rows take the largest logit, at any temperature above 0.
         self._temperature = torch.where(self._greedy, 1.0, temperature)
+        # Read once, as each such question waits for a GPU.
         self._all_greedy = bool(self._greedy.all())
         self._any_greedy = bool(self._greedy.any())
         self._scaled = bool((self._temperature != 1.0).any())
@@ -454,6 +457,7 @@ class _Sampler:
             self._actions[numbers, step] = tokens
             self._log_probs[numbers, step] = torch.where(live, log_probs, 0.0)
             self._present[numbers, step] = live
+            # The end token is the last one of its completion.
             live = live & ~torch.isin(drawn, self._bank.end_ids)
             last = step == width - 1
             if (step + 1) % check_every and not last:

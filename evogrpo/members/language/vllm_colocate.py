@@ -166,6 +166,7 @@ class ColocatedVLLMSampler(VLLMBase):
         numbers = range(len(rows))
         prompts = self._prompts(rows, numbers)
         new_parameters = importlib.import_module("vllm").SamplingParams
+        # Of all parameters, rows differ in the temperature only.
         by_temperature = {
             temperature: new_parameters(
                 **self._parameters(rows, temperature), detokenize=rows.stop_strings is not None

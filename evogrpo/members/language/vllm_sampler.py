@@ -133,6 +133,7 @@ class VLLMSampler(VLLMBase):
                     raise self._refused(server, "lists no base model")
                 server.base = bases[0]
         for server in self._servers:
+            # Completions of the base show whether the server has the same model.
             difference = self._difference(partial(self._sample_base, server))
             if difference is not None:
                 raise self._refused(
@@ -185,6 +186,7 @@ class VLLMSampler(VLLMBase):
         keys = zip(slots, rows.temperature.tolist(), rows.prompt_ids.tolist(), strict=True)
         for row, key in enumerate(keys):
             groups.setdefault(key, []).append(row)
+        # Large groups are split, so that all servers have work.
         share = math.ceil(len(rows) / len(self._servers))
         pieces = []
         for (slot, temperature, _), group in groups.items():
@@ -285,6 +287,7 @@ class VLLMSampler(VLLMBase):
         limit = MAX_ANSWER + sum(map(len, prompts)) * BYTES_PER_PROMPT_TOKEN
         limit += len(numbers) * rows.max_new_tokens * BYTES_PER_TOKEN
         status, content = server.call("/v1/completions", body, ended=ended, limit=limit)
+        # A server that was restarted has lost its adapters: load this one, and repeat.
         if status == http.HTTPStatus.NOT_FOUND and slot is not None:
             self._load(server, name, ended)
             status, content = server.call("/v1/completions", body, ended=ended, limit=limit)

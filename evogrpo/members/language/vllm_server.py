@@ -150,6 +150,8 @@ class Server:
         while True:
             try:
                 status, content = self._exchange(path, sent, seconds_left, limit)
+                # A repetition may help against faults of the server, not against those of the
+                # request.
                 if status < http.HTTPStatus.INTERNAL_SERVER_ERROR or final:
                     self._answered = time.monotonic()
                     return status, content
@@ -164,6 +166,7 @@ class Server:
                     f" seconds ({self.shown(problem.encode(errors='replace'))}). Start it again, or"
                     " raise timeout."
                 )
+            # Wait longer each time, up to 2 seconds.
             pause = min(2 * pause, 2.0)
 
     def _exchange(
@@ -197,6 +200,7 @@ class Server:
         connection = connect(self._address.hostname or "", self._address.port, timeout=seconds)
         with closing(connection):
             connection.connect()
+            # From here on a thread watches the time, also that of a slow answer in many pieces.
             connection.sock.settimeout(None)
             done = threading.Event()
             expired = threading.Event()
@@ -224,6 +228,7 @@ class Server:
                     content = bytearray()
                     while len(content) <= limit and (piece := response.read1(2**16)):
                         content += piece
+                    # The connection has ended before the answer.
                     if len(content) <= limit and response.length:
                         raise http.client.IncompleteRead(b"", response.length)
             finally:

@@ -102,8 +102,10 @@ def parse_config(values: Mapping[str, Any], strategy: "Strategy | None" = None) 
         )
     samples = parsed["schedule"].samples_per_step
     ranges = dict(space)
+    # A single `auto` in the search space is the default range.
     for name in auto - {SEARCH_SPACE, AUTO_LR} - set(space):
         ranges[name] = kind.ranges[name]
+    # One member has none to compare with, so nothing evolves.
     if SEARCH_SPACE in auto and population.size > 1:
         ranges |= default_space(
             kind.ranges,

@@ -291,6 +291,7 @@ class Config:
                 "schedule.samples_per_step": self.schedule.samples_per_step,
                 "schedule.steps_per_generation": self.schedule.steps_per_generation,
             }
+            # Task settings may be in one of them only.
             for name in {**first.hyperparameters.by_name(), **self.hyperparameters.by_name()}:
                 expected[f"hyperparameters.{name}"] = first.hyperparameters.get(name)
                 actual[f"hyperparameters.{name}"] = self.hyperparameters.get(name)

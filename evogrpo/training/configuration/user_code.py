@@ -148,6 +148,7 @@ def load_plugin(name: str, what: str, built_in: Collection[str] = ()) -> Callabl
             cannot be imported.
     """
     # By value: entry points that lead to the same object are one plugin.
+    # Several installed copies of one plugin count once.
     found = {each.value: each for each in importlib.metadata.entry_points(group=PLUGINS, name=name)}
     if not found:
         return None

@@ -149,6 +149,7 @@ def select_task(section: object) -> tuple[type[Any], TaskType]:
         )
     chosen = [key for key in _TASKS if section.get(key) is not None]
     if len(chosen) != 1:
+        # A misspelt key is a better answer than a missing one.
         known = {field.name for task in _TASKS.values() for field in fields(task)}
         refuse_unknown("key in task", section, sorted(known))
         named = " and ".join(chosen) or "none"

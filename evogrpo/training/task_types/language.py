@@ -199,6 +199,7 @@ class LanguageTask:
         # 2. Memory: the share of the base model, and the members.
         parts = shard_count(config.base_parts)
         precision = FLOAT if config.precision == "float32" else 2
+        # Quantised weights are computed with in the dtype of the device.
         if config.precision in PACKAGES:
             precision = default_dtype(self.device).itemsize
             base = quantised_bytes(model, config.precision, precision)
@@ -326,6 +327,7 @@ class LanguageTask:
         splits = math.ceil(samples / min(possible_values(config, "batch_size"))) - 1
         tokens += max(possible_values(config, "update_epochs")) * (one_pass + splits * longest)
         # 4. The pass of the reference policy.
+        # KL needs a pass of the reference.
         if config.hyperparameters.beta > 0 or "beta" in config.search_space:
             tokens += one_pass
         tokens *= config.population.size
@@ -338,6 +340,7 @@ class LanguageTask:
         if turns > 1:
             limits = f"conversations of at most {row} in up to {turns} turns"
             if config.agent.max_episode_tokens is None:
+                # The length of replies is unknown.
                 bound = "about"
                 limits += ": replies as long as completions, without max_episode_tokens"
         text = (

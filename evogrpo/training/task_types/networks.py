@@ -163,6 +163,7 @@ class NetworkTask:
         longest = self.env.max_episode_steps
         # 1. Environment steps, and optimizer steps of each policy.
         per_member = longest * config.schedule.samples_per_step
+        # The smallest batches and the most epochs give the most optimizer steps.
         smallest = min(possible_values(config, "batch_size"))
         epochs = max(possible_values(config, "update_epochs"))
         one_agent = DEFAULT_POLICY in self.mapping.specs
