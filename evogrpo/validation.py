@@ -365,6 +365,7 @@ def _broken_rule(details: ErrorDetails, valid_keys: Callable[[], list[str]]) -> 
     if name in _OWN_MESSAGE:
         return str(context["error"]), ""
     if name == "literal_error":
+        # pydantic names the valid values in a text only.
         names = re.findall(r"'([^']*)'", context["expected"])
         typed = one_line(details["input"], MAX_SHOWN)
         match = counterpart(typed, names) or close_match(typed, names)

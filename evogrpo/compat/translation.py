@@ -208,6 +208,7 @@ class Translation:
             (Optimizer, arguments["optimizer"]),
             (SamplingOptions, sampling),
         ]
+        # One by one, so that each problem is found.
         records += [(Hyperparameters, {name: value}) for name, value in hyperparameters.items()]
         built = []
         problems = list(dict.fromkeys(self.refused))

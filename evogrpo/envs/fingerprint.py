@@ -151,6 +151,7 @@ class _Description:
                 self.add(item)
         # 2. Code is described once. It may refer to itself.
         elif not self._is_new(value):
+            # Described already, or being described: values may refer to each other.
             self.texts.append("again")
         elif isinstance(value, functools.partial):
             self.texts.append(canonical([value.args, value.keywords]))

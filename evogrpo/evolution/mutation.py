@@ -183,6 +183,7 @@ def neighbour(
     if parameter.choices is not None:
         above = [choice for choice in parameter.numbers if choice > value]
         below = [choice for choice in reversed(parameter.numbers) if choice < value]
+        # At an end of the choices, go the other way.
         if above and (upward or not below):
             candidates = above
         else:
@@ -192,6 +193,7 @@ def neighbour(
         else:
             steps = 1
         return candidates[min(steps, len(candidates)) - 1]
+    # A value outside the range moves to the nearer bound.
     if not low <= value <= high:
         return low if value < low else high
     for direction in (upward, not upward):

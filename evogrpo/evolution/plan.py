@@ -157,10 +157,12 @@ class Plan:
             indices.append(None if found is None else found.index)
         # 2. Collect fixed hyperparameters in `values`, those to draw in `draws`, and occupied
         #    points, as (index of the parent, hyperparameters), in `taken`.
+        # Of one parent, no two members may have equal hyperparameters.
         taken: set[tuple[int | None, Hyperparameters]] = set()
         values: dict[int, Hyperparameters] = {}
         draws: dict[int, Proposal] = {}
         for slot, (choice, parent) in enumerate(zip(choices, parents, strict=True)):
+            # A mutated member, or one in the slot of another, is a new member.
             born = choice.mutate or choice.parent not in (slot, None)
             if isinstance(choice.hyperparameters, Hyperparameters):
                 values[slot] = choice.hyperparameters

@@ -67,6 +67,7 @@ def truncation_selection(
         elif record.fitness is not None and slot not in worst:
             choices.append(Choice(parent=slot, reason="kept: not among the worst"))
         else:
+            # Named by the member, so that the slot has no effect on the draw.
             donor = int(stream("donor", record.member.index).choice(best))
             if record.fitness is None:
                 why = "failed"

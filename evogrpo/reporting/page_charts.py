@@ -155,6 +155,7 @@ def _effect_plot(effect: SettingEffect) -> Plot:
         means["y"].append(position)
         errors.append(value.standard_error or 0.0)
         counts = pluralize(value.members, "member")
+        # Members of one lineage are no independent evidence.
         if value.lineages != value.members:
             counts += f" of {pluralize(value.lineages, 'lineage')}"
         ticks.append(f"{_escaped(value.value)}<br>{counts}")

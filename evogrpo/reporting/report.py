@@ -155,6 +155,7 @@ def html_page(summary: RunSummary) -> str:
     # The more completions, the shorter each of them.
     completions = _completions(summary)
     texts = 2 * sum(map(len, completions.values())) or 1
+    # Long runs show less of each text, so that the page stays small.
     limit = max(200, min(_MAX_TEXT, _MAX_TOTAL_TEXT // texts))
     page.filters["columns"] = partial(_columns, alone=summary.is_alone)
     page.filters["printable"] = printable
@@ -165,6 +166,7 @@ def html_page(summary: RunSummary) -> str:
     page.filters["times"] = pluralize
     page.filters["processed"] = processed
     page.filters["verdict"] = verdict
+    # JSON has no NaN: browsers would refuse the page's data.
     page.policies["json.dumps_kwargs"] = {"allow_nan": False}
     template = page.from_string(package.joinpath("page.html").read_text("utf-8"))
     figures: dict[str, Any] = {}

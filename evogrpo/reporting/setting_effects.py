@@ -99,6 +99,7 @@ def setting_effects(summary: RunSummary, names: Sequence[str]) -> tuple[SettingE
         healthy = [value for value in fitness.values() if value is not None]
         for index, value in fitness.items():
             if value is not None:
+                # Compared with the others of its generation, as all members improve.
                 relative[index, generation.generation] = value - fmean(healthy)
     compared = {index for index, _ in relative}
     divisions = {}

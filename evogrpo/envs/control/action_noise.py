@@ -69,6 +69,7 @@ class ActionNoise:
                 part = self._chunks[agent]
                 width = self._width_of(agent)
                 purpose = f"{self._purpose} for {agent}" if agent else self._purpose
+                # Each chunk is twice as long as the last, so that few are drawn.
                 length = _FIRST_CHUNK << part
                 chunk = np.concatenate(
                     [

@@ -55,6 +55,7 @@ class ClassicControl(VectorEnv):
         """See `VectorEnv`. Replicas and options are not used: there is no noise, and no option."""
         # The episodes of a group share a seed, and creating a generator costs as much as a hundred
         # steps.
+        # The episodes of a group share their seed: draw its start once.
         distinct, episode = np.unique(np.asarray(seeds, dtype=np.int64), return_inverse=True)
         starts = [self._start(int(seed)) for seed in distinct]
         state = np.array([state for state, _ in starts]).T[:, episode]

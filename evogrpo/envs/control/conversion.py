@@ -190,6 +190,7 @@ def _flags(space: spaces.Space[Any], mask: Any) -> Array:
                 )
             pairs = zip(space.spaces, given, strict=True)
             return np.concatenate([_flags(part, own) for part, own in pairs])
+    # A part without a mask may take all of its values.
     if mask is None:
         return np.ones(sum(mask_sizes(space)), dtype=np.bool_)
     if isinstance(mask, tuple | list):

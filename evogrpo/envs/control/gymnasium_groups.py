@@ -141,6 +141,7 @@ class GymnasiumGroups(SeededGroups):
             reward_weights=reward_weights,
             settings=settings,
         )
+        # `gymnasium.make` would take it as its own argument.
         if isinstance(env, str) and "max_episode_steps" in self._kwargs:
             raise ValueError(
                 "env_kwargs must not contain max_episode_steps. Pass"
@@ -193,6 +194,7 @@ class GymnasiumGroups(SeededGroups):
         self._processes = vectorization == "processes"
         self.recreate_env = bool(recreate_env)
         self.reseed_noise = bool(reseed_noise)
+        # Native environments are deterministic; components of a user may not be.
         if not self.native or self.components.components:
             self.recreate_env, noisy = check_determinism(
                 self.name,

@@ -154,6 +154,7 @@ class JointEnv:
         for name in terminated | truncated:
             active.pop(name, None)
         if self._steps == self._limit:
+            # The limit of steps ends the episode for all.
             truncated |= set(active) & acting
             active = {}
         returned = self._ended & set(active)

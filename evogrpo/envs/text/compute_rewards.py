@@ -322,6 +322,7 @@ def _checked_number(name: str, value: Any, inputs: RewardInputs, row: int) -> fl
     if value is None:
         return math.nan
     if isinstance(value, StepRewards):
+        # Positions count tokens or characters.
         length = len(inputs.token_ids[row] if value.unit == "token" else text)
         last = max(value.positions, default=-1)
         if last >= length:

@@ -376,6 +376,7 @@ class EnvironmentGym(PromptEnvironment):
             row = self._unobserved(split, start)
             taken = self._taken(self._name(row), own)
             key = (split, start, *taken.items())
+            # An environment is reset once for each start and its values.
             if taken and key not in self._observed:
                 missing[key] = partial(self._first_observation, row, taken)
             found.append((key, questions.table.observations[questions.rows[start]]))

@@ -558,6 +558,7 @@ def weighted_rewards(
     # 2. Read the weights.
     kind = "metric_weights" if argument == "metric" else "reward_weights"
     factors: Any = [1.0] * len(named) if weights is None else weights
+    # Functions that are not named have the factor 1.
     if isinstance(factors, Mapping):
         refuse_unknown(f"function in {kind}", factors, named)
         factors = [factors.get(name, 1.0) for name in named]

@@ -162,6 +162,7 @@ def as_step_batch(
             f"actions must be [{starts}, {size}, {steps}, ...] of {space}, got {chosen.shape}."
         )
     chosen = chosen.reshape(*lead, *chosen.shape[3:])
+    # Actions of a space may begin at another number than 0.
     if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
         taken = present.reshape(*lead, *[1] * (chosen.ndim - 2))
         chosen = np.where(taken, numbered(space, chosen, -1), 0)
