@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from evogrpo.evolution.fitness import Fitness, difference, paired_difference
+from evogrpo.evolution.fitness import paired_difference
 from evogrpo.evolution.history import Generation, History
 from evogrpo.evolution.plan import Choice
 from evogrpo.randomness import streams
@@ -75,49 +75,6 @@ def truncation_selection(
                 why = f"among the worst {count}"
             choices.append(Choice(parent=donor, reason=f"replaced by slot {donor}: {why}"))
     return choices
-
-
-def shows_progress(history: History, z: float) -> bool:
-    """Return True if a healthy member is significantly better than in the first generation.
-
-    Args:
-        history: History up to the last generation.
-        z: Standard errors of the difference that must be exceeded.
-    """
-    first = {
-        record.member.index: record.fitness
-        for record in history.generations[0].slots
-        if record.member
-    }
-    for member, fitness in history.last.healthy:
-        earlier = first.get(member.index)
-        if earlier is not None and _is_better(fitness, earlier, z):
-            return True
-    return False
-
-
-def as_good_as_best(last: Generation, ranked: Sequence[int], z: float) -> list[int]:
-    """Return the slots of members that are not significantly worse than the best.
-
-    Args:
-        last: Generation that was evaluated.
-        ranked: Slots of healthy members, the best first.
-        z: Standard errors of the difference that must be exceeded.
-    """
-    best = last.slots[ranked[0]].fitness
-    chosen = []
-    for slot in ranked:
-        fitness = last.slots[slot].fitness
-        assert best is not None and fitness is not None  # healthy members only
-        if not _is_better(best, fitness, z):
-            chosen.append(slot)
-    return chosen
-
-
-def _is_better(fitness: Fitness, other: Fitness, z: float) -> bool:
-    """Return True if a fitness is higher by more than `z` standard errors."""
-    lead, standard_error = difference(fitness, other)
-    return lead > z * standard_error
 
 
 def has_stagnated(history: History, z: float) -> bool:

@@ -1,14 +1,16 @@
 """Successive halving: stop the worst members and give others their budget (arXiv:1502.07943)."""
 
 import math
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import numpy as np
 from pydantic import Field
 
-from evogrpo.evolution.history import History
+from evogrpo.evolution.fitness import Fitness, difference
+from evogrpo.evolution.history import Generation, History
 from evogrpo.evolution.plan import Choice, Plan, Stateless
-from evogrpo.evolution.selection import as_good_as_best, ranked_by_chance, shows_progress
+from evogrpo.evolution.selection import ranked_by_chance
 from evogrpo.validation import WHOLE, settings
 
 Grow = Literal["steps_per_generation", "samples_per_step"]
@@ -61,12 +63,12 @@ class SuccessiveHalving(Stateless):
         survivors = ranked_by_chance(last, rng)
         if remainder:
             kept = "no halving in this generation"
-        elif shows_progress(history, NOISE):
+        elif _shows_progress(history):
             kept = "among the best"
             survivors = survivors[:survivor_count]
         else:
             kept = "as good as the best up to noise"
-            equal = as_good_as_best(last, survivors, NOISE)
+            equal = _as_good_as_best(last, survivors)
             survivors = sorted({*survivors[:survivor_count], *equal}, key=survivors.index)
         # 2. Retire the others, and give their budget to those that stay.
         choices = []
@@ -101,3 +103,40 @@ class SuccessiveHalving(Stateless):
         allowed = len(first.members) * first.steps_per_generation * (len(history.generations) + 1)
         spent = sum(len(each.members) * each.steps_per_generation for each in history.generations)
         return max(1, (allowed - spent) // members), last.samples_per_step
+
+
+def _shows_progress(history: History) -> bool:
+    """Return True if a healthy member is significantly better than in the first generation."""
+    first = {
+        record.member.index: record.fitness
+        for record in history.generations[0].slots
+        if record.member
+    }
+    for member, fitness in history.last.healthy:
+        earlier = first.get(member.index)
+        if earlier is not None and _is_better(fitness, earlier):
+            return True
+    return False
+
+
+def _as_good_as_best(last: Generation, ranked: Sequence[int]) -> list[int]:
+    """Return the slots of members that are not significantly worse than the best.
+
+    Args:
+        last: Generation that was evaluated.
+        ranked: Slots of healthy members, the best first.
+    """
+    best = last.slots[ranked[0]].fitness
+    chosen = []
+    for slot in ranked:
+        fitness = last.slots[slot].fitness
+        assert best is not None and fitness is not None  # healthy members only
+        if not _is_better(best, fitness):
+            chosen.append(slot)
+    return chosen
+
+
+def _is_better(fitness: Fitness, other: Fitness) -> bool:
+    """Return True if a fitness is higher by more than the noise."""
+    lead, standard_error = difference(fitness, other)
+    return lead > NOISE * standard_error
