@@ -217,6 +217,7 @@ def _rows_with_refills(
     for slot, useless_groups in useless.items():
         drawn_groups = new.group_ids[new.member_ids == slot].unique().tolist()
         useful = [group for group in drawn_groups if group not in useless_groups]
+        # New groups with signal take the places of old ones without.
         for old_group, new_group in zip(without_signal[slot], useful, strict=False):
             rows[_rows_of(batch, slot, old_group)] = len(batch) + _rows_of(new, slot, new_group)
     return rows

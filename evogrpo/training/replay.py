@@ -108,6 +108,7 @@ class HyperparameterSchedule:
         if config.is_file():
             values = read_yaml_file(config)
         tokens = summary.facts.get("micro_batch_tokens")  # the default depends on the device
+        # Rounding depends on the size of micro-batches.
         if values is not None and tokens is not None:
             values["agent"] = {**(values.get("agent") or {}), "micro_batch_tokens": tokens}
         facts = {}

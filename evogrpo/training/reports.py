@@ -416,6 +416,7 @@ def generation_curves(
         scalars["evaluation_cost"] = float(member.evaluation.tokens)
         for name in shown:
             value = member.hyperparameters.get(name)
+            # Curves have numbers only.
             if not isinstance(value, str):
                 scalars[name] = value
         curves[member.slot] = scalars

@@ -174,6 +174,7 @@ def completion_row(example: Example) -> dict[str, Any]:
     row = {"step": example.step, "index": example.index, **fields}
     row |= {f"rewards/{name}": value for name, value in rewards.items()}
     row |= {f"feedback/{name}": reason for name, reason in reasons.items()}
+    # A logged column cannot replace one of these.
     return row | {name: value for name, value in logged.items() if name not in row}
 
 
@@ -572,6 +573,7 @@ def _open(folder: Path, *, writable: bool = False, members_only: bool = False) -
                 _repair_journal(folder / JOURNAL, journal, run.record.journal.bytes)
             return run
         except CheckpointError as error:
+            # Try the one before.
             skipped.append(error)
     # 3. No checkpoint can be used: raise an error with the reasons.
     reasons = "".join(f" {error}" for error in skipped)

@@ -137,6 +137,7 @@ class StepControl:
                 self.factor = min(next_factor, math.sqrt(self.factor * self._high))
             return False
         # 3. Otherwise take the guess if it lies between the two factors, or their middle.
+        # In the last pass, take what is known to be small enough.
         if last and self._low > 0.0:
             self.factor = self._low
         elif self._low == 0.0 or math.isinf(self._high):

@@ -433,6 +433,7 @@ class CausalModel:
         ids = torch.full((len(prompts), width), self.pad_id, dtype=torch.long)
         mask = torch.zeros((len(prompts), width), dtype=torch.bool)
         for row, prompt in enumerate(prompts):
+            # On the left, so that the last column has the last token of each prompt.
             start = width - len(prompt)
             ids[row, start:] = torch.tensor(prompt)
             mask[row, start:] = True

@@ -314,6 +314,7 @@ def _reply(
         state = states[conversation.row]
         state.replies.append([int(token) for token in reply])
         history = (*conversation.tokens, *state.replies[-1])
+        # The reply may leave no room for a further turn.
         if len(history) > room[conversation.row]:
             state.truncated = True
         else:

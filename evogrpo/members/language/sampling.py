@@ -149,11 +149,13 @@ class AdapterSampler(AdapterStates):
         # Other samplers keep caches of other classes.
         if isinstance(rows.kept, CachedRows):
             kept = rows.kept
+        # The row of the saved cache that each row continues.
         saved: Sequence[int] = range(len(rows))
         if rows.kept_rows is not None:
             saved = rows.kept_rows.tolist()
         resumed = []
         started = []
+        # By member and prompt, so that rows with the same prefix are together.
         for row in lexsort(rows.prompt_ids, rows.member_ids).tolist():
             prompt = rows.prompts[prompt_ids[row]]
             if kept is not None and kept.extends(saved[row], prompt, versions[row]):
@@ -575,6 +577,7 @@ class _Sampler:
             prompts = self._prompts[numbers]
             completions = self._actions[numbers]
             past = torch.arange(completions.shape[1], device=hidden.device) < step
+            # Positions to come get a token that occurs already, which changes nothing.
             past_tokens = torch.where(past, completions, prompts[:, :1])
             context = torch.cat([prompts, past_tokens], dim=1)
         for start in range(0, len(hidden), ROWS_OF_LOGITS):

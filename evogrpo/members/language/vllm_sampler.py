@@ -295,10 +295,12 @@ class VLLMSampler(VLLMBase):
             raise VLLMError(f"{server.url} refused to sample: {server.shown(content)}")
 
         # 3. Check the answer.
+        # A longer list of completions is refused without reading it.
         class Answer(BaseModel):
             choices: Annotated[list[Choice], Field(max_length=len(numbers), fail_fast=True)]
 
         answer = server.parsed(Answer, content)
+        # A server may return them in any order.
         choices = sorted(answer.choices, key=lambda choice: choice.index)
         if [choice.index for choice in choices] != list(range(len(numbers))):
             raise VLLMError(

@@ -532,6 +532,7 @@ def peak_memory(
     recompute = agent.gradient_checkpointing
     if recompute == "auto":
         available, _ = device_memory(device)
+        # Where the memory is unknown, activations are stored.
         left = (available or math.inf) - base - state_bytes
         recompute = learning > MEMORY_SHARE * left
     if recompute:
