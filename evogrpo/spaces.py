@@ -70,13 +70,11 @@ def flatten(space: spaces.Space[Any], observation: Any) -> list[Any]:
     leaves: list[Any] = []
     match space:
         case spaces.Dict():
+            check_parts(space, observation)
             for key, part in space.spaces.items():
-                try:
-                    value = observation[key]
-                except (KeyError, IndexError, TypeError) as error:
-                    raise keys_error(space, observation) from error
-                leaves += flatten(part, value)
+                leaves += flatten(part, observation[key])
         case spaces.Tuple():
+            check_parts(space, observation)
             for part, value in zip(space.spaces, observation, strict=True):
                 leaves += flatten(part, value)
         case _:
@@ -84,12 +82,18 @@ def flatten(space: spaces.Space[Any], observation: Any) -> list[Any]:
     return leaves
 
 
-def keys_error(space: spaces.Dict, observation: object) -> ValueError:
-    """Return the error for an observation that lacks keys of its space, or has others."""
-    got: object = type(observation).__name__
-    if isinstance(observation, Mapping):
-        got = sorted(map(str, observation))
-    return ValueError(f"observation must have the keys {sorted(space.spaces)}, got {got}.")
+def check_parts(space: spaces.Dict | spaces.Tuple, observation: Any) -> None:
+    """Raise ValueError unless an observation has the keys of a Dict, or the length of a Tuple."""
+    if isinstance(space, spaces.Tuple):
+        if not isinstance(observation, Sequence) or len(observation) != len(space):
+            raise ValueError(
+                f"observation must be a sequence of {len(space)} parts, got {shown(observation)}."
+            )
+    elif not isinstance(observation, Mapping) or observation.keys() != space.spaces.keys():
+        got: object = type(observation).__name__
+        if isinstance(observation, Mapping):
+            got = sorted(map(str, observation))
+        raise ValueError(f"observation must have the keys {sorted(space.spaces)}, got {got}.")
 
 
 def unflatten(space: spaces.Space[Any], leaves: Iterable[Any]) -> Any:
@@ -223,18 +227,13 @@ def preprocess_observation(
     match space:
         # Parts, each converted on its own.
         case spaces.Dict():
-            if not isinstance(observation, Mapping) or set(observation) != set(space.spaces):
-                raise keys_error(space, observation)
+            check_parts(space, observation)
             return {
                 str(key): preprocess_observation(observation[key], part, device)
                 for key, part in space.spaces.items()
             }
         case spaces.Tuple():
-            if not isinstance(observation, Sequence) or len(observation) != len(space):
-                raise ValueError(
-                    f"observation must be a sequence of {len(space)} parts, got"
-                    f" {shown(observation)}."
-                )
+            check_parts(space, observation)
             parts = zip(observation, space.spaces, strict=True)
             return tuple(preprocess_observation(value, part, device) for value, part in parts)
         # Numbers stay as they are.

@@ -142,6 +142,27 @@ def _parameters(space: Mapping[str, Any], path: str) -> dict[str, Any]:
     return found
 
 
+_TRAINING_ONLY = ("rewards", "reward_weights", "data_column")
+"""Entries of a fingerprint that have no effect on a test: it has an environment's own reward, and
+all of its questions.
+"""
+
+
+def _of_test(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of a fingerprint that its test depends on.
+
+    With a metric, rewards count in training only. Without one they are the metric.
+    """
+    names = [str(name) for name in data]
+    has_metric = any(name.startswith("metric ") for name in names)
+    entries = {}
+    for name in names:
+        in_training = name.startswith("reward ") and has_metric
+        if name not in _TRAINING_ONLY and not in_training:
+            entries[name.replace("metric ", "reward ", 1)] = data[name]
+    return entries
+
+
 def difference_of_tests(run: RunSummary, first: RunSummary) -> TestDifference:
     """Compare the tests of two runs: paired if their questions are the same, otherwise by means.
 
@@ -160,7 +181,9 @@ def difference_of_tests(run: RunSummary, first: RunSummary) -> TestDifference:
         return TestDifference(gain=None, why="a journal has no fingerprint of its test")
     # 1. Different tasks: fingerprints, named such as "test questions" or "reward score", differ in
     #    more than questions.
-    differs = {str(name) for name in (*data, *reference) if data.get(name) != reference.get(name)}
+    data = _of_test(data)
+    reference = _of_test(reference)
+    differs = {name for name in (*data, *reference) if data.get(name) != reference.get(name)}
     about_questions = ("seed", "prompts", "date")
     endings = (" starts", " questions")
     other_task = [each for each in differs if each not in about_questions]
@@ -169,9 +192,9 @@ def difference_of_tests(run: RunSummary, first: RunSummary) -> TestDifference:
         reason = ", ".join(other_task) or "data changed when a run was resumed"
         return TestDifference(gain=None, why=f"not the same task: {reason}")
     # 2. Different test questions: compare the means. A dataset has a fingerprint per split, so its
-    #    test questions can be the same with another seed. Reset seeds depend on the seed and on the
-    #    sizes of all splits.
-    irrelevant = set()
+    #    test questions can be the same with another seed. Reset seeds depend on the seed, and a
+    #    smaller test set is the beginning of a larger one.
+    irrelevant = {"train starts", "validation starts", "test starts"}
     if "test questions" in data:
         irrelevant = {*about_questions, "train questions", "validation questions"}
     if differs - irrelevant:

@@ -1,5 +1,7 @@
 """Action masks of single environments: in infos, from a method, and within observations."""
 
+import warnings
+
 import numpy as np
 import pytest
 import torch
@@ -156,3 +158,31 @@ class ContinuousMask(probes.MaskMethod):
 def test_invalid_masks_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         GymnasiumGroups(make)
+
+
+class MaskFrom(probes.NoisyWalk):
+    """Has an action mask in infos from a step of each episode on."""
+
+    def __init__(self, first):
+        super().__init__()
+        self.first = first
+
+    def reset(self, *, seed=None, options=None):
+        seen, info = super().reset(seed=seed)
+        return seen, info | self.info(0)
+
+    def step(self, action):
+        *results, info = super().step(action)
+        return *results, info | self.info(1)
+
+    def info(self, step):
+        return {"action_mask": np.ones(2, np.int8)} if step >= self.first else {}
+
+
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_observations_without_a_mask_are_named_if_others_have_one(first):
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        GymnasiumGroups(lambda: MaskFrom(first))
+    named = ["none right after reset" in str(each.message) for each in warned]
+    assert named == [True] * (first == 1)

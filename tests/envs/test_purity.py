@@ -30,9 +30,11 @@ class Remembers(probes.NoisyWalk):
         self.episodes = self.episodes + 1
         self.t = 0
         seen, _ = super().reset(seed=seed)
-        return seen, {
-            "action_mask": np.array([1, self.part != "mask" or self.episodes == 1], np.int8)
-        }
+        return seen, self.info()
+
+    def info(self):
+        legal = self.part != "mask" or self.episodes == 1
+        return {"action_mask": np.array([1, legal], np.int8)}
 
     def observe(self):
         return np.zeros(3) + (self.part == "observation" and self.episodes > 1 and self.t == 3)
@@ -47,7 +49,7 @@ class Remembers(probes.NoisyWalk):
             float(self.part == "reward" and later),
             ends,
             self.part == "cut" and later and self.t == 2,
-            {},
+            self.info(),
         )
 
 

@@ -56,6 +56,25 @@ class Spaceless(gymnasium.Env):
     action_space = spaces.Discrete(2)
 
 
+class MaskOutsideSpace(ConstantReward):
+    """Observations have an action mask that their space does not have."""
+
+    def __init__(self):
+        super().__init__()
+        self.observation_space = spaces.Dict(a=self.observation_space)
+
+    def reset(self, **options):
+        seen, info = super().reset(**options)
+        return {"a": seen, "action_mask": np.ones(2, np.int8)}, info
+
+
+class Stops(ConstantReward):
+    """Raises StopIteration, as next() of an iterator without further items does."""
+
+    def reset(self, **options):
+        return super().reset(**options, seed=next(iter(())))
+
+
 class Partial(ConstantReward):
     """Observations lack a part of their space."""
 
@@ -79,6 +98,8 @@ class Partial(ConstantReward):
         (joint_probes.Lives, "got Lives.*PettingZooGroups"),
         (Spaceless, r"Spaceless\.observation_space must be .* got NoneType"),
         (Partial, r"keys \['a', 'b'\], got \['a'\]"),
+        (MaskOutsideSpace, r"keys \['a'\], got \['a', 'action_mask'\]"),
+        (Stops, "random play.* StopIteration"),
         (
             functools.cache(lambda: gymnasium.make("CartPole-v1")),
             "env must create a new environment",

@@ -136,9 +136,23 @@ def difference(tmp_path, reference, **others):
     return compare_runs([first, second], [None, None]).differences[0]
 
 
-@pytest.mark.parametrize("data", [ENV, ASKED], ids=["starts", "questions"])
-def test_equal_questions_are_compared_in_pairs(tmp_path, data):
-    found = difference(tmp_path, data)
+METRIC = {"metric score": ASKED["reward score"], "reward score": "weight 9", "reward other": "z"}
+
+
+@pytest.mark.parametrize(
+    ("data", "others"),
+    [
+        (ENV, {}),
+        (ENV, {"train starts": "9", "validation starts": "9"}),
+        (ENV, {"rewards": "speed: code", "reward_weights": "{}"}),
+        (ASKED, {}),
+        (ASKED, {"validation questions": "d", "data_column": "level"}),
+        (ASKED, METRIC),
+    ],
+    ids=["starts", "other sizes", "components", "questions", "other splits", "metric"],
+)
+def test_equal_tests_are_compared_in_pairs(tmp_path, data, others):
+    found = difference(tmp_path, data, data=data | others)
     gains = [b - a for a, b in zip(ONE, OTHER, strict=True)]
     mean = sum(gains) / 6
     assert found.paired
@@ -154,10 +168,9 @@ def test_equal_questions_are_compared_in_pairs(tmp_path, data):
     ("data", "others"),
     [
         (ENV, {"data": ENV | {"seed": "1"}}),
-        (ENV, {"data": ENV | {"validation starts": "9"}}),
         (ASKED, {"data": ASKED | {"test questions": "d"}}),
     ],
-    ids=["another seed", "other sizes", "other questions"],
+    ids=["another seed", "other questions"],
 )
 def test_different_starts_of_one_task_are_compared_by_means(tmp_path, data, others):
     found = difference(tmp_path, data, **others)
@@ -174,6 +187,7 @@ def test_different_starts_of_one_task_are_compared_by_means(tmp_path, data, othe
         (ENV, {"data": {"nothing": "known"}}, "not the same task"),
         (ENV, {"data": None}, "fingerprint"),
         (ASKED, {"data": {**ASKED, "reward score": "weight 2, code x"}}, "reward score"),
+        (ASKED, {"data": {**ASKED, "metric other": "weight 1, code x"}}, "reward score"),
         (ASKED, {"measure": "sampled"}, "measured differently"),
         (
             ASKED,

@@ -13,7 +13,7 @@ from evogrpo.config.agent import Policies
 from evogrpo.envs.control.conversion import Leaves, stack
 from evogrpo.envs.control.single_env import ACTION_MASK, check_mask_name
 from evogrpo.records import DEFAULT_POLICY
-from evogrpo.spaces import action_form, check_action_space, flatten, keys_error, leaf_spaces
+from evogrpo.spaces import action_form, check_action_space, check_parts, flatten, leaf_spaces
 from evogrpo.text import shown
 
 SHARED = "shared"
@@ -79,14 +79,13 @@ class PolicySpec:
         The mask is None if the space has none.
 
         Raises:
-            ValueError: If the space has a mask, but not the observation.
+            ValueError: If the space has a mask, and the observation has other keys.
         """
         if not self.has_mask:
             return observation, None
         assert isinstance(self.env_space, spaces.Dict)
         keys = self.env_space.spaces.keys()
-        if not isinstance(observation, Mapping) or not observation.keys() >= keys:
-            raise keys_error(self.env_space, observation)
+        check_parts(self.env_space, observation)
         others = {key: observation[key] for key in keys if key != ACTION_MASK}
         rest = next(iter(others.values())) if len(others) == 1 else others
         return rest, observation[ACTION_MASK]

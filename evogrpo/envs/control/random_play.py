@@ -17,7 +17,7 @@ from evogrpo.envs.control.single_env import RESET_RESULTS, STEP_RESULTS
 from evogrpo.envs.control.vector_env import VectorEnv, VectorStep
 from evogrpo.randomness import generator
 from evogrpo.spaces import action_form, leaf_spaces
-from evogrpo.text import class_name, pluralize, shown
+from evogrpo.text import class_name, pluralize, shown, user_line
 from evogrpo.warnings import warn
 
 MakeTrialEnv = Callable[[bool, bool], VectorEnv]
@@ -42,6 +42,7 @@ _SHORT_SEEDS = (
     1,
 )
 _SHORT_STEPS = 4
+_MASK = "action mask"  # name of a mask among the values
 _USABLE_BOUND = 1e6  # bounds beyond this are treated as no bounds
 
 
@@ -97,7 +98,7 @@ def play_randomly(
                     part = f" (part {number})" if len(inputs.observations) > 1 else ""
                     values[_name(f"observation{part}", agent)] = leaf[row]
                 if masks is not None:
-                    values[_name("action mask", agent)] = masks[row]
+                    values[_name(_MASK, agent)] = masks[row]
             drawn = [
                 random_action(space, None if masks is None else masks[row], rng)
                 for row in range(rows)
@@ -181,23 +182,28 @@ def check_determinism(
     # 1. Replay with the caller's setting.
     chosen = bool(recreate_env)
     try:
-        difference, noisy = _compare_replays(make, mapping, chosen, interleaved)
-    except (TypeError, ValueError, AttributeError, LookupError) as error:
-        reason = str(error)
-        # Checks of this library end with a period and name their own fix; Python's errors need a
-        # hint.
+        difference, noisy, unmasked = _compare_replays(make, mapping, chosen, interleaved)
+    except Exception as error:  # user code may raise any
+        reason = f"{class_name(error)}: {error}"
+        # Checks of this library end with a period and name their own fix. Errors of Python may come
+        # from results in another form.
         if not reason.endswith((".", "?")):
-            reason += f". {RESET_RESULTS}, {STEP_RESULTS}."
-        raise ValueError(
-            f"{name} failed in a few steps of random play: {class_name(error)}: {reason}"
-        ) from error
+            reason += user_line(error)
+            if isinstance(error, TypeError | ValueError | AttributeError | LookupError):
+                reason += f". {RESET_RESULTS}, {STEP_RESULTS}."
+        raise ValueError(f"{name} failed in a few steps of random play: {reason}") from error
+    if unmasked is not None:
+        warn(
+            f"{name} has action masks, but none {unmasked}, where all actions count as legal."
+            " Return a mask from reset and every step."
+        )
     if difference is None:
         return chosen, noisy
     # 2. Replay with a new environment per episode, unless that is the setting.
     again: str | None = difference
     noisy_again = noisy
     if not recreate_env:
-        again, noisy_again = _compare_replays(make, mapping, True, interleaved)
+        again, noisy_again, _ = _compare_replays(make, mapping, True, interleaved)
     # 3. Warn with a remedy.
     fix = (
         "Let reset(seed=...) seed all of its randomness and discard the previous episode: draw from"
@@ -222,7 +228,7 @@ def check_determinism(
 
 def _compare_replays(
     make: MakeTrialEnv, mapping: PolicyMapping, recreate_env: bool, interleaved: bool
-) -> tuple[str | None, bool]:
+) -> tuple[str | None, bool, str | None]:
     """Play episodes of the same seeds and actions several times, and compare them.
 
     Args:
@@ -232,8 +238,9 @@ def _compare_replays(
         interleaved: Step two environments alternately, to find state that they share.
 
     Returns:
-        The first difference between replays, or None; and True if replays are equal, but differ
-        once the noise after reset is replaced.
+        The first difference between replays, or None; True if replays are equal, but differ once
+        the noise after reset is replaced; and the first time at which an environment with action
+        masks has none, or None.
     """
     with (
         closing(make(recreate_env, False)) as plain,
@@ -263,7 +270,8 @@ def _compare_replays(
             (again,) = run(same)
             (with_noise,) = run(replaced)
     difference = _first_difference(first, short, again)
-    return difference, difference is None and _first_difference(first, with_noise) is not None
+    noise = difference is None and _first_difference(first, with_noise) is not None
+    return difference, noise, _first_without_mask(first)
 
 
 def _replay(
@@ -285,15 +293,43 @@ def _first_difference(*replays: Iterable[ReplayStep]) -> str | None:
     """Describe the first difference between episodes with the same seed; None if there is none."""
     earlier: dict[tuple[int, int], Values] = {}
     for seed, steps, values in chain(*replays):
-        when = f"after {pluralize(steps, 'step')}" if steps else "right after reset"
+        when = _when(steps)
         # The values of the first replay; those of later ones are compared with them.
         for name, value in earlier.setdefault((seed, steps), values).items():
             again = values.get(name)
             if again is None:
                 return f"{name} {when} was present and then missing"
             if not np.array_equal(value, again):
-                return f"{name} {when} was {shown(value, 60)} and then {shown(again, 60)}"
+                first_value = shown(np.asarray(value).tolist(), 60)
+                second_value = shown(np.asarray(again).tolist(), 60)
+                return f"{name} {when} was {first_value} and then {second_value}"
     return None
+
+
+def _first_without_mask(replay: Iterable[ReplayStep]) -> str | None:
+    """Describe when a single agent first has no action mask; None if it has all or none.
+
+    Several agents may have masks at their own turns only.
+    """
+    without = []
+    masked = False
+    for _, steps, values in replay:
+        # No action follows the end of an episode, so it has neither observation nor mask.
+        observed = any(name.startswith("observation") for name in values)
+        if _MASK in values:
+            masked = True
+        elif observed:
+            without.append(steps)
+    if masked and without:
+        return _when(without[0])
+    return None
+
+
+def _when(steps: int) -> str:
+    """Return text for a time in an episode."""
+    if steps:
+        return f"after {pluralize(steps, 'step')}"
+    return "right after reset"
 
 
 @contextmanager

@@ -48,10 +48,13 @@ Options = Mapping[str, Any]
 
 
 class EndForkedChildren:
-    """Context in which user code may fork: a child process that leaves it ends there.
+    """Context of user code: a child process that it forked ends when it leaves the context.
 
     Otherwise an environment that calls `os.fork` would leave a second process in this program,
     which would train or reply like the first one.
+
+    Raises:
+        RuntimeError: If the user code raises StopIteration, which would end a generator around it.
     """
 
     def __enter__(self) -> None:
@@ -66,6 +69,8 @@ class EndForkedChildren:
         # A child process that was forked inside the block ends here, with the exit code that Python
         # would give it.
         if os.getpid() == self._process:
+            if isinstance(error, StopIteration):
+                raise RuntimeError("The environment raised StopIteration.") from error
             return
         code = 0 if error is None else 1
         if isinstance(error, SystemExit):
