@@ -242,7 +242,8 @@ def _single_line(text: str, limit: int) -> str:
 def number_text(value: float | str | None) -> str:
     """Format a float with three significant digits and an integer in full.
 
-    Text stays, None becomes a dash.
+    A float close to 1 has six, so that a discount of 0.9995 is not shown as 1. Text stays, None
+    becomes a dash.
     """
     if value is None:
         return _MISSING
@@ -250,7 +251,18 @@ def number_text(value: float | str | None) -> str:
         return printable(value)
     if isinstance(value, int):
         return str(value)
-    return f"{value:.3g}"
+    text = f"{value:.3g}"
+    if text == "1":
+        return f"{value:.6g}"
+    return text
+
+
+def distinct_number_texts(numbers: Sequence[float]) -> list[str]:
+    """Format different numbers with three significant digits, or in full if two texts are equal."""
+    texts = [number_text(number) for number in numbers]
+    if len(set(texts)) < len(texts):
+        texts = [repr(number) for number in numbers]
+    return texts
 
 
 def count_text(count: float | None) -> str:

@@ -9,6 +9,7 @@ import pytest
 from evogrpo.text import (
     changes_text,
     count_text,
+    distinct_number_texts,
     duration_text,
     number_text,
     printable,
@@ -44,8 +45,17 @@ def test_all_control_characters_of_unicode_are_escaped():
 
 
 def test_numbers_scores_and_durations_are_short():
-    numbers = {None: "–", 8: "8", 0.2: "0.2", 1.23456e-5: "1.23e-05", 0.0001: "0.0001"}
+    numbers = {
+        None: "–",
+        8: "8",
+        0.2: "0.2",
+        1.23456e-5: "1.23e-05",
+        0.0001: "0.0001",
+        0.9995: "0.9995",
+    }
     assert {value: number_text(value) for value in numbers} == numbers
+    assert distinct_number_texts([4, 0.12345]) == ["4", "0.123"]
+    assert distinct_number_texts([0.12345, 0.12346]) == ["0.12345", "0.12346"]
     assert [count_text(value) for value in (None, 0, 1234567)] == ["–", "0", "1,234,567"]
     assert score_text(0.41249, 0.031) == "0.412 ± 0.031"
     assert score_text(0.4, None) == "0.400"

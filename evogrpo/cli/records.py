@@ -193,6 +193,8 @@ def compare(args: argparse.Namespace) -> int:
             add_row(own_section, [""] * count)
         section = own_section
         texts = [one_line(value_text(value), _MAX_VALUE_WIDTH) for value in values]
+        if len(set(texts)) == 1:  # the values differ in further digits
+            texts = [one_line(value, _MAX_VALUE_WIDTH) for value in values]
         add_row(f"  {own}" if section else own, texts)
     if not compared.settings:
         add_row("settings", ["the same"] * count)

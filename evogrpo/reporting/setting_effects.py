@@ -11,7 +11,7 @@ from evogrpo.config.hyperparameters import Value
 from evogrpo.config.search_space import RLParameter
 from evogrpo.reporting.setting_labels import short_name
 from evogrpo.reporting.summary import RunSummary
-from evogrpo.text import number_text, score_text
+from evogrpo.text import distinct_number_texts, number_text, score_text
 
 MIN_LINEAGES = 3
 """Number of lineages behind each side of a comparison from which on it is more than a hint."""
@@ -218,9 +218,7 @@ def _value_texts(name: str, summary: RunSummary) -> dict[Value, str]:
     values = {member.hyperparameters.get(name) for member in summary.members}
     numbers = sorted(value for value in values if isinstance(value, int | float))
     space = summary.evolvable.get(name, {})
-    texts: dict[Value, str] = {}
-    for number in numbers:
-        texts[number] = number_text(number)
+    texts: dict[Value, str] = dict(zip(numbers, distinct_number_texts(numbers), strict=True))
     if "choices" not in space and len(numbers) > 2:
         middle: Any = fmean([numbers[0], numbers[-1]])
         # The search space in a journal is untrusted.

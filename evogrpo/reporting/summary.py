@@ -24,7 +24,7 @@ from evogrpo.reporting.records import (
 )
 from evogrpo.reporting.setting_labels import SettingLabels, differing_settings, short_name
 from evogrpo.storage.journal import JournalError, latest_generations, read_journal
-from evogrpo.text import count_text, expand_user
+from evogrpo.text import count_text, expand_user, shown
 from evogrpo.validation import Record, validate
 from evogrpo.warnings import warn
 
@@ -321,7 +321,7 @@ def summarise(events: Sequence[Mapping[str, Any]]) -> RunSummary:
         The run, with its generations (see `latest_generations`).
 
     Raises:
-        ValueError: If a value is invalid.
+        ValueError: If a value is invalid, or a generation is missing or repeated.
     """
     by_kind: dict[str, list[Mapping[str, Any]]] = {}
     for event in events:
@@ -344,6 +344,12 @@ def summarise(events: Sequence[Mapping[str, Any]]) -> RunSummary:
     if "baseline" in by_kind:
         baseline = BaselineReport.from_json(by_kind["baseline"][-1])
     generations = tuple(map(GenerationReport.from_json, latest_generations(events)))
+    numbers = [generation.generation for generation in generations]
+    if numbers != list(range(1, len(numbers) + 1)):
+        raise ValueError(
+            f"journal: generations must be 1 to {len(numbers)}, got {shown(numbers)}. Restore the"
+            " journal from a copy."
+        )
     steps = {}
     for event in by_kind.get("step", []):
         step = validate(StepRecord, event, "journal, step event")

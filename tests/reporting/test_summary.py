@@ -56,11 +56,11 @@ def test_the_winner_is_the_best_of_any_generation():
     assert summarise([RUN, failed]).best is None
 
 
-@pytest.mark.parametrize("more", [[], [generation(4, member(0, 7, 3, 0.8), best=7)]])
+@pytest.mark.parametrize("more", [[], [generation(5, member(0, 7, 3, 0.8), best=7)]])
 def test_an_extended_run_has_no_test_and_no_end(more):
-    ended = [*FAMILY, outcome(2), {"event": "ended", "reason": "3 generations"}]
-    assert summarise(ended).stopped == "3 generations"
-    summary = summarise([*ended, {"event": "resumed", "generation": 3}, *more])
+    ended = [*FAMILY, outcome(2), {"event": "ended", "reason": "4 generations"}]
+    assert summarise(ended).stopped == "4 generations"
+    summary = summarise([*ended, {"event": "resumed", "generation": 4}, *more])
     assert (summary.test, summary.stopped, summary.resumes) == (None, None, 1)
 
 
@@ -100,6 +100,13 @@ def test_a_lineage_with_a_cycle_ends():
 def test_invalid_values_are_refused_with_their_place(event, words):
     with pytest.raises(ValueError, match=words):
         summarise([RUN, event])
+
+
+@pytest.mark.parametrize("numbers", [[2], [1, 1], [2, 1], [1, 3]])
+def test_missing_repeated_and_swapped_generations_are_refused(numbers):
+    generations = [generation(number, member(0, 0)) for number in numbers]
+    with pytest.raises(ValueError, match="generations"):
+        summarise([RUN, *generations])
 
 
 def test_changes_may_be_names_networks_or_none():
