@@ -82,7 +82,7 @@ def flatten(space: spaces.Space[Any], observation: Any) -> list[Any]:
     return leaves
 
 
-def check_parts(space: spaces.Space[Any], observation: Any) -> None:
+def check_parts(space: "spaces.Dict | spaces.Tuple[Any]", observation: Any) -> None:
     """Raise ValueError unless an observation has the keys of a Dict, or the length of a Tuple."""
     if isinstance(space, spaces.Tuple):
         if not isinstance(observation, Sequence) or len(observation) != len(space):

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from enum import Enum
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import resolve_name
 from numbers import Number
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
@@ -95,6 +96,16 @@ def code_hash(function: Callable[..., Any]) -> str:
     description = _Description()
     description.add(function)
     return short_hash(*description.texts)
+
+
+def class_identity(kind: type) -> dict[str, str]:
+    """Return the code of a class, and the version of its package if it is installed."""
+    identity = {"code": code_hash(kind)}
+    package = kind.__module__.partition(".")[0]
+    if not is_user_code(kind.__module__):
+        with suppress(PackageNotFoundError):
+            identity["package"] = f"{package} {version(package)}"
+    return identity
 
 
 def _constant(value: Any) -> str | None:

@@ -184,7 +184,7 @@ def difference_of_tests(run: RunSummary, first: RunSummary) -> TestDifference:
     data = _of_test(data)
     reference = _of_test(reference)
     differs = {name for name in (*data, *reference) if data.get(name) != reference.get(name)}
-    about_questions = ("seed", "prompts", "date")
+    about_questions = ("seed", "prompts", "date", "package")
     endings = (" starts", " questions")
     other_task = [each for each in differs if each not in about_questions]
     other_task = sorted(each for each in other_task if not each.endswith(endings))
@@ -201,7 +201,7 @@ def difference_of_tests(run: RunSummary, first: RunSummary) -> TestDifference:
         # The variances of independent means add up.
         error = math.hypot(test.after.standard_error, first_test.after.standard_error)
         gain = Estimate(mean=test.after.mean - first_test.after.mean, standard_error=error)
-        why = f"different test questions: {', '.join(sorted(differs))}"
+        why = f"different test questions: {', '.join(sorted(differs - irrelevant))}"
         return TestDifference(gain=gain, why=why)
     # 3. Equal test questions, of which one run may have used fewer: compare question by question.
     count = min(len(test.scores), len(first_test.scores))

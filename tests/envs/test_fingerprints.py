@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 
+import gymnasium
 import numpy as np
 import pytest
 from gymnasium.wrappers import TimeAwareObservation
@@ -438,3 +439,9 @@ def test_fingerprints_of_played_environments(make, options, names):
     )
     assert names <= found
     assert bool(names) == bool(found)
+
+
+def test_the_version_of_an_installed_environment_counts():
+    installed = GymnasiumGroups("CartPole-v1").fingerprint()
+    assert installed["package"] == f"gymnasium {gymnasium.__version__}"
+    assert "package" not in GymnasiumGroups(probes.Masked).fingerprint()

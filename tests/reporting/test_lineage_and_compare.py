@@ -168,9 +168,10 @@ def test_equal_tests_are_compared_in_pairs(tmp_path, data, others):
     ("data", "others"),
     [
         (ENV, {"data": ENV | {"seed": "1"}}),
+        (ENV, {"data": ENV | {"package": "gymnasium 9"}}),
         (ASKED, {"data": ASKED | {"test questions": "d"}}),
     ],
-    ids=["another seed", "other questions"],
+    ids=["another seed", "another version", "other questions"],
 )
 def test_different_starts_of_one_task_are_compared_by_means(tmp_path, data, others):
     found = difference(tmp_path, data, **others)

@@ -25,7 +25,7 @@ from evogrpo.envs.control.seeded_groups import (
 )
 from evogrpo.envs.control.single_env import EnvFactory, Wrap, env_spec, time_limit, wrapper_name
 from evogrpo.envs.control.vector_env import GymnasiumVectorEnv, ProcessVectorEnv, VectorEnv
-from evogrpo.envs.fingerprint import canonical, code_hash, short_hash
+from evogrpo.envs.fingerprint import canonical, class_identity, code_hash, short_hash
 from evogrpo.envs.protocol import TEST_SIZE, VALIDATION_SIZE, Split
 from evogrpo.records import DEFAULT_POLICY, Actor
 from evogrpo.spaces import check_action_space, leaf_spaces
@@ -171,7 +171,7 @@ class GymnasiumGroups(SeededGroups):
         example = make_example(self._make)
         self.observation_space: gymnasium.Space[Any] = example.observation_space
         self.action_space: gymnasium.Space[Any] = example.action_space
-        self._code = code_hash(type(example.unwrapped))
+        self._class_identity = class_identity(type(example.unwrapped))
         # The first known limit is enforced: the argument, that of a wrapper, or the registration's.
         known = max_episode_steps or time_limit(example)
         if known is None and example.spec is not None:
@@ -278,7 +278,7 @@ class GymnasiumGroups(SeededGroups):
     def _identity(self) -> dict[str, str]:
         """Return short texts that identify the environment, for its fingerprint."""
         env = self._make.env
-        identity = {"environment": self.name}
+        identity = {"environment": self.name, **self._class_identity}
         if not isinstance(env, str):
             identity["environment"] += f", code {code_hash(env)}"
         wrappers = []
@@ -288,7 +288,6 @@ class GymnasiumGroups(SeededGroups):
         if wrappers:
             identity["wrappers"] = "; ".join(wrappers)
         return identity | {
-            "code": self._code,
             "env_kwargs": canonical(self._kwargs),
             "max_episode_steps": str(self.max_episode_steps),
             "reseed_noise": str(self.reseed_noise),

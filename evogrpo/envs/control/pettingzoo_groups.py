@@ -25,7 +25,7 @@ from evogrpo.envs.control.seeded_groups import (
     make_example,
 )
 from evogrpo.envs.control.vector_env import VectorEnv
-from evogrpo.envs.fingerprint import canonical, code_hash, short_hash
+from evogrpo.envs.fingerprint import canonical, class_identity, code_hash, short_hash
 from evogrpo.envs.protocol import TEST_SIZE, VALIDATION_SIZE
 from evogrpo.extras import require
 from evogrpo.records import Actor
@@ -199,7 +199,7 @@ class PettingZooGroups(SeededGroups):
         # 2. Create an example for the agents, their spaces and the step limit.
         example = make_example(self._create)
         inner = example.unwrapped
-        self._code = code_hash(type(inner))
+        self._class_identity = class_identity(type(inner))
         if declared_limit(inner) is None:
             inner = getattr(inner, "env", None)
         self._set_limit = max_episode_steps
@@ -291,7 +291,7 @@ class PettingZooGroups(SeededGroups):
         ]
         return {
             "environment": f"{self.name}, code {code_hash(self._make)}",
-            "code": self._code,
+            **self._class_identity,
             "env_kwargs": canonical(self._kwargs),
             "max_episode_steps": str(self._set_limit),
             "score": self._score_identity,
