@@ -176,6 +176,12 @@ class SupportsTaskSettings(Protocol):
         """
 
 
+def check_starts(split: Split, starts: Sequence[int], size: int) -> None:
+    """Raise ValueError unless all starts of a split of this size exist."""
+    if not all(0 <= start < size for start in starts):
+        raise ValueError(f"starts of {split} must be in [0, {size - 1}], got {list(starts)}.")
+
+
 def select_starts_for(
     env: GroupEnvironment, step: int, count: int, starts_per_step: int, settings: TaskSettings
 ) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from evogrpo.envs.control.rollout import EpisodeRequest, StartBatch, play_episod
 from evogrpo.envs.control.single_env import EndForkedChildren
 from evogrpo.envs.control.vector_env import VectorEnv
 from evogrpo.envs.fingerprint import canonical
-from evogrpo.envs.protocol import SPLITS, Split, shuffled_starts
+from evogrpo.envs.protocol import SPLITS, Split, check_starts, shuffled_starts
 from evogrpo.randomness import generator
 from evogrpo.records import Actor
 from evogrpo.synonyms import NamesMissing
@@ -207,9 +207,7 @@ class SeededGroups(NamesMissing, ABC):
 
     def _reset_seeds(self, split: Split, starts: Sequence[int]) -> tuple[int, ...]:
         """Return the reset seeds of starts of a split, each in [0, size(split))."""
-        size = self.size(split)
-        if not all(0 <= start < size for start in starts):
-            raise ValueError(f"starts of {split} must be in [0, {size - 1}], got {list(starts)}.")
+        check_starts(split, starts, self.size(split))
         # An odd multiplier permutes the range: no seed repeats, and a larger split keeps the
         # smaller one's seeds.
         factor, shift = generator(self.seed, "reset seeds", SPLITS.index(split)).integers(

@@ -16,7 +16,7 @@ from evogrpo.config.task_settings import (
     configured_values,
 )
 from evogrpo.envs.fingerprint import canonical, code_hash, short_hash
-from evogrpo.envs.protocol import SPLITS, Split, shuffled_starts
+from evogrpo.envs.protocol import SPLITS, Split, check_starts, shuffled_starts
 from evogrpo.envs.text.datasets import (
     DEFAULT_SIZES,
     AnyTable,
@@ -450,9 +450,7 @@ class PromptEnvironment:
         Raises:
             ValueError: If the split or an index does not exist.
         """
-        size = self.size(split)
-        if not all(0 <= start < size for start in starts):
-            raise ValueError(f"starts of {split} must be in [0, {size - 1}], got {list(starts)}.")
+        check_starts(split, starts, self.size(split))
         values = []
         for settings_of_start in settings or [NO_SETTINGS] * len(starts):
             own = settings_of_start.group("task")
