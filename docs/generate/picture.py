@@ -26,14 +26,17 @@ STYLE = {
 }
 
 
-def rewards_of(member: Mapping[str, Any]) -> str:
-    """Return the rewards that a founder learns from, in words."""
-    weights = member["hyperparameters"]["task_settings"]
-    names = ["accuracy"]
-    for name, weight in weights.items():
-        if weight:
-            names.append(name.removeprefix("reward_weights.").replace("_", " "))
-    return " + ".join(names)
+def settings_of(member: Mapping[str, Any]) -> str:
+    """Return what a founder is asked and rewarded for, in words."""
+    settings = member["hyperparameters"]["task_settings"]
+    request = "no request"
+    if settings["task.request"]:
+        request = '"' + " ".join(settings["task.request"].split()[:3]) + ' …"'
+    rewards = ["accuracy"]
+    for name, weight in settings.items():
+        if name.startswith("reward_weights.") and weight:
+            rewards.append(name.removeprefix("reward_weights.").replace("_", " "))
+    return f"{request}, rewards: {' + '.join(rewards)}"
 
 
 def picture(run: Path) -> Figure:
@@ -57,11 +60,11 @@ def picture(run: Path) -> Figure:
     handles = []
     for member in events[0]["members"]:
         line = Line2D([], [], color=colours[member["index"]], linewidth=3)
-        line.set_label(rewards_of(member))
+        line.set_label(settings_of(member))
         handles.append(line)
     figure.legend(
         handles=handles,
-        title="Four members, by their rewards",
+        title="Four members, by request and rewards",
         loc="outside upper left",
         alignment="left",
         frameon=False,
