@@ -242,7 +242,7 @@ def test_the_plain_demo_is_one_agent_with_the_same_samples(workdir, project, cap
     assert evolved == plain
     assert evolved["seed"] == 3
     weights = evolved["task"]["reward_weights"]
-    assert weights == {"accuracy": 1, "right_digits": 0, "brevity": 0}
+    assert weights == {"accuracy": 1, "right_digits": 1, "closeness": 0}
 
 
 def test_simultaneous_runs_get_different_default_folders(workdir):

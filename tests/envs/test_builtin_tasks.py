@@ -13,7 +13,7 @@ from evogrpo.envs.text.huggingface_gym import HuggingFaceGym
 from evogrpo.envs.text.tasks import (
     TASKS,
     accuracy,
-    brevity,
+    closeness,
     final_number,
     right_digits,
     sequence_questions,
@@ -60,12 +60,18 @@ def test_sums_of_three_digits_are_correct_and_distinct():
 
 
 @pytest.mark.parametrize(
-    ("completion", "digits"),
-    [("It is 579.", 1), ("569", 2 / 3), ("1,579", 0), ("579.5", 0), ("none", 0), ("", 0)],
+    ("completion", "digits", "near"),
+    [
+        ("It is 579.", 1, 1),
+        ("569", 2 / 3, 0.5),
+        ("1,579", 0, 1 / 101),
+        ("579.5", 0, 1 / 1.05),
+        ("none", 0, 0),
+    ],
 )
-def test_partial_credit(completion, digits):
+def test_partial_credit(completion, digits, near):
     assert right_digits(completion, "579", "") == pytest.approx(digits)
-    assert brevity(completion, "579", "") == pytest.approx(1 - len(completion) / 40)
+    assert closeness(completion, "579", "") == pytest.approx(near)
 
 
 def test_sequences_are_arithmetic_and_distinct():

@@ -60,9 +60,12 @@ def right_digits(completion: str, answer: str, question: str) -> float:
     return sum(map(str.__eq__, given, answer)) / len(answer)
 
 
-def brevity(completion: str, answer: str, question: str) -> float:
-    """Return 1 for an empty completion, and less for longer ones; 0 from 40 characters on."""
-    return max(0.0, 1 - len(completion) / 40)
+def closeness(completion: str, answer: str, question: str) -> float:
+    """Return 1 for the right number, 0.5 for one that differs by 10, and less for others."""
+    number = final_number(completion)
+    if number is None:
+        return 0.0
+    return 1 / (1 + abs(number - float(answer)) / 10)
 
 
 def two_digit_questions(seed: int) -> list[dict[str, str]]:
@@ -219,10 +222,10 @@ TASKS: Mapping[str, Task] = {
     "three_digit_sums": Task(
         description=(
             "sums of two three-digit numbers; reward 1 if the last number is right; right_digits"
-            " and brevity have weight 0 until a search space changes it"
+            " and closeness have weight 0 until a search space changes it"
         ),
         questions=three_digit_questions,
-        others=(right_digits, brevity),
+        others=(right_digits, closeness),
     ),
     "number_sequences": Task(
         description=(
