@@ -242,7 +242,8 @@ def _add_training_commands(commands: Commands) -> None:
     demo.add_argument(
         "--plain",
         action="store_true",
-        help="for comparison: one agent with the first one's request and rewards, and as many samples",
+        help="for comparison: one agent with the first one's request and rewards, and as many"
+        " samples",
     )
     demo.add_argument(
         "--generations", type=int, metavar="N", help="number of generations (schedule.generations)"
