@@ -66,7 +66,7 @@ SETTINGS = {
     "long-completion": Setting(before=ADVICE + FURTHER, prompt_tokens=64, completion_tokens=192),
     "gemma3": Setting(
         before="",
-        prompt_tokens=62,
+        prompt_tokens=54,
         completion_tokens=16,
         template=EXAMPLES_TEMPLATE,
         pad_token="<unused0>",
