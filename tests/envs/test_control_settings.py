@@ -1,5 +1,7 @@
 """Task settings of Gymnasium and PettingZoo environments: reward weights and options of reset."""
 
+import warnings
+
 import gymnasium
 import numpy as np
 import pytest
@@ -54,7 +56,7 @@ def play(env, settings, *, split="train", starts=(0, 1), members=None):
     opened = env.make_batch(
         split, [start for _ in settings for start in starts], [s for s in settings for _ in starts]
     )
-    mapping = env._mapping()
+    mapping = env._mapping
     rows = list(range(len(settings) * len(starts)))
     members = members or [row // len(starts) for row in rows]
     return opened.play({DEFAULT_POLICY: ALWAYS_RIGHT}, mapping, rows, members)
@@ -210,6 +212,24 @@ def test_options_that_are_not_read_or_fail_are_refused():
         GymnasiumGroups(Strict, settings={"pull": -1.0})
     with pytest.raises(ValueError, match="pay"):
         PettingZooGroups(PulledTeam, settings={"pay": 1.0, "pays": 1.0})
+
+
+class Copies(Walk):
+    """Copies all options of a reset, so that each counts as read, and uses `pull` alone."""
+
+    def reset(self, *, seed=None, options=None):
+        return super().reset(seed=seed, options=dict(options or {}))
+
+
+def test_values_of_a_setting_that_make_no_difference_are_named_once():
+    env = GymnasiumGroups(Copies, settings={"pull": 1.0, "pul": 1.0})
+    values = {"task.pull": [1.0, 2.0], "task.pul": [1.0, 2.0]}
+    with pytest.warns(UserWarning, match="'pul': 1.0.* no difference") as warned:
+        env.check_settings(values)
+    assert len(warned) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        env.check_settings(values)
 
 
 def test_task_settings_are_checked_before_training():

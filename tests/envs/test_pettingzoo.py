@@ -337,6 +337,8 @@ def replacing(position, agent=None, value=None):
         (2, replacing(1, "red_1", np.nan), "reward of red_1 must be finite"),
         (2, replacing(0, "red_1", np.array([np.inf, 0, 0])), "observation of red_1 must be finite"),
         (2, lambda env, result: (result[0].pop("red_1"), result)[1], "red_1"),
+        (2, replacing(1, "green_0", 1.0), "rewards of .* 'green_0'"),
+        (2, replacing(2, "__all__", True), "terminations of .* '__all__'"),
         ("reset", change_actions, "action_space must not change"),
         ("reset", misname_masks, "'action_mask'"),
         ("reset", lambda env, result: result[0], "probe_v0"),

@@ -181,7 +181,7 @@ class GymnasiumGroups(SeededGroups):
             self._make = replace(self._make, max_episode_steps=enforced)
         example.close()
         self._check_options({})
-        mapping = self._mapping()
+        self._mapping = self._checked_mapping()
         # 3. Choose the kind of vector environment, and check that episodes are deterministic.
         #    Native environments carry no state and have no noise.
         self._native = self._native_env() if vectorization in ("auto", "native") else None
@@ -198,8 +198,8 @@ class GymnasiumGroups(SeededGroups):
         if not self.native or self.components.components:
             self.recreate_env, noisy = check_determinism(
                 self.name,
-                self._create_trial_env,
-                mapping,
+                self._trial_env,
+                self._mapping,
                 recreate_env=recreate_env,
                 interleaved=num_envs != 1 and not self._processes,
             )
@@ -216,7 +216,7 @@ class GymnasiumGroups(SeededGroups):
         else:
             self._num_envs = _SERIAL_ENVS
 
-    def _mapping(self) -> PolicyMapping:
+    def _checked_mapping(self) -> PolicyMapping:
         """Return the mapping of the single agent; raise ValueError if a space is unsupported."""
         mapping = single_agent(self.observation_space, self.action_space)
         try:
@@ -245,8 +245,7 @@ class GymnasiumGroups(SeededGroups):
         options = {**spec.kwargs, **self._kwargs}
         return partial(native, max_episode_steps=self.max_episode_steps, **options)
 
-    def _create_trial_env(self, recreate_env: bool, noisy: bool) -> VectorEnv:
-        """Return an environment for `check_determinism`, which computes reward components."""
+    def _trial_env(self, recreate_env: bool, noisy: bool) -> VectorEnv:
         make = replace(self._make, noise_seed=0 if noisy else None)
         env: VectorEnv = GymnasiumVectorEnv(make, recreate_env=recreate_env)
         if self._native is not None:

@@ -28,6 +28,7 @@ from evogrpo.envs.control.single_env import (
     checked_results,
 )
 from evogrpo.envs.control.vector_env import PolicyInput, SerialVectorEnv, VectorStep
+from evogrpo.validation import refuse_unknown
 
 if TYPE_CHECKING:
     from pettingzoo import ParallelEnv
@@ -120,7 +121,8 @@ class JointEnv:
         Most environments expect an action of agents that cannot act, and ignore it.
 
         Raises:
-            ValueError: If an agent returns after its end or has no reward.
+            ValueError: If an agent returns after its end, has no reward or no observation, or a
+                name is no agent.
         """
         # 1. Give each active agent an action.
         # The environment may have any hashable ids; their texts are the names of agents.
@@ -143,6 +145,9 @@ class JointEnv:
                 f"{self.env.unwrapped} must give a reward to every agent that acted, got none for"
                 f" {without_reward}. Return it from step, 0 if there is none."
             )
+        self._check_agents("rewards", rewards)
+        self._check_agents("terminations", terminations)
+        self._check_agents("truncations", truncations)
         self._steps += 1
         # 3. Find the agents that ended: by a flag, without a flag, or at the step limit.
         active = {str(agent): agent for agent in self.env.agents}
@@ -189,10 +194,22 @@ class JointEnv:
         """Close the environment."""
         self.env.close()
 
+    def _check_agents(self, kind: str, values: AgentValues) -> None:
+        """Raise ValueError if values name anything else than agents that act, ended or may come."""
+        possible = getattr(self.env, "possible_agents", None) or ()
+        known = {*self._ids, *self._ended, *map(str, (*self.env.agents, *possible))}
+        refuse_unknown(f"agent in {kind} of {self.env.unwrapped}", map(str, values), known)
+
     def _latest(self, observations: AgentValues, infos: AgentValues, **results: Any) -> JointStep:
         """Return observations and masks of the active agents, with the results of a step."""
         # Copies, as an environment may write the results of its next call, or of another
         # environment, into the same arrays.
+        unseen = [name for name, agent in self._ids.items() if agent not in observations]
+        if unseen:
+            raise ValueError(
+                f"{self.env.unwrapped} must give an observation to every active agent, got none for"
+                f" {unseen}."
+            )
         copies = {name: own_copy(observations[agent]) for name, agent in self._ids.items()}
         masks: dict[str, Any] = {}
         for name, agent in self._ids.items():

@@ -231,7 +231,7 @@ class PettingZooGroups(SeededGroups):
                 self._mapping = map_policies(self.observation_spaces, self.action_spaces, policies)
         self.recreate_env, _ = check_determinism(
             self.name,
-            lambda recreate_env, _: self._trial_env(recreate_env),
+            self._trial_env,
             self._mapping,
             recreate_env=recreate_env,
         )
@@ -310,8 +310,8 @@ class PettingZooGroups(SeededGroups):
             recreate_env=recreate_env,
         )
 
-    def _trial_env(self, recreate_env: bool) -> JointVectorEnv:
-        """Return an environment for `check_determinism`, which computes reward components."""
+    def _trial_env(self, recreate_env: bool, noisy: bool) -> VectorEnv:
+        # Joint environments get no noise of their own.
         env = self._joint_env(recreate_env)
         env.components = self.components
         return env

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from evogrpo.envs.control.conversion import mask_sizes, masks_of_parts, to_environment
 from evogrpo.envs.control.policy_mapping import PolicyMapping
 from evogrpo.envs.control.rollout import check_finite, check_finite_rewards
-from evogrpo.envs.control.single_env import RESET_RESULTS, STEP_RESULTS
+from evogrpo.envs.control.single_env import NO_OPTIONS, RESET_RESULTS, STEP_RESULTS, Options
 from evogrpo.envs.control.vector_env import VectorEnv, VectorStep
 from evogrpo.randomness import generator
 from evogrpo.spaces import action_form, leaf_spaces
@@ -50,7 +50,12 @@ _USABLE_BOUND = 1e6  # bounds beyond this are treated as no bounds
 
 
 def play_randomly(
-    env: VectorEnv, mapping: PolicyMapping, seed: int, rng: np.random.Generator, max_steps: int
+    env: VectorEnv,
+    mapping: PolicyMapping,
+    seed: int,
+    rng: np.random.Generator,
+    max_steps: int,
+    options: Options,
 ) -> Iterator[Values]:
     """Play an episode with random legal actions.
 
@@ -62,11 +67,12 @@ def play_randomly(
         seed: Reset seed.
         rng: Generator of the actions.
         max_steps: Maximum number of steps.
+        options: Options of the reset.
 
     Raises:
         ValueError: If an observation or a reward is not finite.
     """
-    env.add([seed], [0], [{}])
+    env.add([seed], [0], [options])
     step: VectorStep | None = None
     for steps in range(max_steps + 1):  # 0 is the reset
         # 1. Results of the last step.
@@ -184,14 +190,7 @@ def check_determinism(
     try:
         difference, noisy, unmasked = _compare_replays(make, mapping, chosen, interleaved)
     except Exception as error:  # user code may raise any
-        reason = f"{class_name(error)}: {error}"
-        # Checks of this library end with a period and name their own fix. Errors of Python may come
-        # from results in another form.
-        if not reason.endswith((".", "?")):
-            reason += user_line(error)
-            if isinstance(error, TypeError | ValueError | AttributeError | LookupError):
-                reason += f". {RESET_RESULTS}, {STEP_RESULTS}."
-        raise ValueError(f"{name} failed in a few steps of random play: {reason}") from error
+        raise _failure(name, error) from error
     if unmasked is not None:
         warn(
             f"{name} has action masks, but none {unmasked}, where all actions count as legal."
@@ -224,6 +223,47 @@ def check_determinism(
         )
     warn(f"{name} is not deterministic: with equal reset seed and actions, {difference}. {fix}")
     return chosen, noisy
+
+
+def warn_if_options_are_equal(
+    name: str, env: VectorEnv, mapping: PolicyMapping, one: Options, other: Options
+) -> None:
+    """Warn if episodes of equal seeds and actions are equal with different options of reset.
+
+    Takes at most 128 steps.
+
+    Args:
+        name: Name of the environment.
+        env: Vector environment without running episodes.
+        mapping: Maps agents to policies.
+        one: Options.
+        other: Other values of the same options.
+
+    Raises:
+        ValueError: If an episode fails.
+    """
+    try:
+        replays = [list(_replay(env, mapping, _SEEDS, _STEPS, each)) for each in (one, other)]
+    except Exception as error:  # user code may raise any
+        raise _failure(name, error) from error
+    if _first_difference(*replays) is None:
+        warn(
+            f"{name}: the reset options {shown(dict(one))} and {shown(dict(other))} make no"
+            f" difference in {len(replays[0])} observations of random play. Check that the"
+            " environment uses them."
+        )
+
+
+def _failure(name: str, error: Exception) -> ValueError:
+    """Return the error for an environment that failed."""
+    reason = f"{class_name(error)}: {error}"
+    # Checks of this library end with a period and name their own fix. Errors of Python may come
+    # from results in another form.
+    if not reason.endswith((".", "?")):
+        reason += user_line(error)
+        if isinstance(error, TypeError | ValueError | AttributeError | LookupError):
+            reason += f". {RESET_RESULTS}, {STEP_RESULTS}."
+    return ValueError(f"{name} failed in a few steps of random play: {reason}")
 
 
 def _compare_replays(
@@ -275,13 +315,17 @@ def _compare_replays(
 
 
 def _replay(
-    env: VectorEnv, mapping: PolicyMapping, seeds: Sequence[int], max_steps: int
+    env: VectorEnv,
+    mapping: PolicyMapping,
+    seeds: Sequence[int],
+    max_steps: int,
+    options: Options = NO_OPTIONS,
 ) -> Iterator[ReplayStep]:
     """Play one episode per seed after another, together at most `_STEPS` steps."""
     steps_left = _STEPS
     for seed in seeds:
         rng = generator(0, "actions of replays", seed)
-        episode = play_randomly(env, mapping, seed, rng, min(steps_left, max_steps))
+        episode = play_randomly(env, mapping, seed, rng, min(steps_left, max_steps), options)
         for step, values in enumerate(episode):
             steps_left -= step > 0  # step 0 is the reset
             yield seed, step, values

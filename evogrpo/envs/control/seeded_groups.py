@@ -15,6 +15,7 @@ from evogrpo.config.task_settings import (
 )
 from evogrpo.envs.control.episodes import Episodes
 from evogrpo.envs.control.policy_mapping import PolicyMapping
+from evogrpo.envs.control.random_play import warn_if_options_are_equal
 from evogrpo.envs.control.reward_components import Component, RewardComponents
 from evogrpo.envs.control.rollout import EpisodeRequest, StartBatch, play_episodes
 from evogrpo.envs.control.single_env import EndForkedChildren
@@ -89,8 +90,10 @@ class SeededGroups(NamesMissing, ABC):
 
     name: str
     max_episode_steps: int
+    recreate_env: bool
     uses_default_limit: bool
     _num_envs: int
+    _mapping: PolicyMapping
     _default_limit: int | None = None  # a truncation after this many steps causes a warning
 
     def __init__(
@@ -130,6 +133,7 @@ class SeededGroups(NamesMissing, ABC):
         self.components = RewardComponents.of(rewards, reward_weights)
         self.settings = configured_values(settings)
         self._vector_env: VectorEnv | None = None
+        self._compared_options: set[str] = set()
 
     def _set_limits(self, known: int | None, unwrapped: object) -> int:
         """Set the step limit, and return the one to enforce.
@@ -180,6 +184,10 @@ class SeededGroups(NamesMissing, ABC):
         """Create the vector environment; its episodes begin later."""
 
     @abstractmethod
+    def _trial_env(self, recreate_env: bool, noisy: bool) -> VectorEnv:
+        """Create an environment for `check_determinism`, which computes reward components."""
+
+    @abstractmethod
     def _identity(self) -> dict[str, str]:
         """Return short texts that identify the environment."""
 
@@ -228,14 +236,22 @@ class SeededGroups(NamesMissing, ABC):
         See `evogrpo.envs.protocol.SupportsTaskSettings`.
 
         Raises:
-            ValueError: If there is no such component or setting, or a reset fails with a value.
+            ValueError: If there is no such component or setting, or an episode fails with a value.
         """
         terms = [f"reward_weights.{name}" for name in self.components.weights]
         options = [f"task.{name}" for name in self.settings]
         refuse_unknown(f"task setting of {self.name}", values, [*terms, *options])
         for name in options:
-            for value in values.get(name, ()):
-                self._check_options({name.removeprefix("task."): value})
+            option = name.removeprefix("task.")
+            own = values.get(name, ())
+            for value in own:
+                self._check_options({option: value})
+            if len(own) > 1 and option not in self._compared_options:
+                self._compared_options.add(option)  # one warning
+                with closing(self._trial_env(self.recreate_env, noisy=False)) as env:
+                    warn_if_options_are_equal(
+                        self.name, env, self._mapping, {option: own[0]}, {option: own[-1]}
+                    )
 
     def _check_options(self, options: Mapping[str, SettingValue]) -> None:
         """Reset once with these and the configured options.

@@ -46,6 +46,8 @@ where there is none.
 Options = Mapping[str, Any]
 """Options of a reset by name."""
 
+NO_OPTIONS: Options = {}
+
 
 class EndForkedChildren:
     """Context of user code: a child process that it forked ends when it leaves the context.
