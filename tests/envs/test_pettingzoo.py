@@ -3,6 +3,8 @@
 Each agent's part of an episode is one row.
 """
 
+import warnings
+
 import numpy as np
 import pytest
 from gymnasium.spaces import Box, Discrete
@@ -114,6 +116,17 @@ def test_rewards_belong_to_the_last_action_before_them():
     assert episodes.truncated.tolist() == [agent == "old_0" for agent in episodes.agents]
     assert played.returns[0] == {"old_0": 5, "short_0": 2, "late_0": 3}
     assert env.scores(played).tolist() == [10, 34, 10, 34]
+
+
+def test_a_score_that_is_constant_while_returns_differ_is_named_once():
+    env = PettingZooGroups(joint_probes.Contest)
+    with pytest.warns(UserWarning, match="score='red_0'") as warned:
+        play(env)
+    assert len(warned) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        play(env)
+        play(PettingZooGroups(joint_probes.Contest, score="red"))
 
 
 class Choice(joint_probes.Alike):
@@ -339,6 +352,7 @@ def replacing(position, agent=None, value=None):
         (2, lambda env, result: (result[0].pop("red_1"), result)[1], "red_1"),
         (2, replacing(1, "green_0", 1.0), "rewards of .* 'green_0'"),
         (2, replacing(2, "__all__", True), "terminations of .* '__all__'"),
+        ("reset", lambda env, result: (env.agents.clear(), result)[1], "active agents"),
         ("reset", change_actions, "action_space must not change"),
         ("reset", misname_masks, "'action_mask'"),
         ("reset", lambda env, result: result[0], "probe_v0"),

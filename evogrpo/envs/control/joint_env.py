@@ -95,7 +95,11 @@ class JointEnv:
         self._steps = 0
 
     def reset(self, seed: int, options: Options | None = None) -> JointStep:
-        """Start an episode; these options replace configured ones by name."""
+        """Start an episode; these options replace configured ones by name.
+
+        Raises:
+            ValueError: If no agent is active, or an active one has no observation.
+        """
         used = {**self._options, **(options or {})}
         with EndForkedChildren():
             # Some environments take no options.
@@ -104,6 +108,10 @@ class JointEnv:
             )
             observations, infos = checked_results(returned, RESET_RESULTS)
         self._ids = {str(agent): agent for agent in self.env.agents}
+        if not self._ids:
+            raise ValueError(
+                f"{self.env.unwrapped} must have active agents after reset(seed={seed})."
+            )
         self._ended = set()
         self._steps = 0
         for name, agent in self._ids.items():

@@ -31,6 +31,7 @@ from evogrpo.extras import require
 from evogrpo.records import Actor
 from evogrpo.text import class_name
 from evogrpo.validation import names_unknown, whole_between
+from evogrpo.warnings import warn
 
 if TYPE_CHECKING:
     from pettingzoo import ParallelEnv
@@ -44,6 +45,8 @@ Score = str | Sequence[str] | ScoreFunction
 returns are added; or a function.
 """
 
+
+_MIN_SCORES = 8  # number of episodes whose scores are compared
 
 _OVER_ALL: Mapping[str, tuple[ScoreFunction, str]] = {
     "sum": (lambda returns: float(sum(returns.values())), "sum of all agents' returns"),
@@ -222,6 +225,7 @@ class PettingZooGroups(SeededGroups):
             self._score_identity = f"code {code_hash(score)}"
         else:
             self._score_identity = self.score_label
+        self._constant_score_named = False
 
         # 3. Check that episodes are deterministic, with as few policies as the spaces allow: the
         # last mapping that raises no error has the fewest.
@@ -267,7 +271,22 @@ class PettingZooGroups(SeededGroups):
             raise ValueError(
                 f"score must be finite, got {values[first]} for {dict(played.returns[first])}."
             )
+        self._warn_if_constant(played, values)
         return values
+
+    def _warn_if_constant(self, played: Episodes, values: NDArray[np.float64]) -> None:
+        """Warn once if scores are equal and returns are not, as in a competition."""
+        if self._constant_score_named or len(values) < _MIN_SCORES:
+            return
+        different = any(dict(returns) != dict(played.returns[0]) for returns in played.returns)
+        if different and np.allclose(values, values[0], rtol=1e-9, atol=1e-9):
+            self._constant_score_named = True
+            warn(
+                f"The score ({self.score_label}) was the same in all {len(values)} episodes,"
+                " although returns differed. In a competition, name the agents that count, such as"
+                f" score={self.agents[0]!r}, and set credit='agent'.",
+                rank_zero_only=False,
+            )
 
     def gym_env(self, **env_kwargs: Any) -> JointGymEnv:
         """Return one environment in which a single player acts for all agents.

@@ -184,8 +184,7 @@ def play_episodes(
             env.select(kept)
             rows = rows[kept]
             t = t[kept]
-        # 2. Start waiting rows, then sort by member and row. An episode may be finished right after
-        #    its reset.
+        # 2. Start waiting rows, then sort by member and row.
         free = min(num_envs - len(rows), len(queue))
         if free:
             new = queue[:free]
