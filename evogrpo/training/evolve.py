@@ -327,6 +327,7 @@ def evolve(
         chosen = chosen_strategy(strategy)
     # 2. Check the memory and the user's code. The run trains when it is iterated over.
     population.check(env)
+    _warn_of_unused_learn(type(population.agents[0]))
     if not skip_memory_check:
         _check_memory(population, env, planned)
     if isinstance(env, SupportsPreflight):
@@ -439,6 +440,18 @@ def _proposer(given: Proposer | ProposalFunction | None) -> Proposer | None:
     if given is None or isinstance(given, Proposer):
         return given
     return Proposer(function=given)
+
+
+def _warn_of_unused_learn(algorithm: type[Agent]) -> None:
+    """Warn if a user's class defines `learn`, which `evolve` does not call."""
+    learn = getattr(algorithm, "learn", None)
+    if learn is None or learn.__module__.startswith("evogrpo."):
+        return
+    if algorithm.learn_together.__module__.startswith("evogrpo."):
+        warn(
+            f"evolve does not call {algorithm.__name__}.learn. Define the learning step in"
+            " learn_together."
+        )
 
 
 def _check_memory(population: Population, env: GroupEnvironment, schedule: Schedule) -> None:

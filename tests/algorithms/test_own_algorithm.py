@@ -146,3 +146,15 @@ def test_meaningless_settings_raise(options):
         small(2, cart_pole(), **options)
     with pytest.raises(TypeError, match="learn_together"):  # a missing learning rule
         EvolvableAlgorithm(cart_pole().observation_space, cart_pole().action_space)
+
+
+class Unused(GRPO):
+    def learn(self, experiences):
+        raise NotImplementedError
+
+
+def test_a_learning_step_that_evolve_does_not_call_is_named():
+    env = cart_pole()
+    population = Unused.population(2, env.observation_space, env.action_space, group_size=4)
+    with pytest.warns(UserWarning, match="learn_together"):
+        evolve(population, env, generations=1, steps_per_generation=1, samples_per_step=8)

@@ -101,6 +101,18 @@ def test_training_rewards_are_weighted_sums_with_the_weights_of_the_row(vectoriz
     np.testing.assert_array_equal(held_out.rewards[:2], held_out.rewards[4:])
 
 
+def from_start(observation, action, reward, info):
+    observation -= 5
+    return float(observation[0])
+
+
+def test_components_that_compute_in_place_do_not_change_what_policies_see():
+    plain = play(GymnasiumGroups(Walk), [NO_SETTINGS])
+    with_component = play(GymnasiumGroups(Walk, rewards={"far": from_start}), [NO_SETTINGS])
+    seen = [each.episodes[DEFAULT_POLICY].observations for each in (plain, with_component)]
+    np.testing.assert_array_equal(*seen)
+
+
 def test_rows_do_not_depend_on_the_settings_of_other_rows():
     own = [settings_of(task__pull=0.5), settings_of(reward_weights__distance=-1)]
     env = GymnasiumGroups(Walk, **WALK, num_envs=3)

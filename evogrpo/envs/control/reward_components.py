@@ -1,6 +1,7 @@
 """Reward components: terms of the training reward beside the environment's own reward."""
 
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -97,7 +98,8 @@ class RewardComponents:
                 result.append(info[component])
                 continue
             try:
-                result.append(component(observation, action, reward, info))
+                # A copy, since a function may compute in place, as in `observation -= goal`.
+                result.append(component(deepcopy(observation), action, reward, info))
             except Exception as error:
                 raise ValueError(
                     f"rewards: {name} raised {class_name(error)}: {one_line(error)}"
