@@ -271,8 +271,14 @@ def video(args: argparse.Namespace) -> int:
 
 def _no_best(run_dir: Path) -> ValueError:
     """Return the error for a run directory without the folder `best`."""
-    if read_summary(run_dir).generations:
+    summary = read_summary(run_dir)
+    if summary.generations:
         return ValueError(f"{run_dir / 'best'} is missing. {_remedy_for_best(run_dir)}")
+    if summary.stopped is not None:
+        return ValueError(
+            f"{run_dir} has no best member: it ended before its first generation"
+            f" ({one_line(summary.stopped)})."
+        )
     return ValueError(f"{run_dir} has no best member yet. Wait for the first generation.")
 
 

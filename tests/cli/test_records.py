@@ -135,6 +135,16 @@ def test_runs_without_generations_are_shown(tmp_path, capsys):
     assert "error: " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [([], "Wait"), ([{"event": "ended", "reason": "max_seconds reached"}], "max_seconds")],
+)
+def test_an_export_without_a_best_member_says_why(tmp_path, capsys, more, message):
+    written(tmp_path / "run", {"event": "run", "evolvable": {}, "samples_per_step": 8}, *more)
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_a_calibrated_learning_rate_is_shown_instead_of_the_first_guess(tmp_path, capsys):
     """The best member is a child: only the rates of its lineage count."""
     guess = {"lr": 0.005, "target_kl": 0.01}
