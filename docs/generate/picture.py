@@ -36,7 +36,7 @@ def settings_of(member: Mapping[str, Any]) -> str:
     for name, weight in settings.items():
         if name.startswith("reward_weights.") and weight:
             rewards.append(name.removeprefix("reward_weights.").replace("_", " "))
-    return f"{request}, rewards: {' + '.join(rewards)}"
+    return f"{request}: {' + '.join(rewards)}"
 
 
 def picture(run: Path) -> Figure:
@@ -64,7 +64,7 @@ def picture(run: Path) -> Figure:
         handles.append(line)
     figure.legend(
         handles=handles,
-        title="Four members, by request and rewards",
+        title="Four members: request before the question, and rewards",
         loc="outside upper left",
         alignment="left",
         frameon=False,
