@@ -25,7 +25,6 @@ from evogrpo.evolution.mutation import TO_PROPOSE
 from evogrpo.evolution.plan import Plan
 from evogrpo.extras import require
 from evogrpo.interruption import Stop
-from evogrpo.members.language.vllm_server import Server, VLLMError
 from evogrpo.reporting.records import Example
 from evogrpo.storage.journal import all_events
 from evogrpo.text import class_name, one_line, shorten, shown
@@ -33,6 +32,7 @@ from evogrpo.validation import PositiveFloat, PositiveInt, Text, Whole, dump, se
 from evogrpo.warnings import warn
 
 if TYPE_CHECKING:
+    from evogrpo.members.language.vllm_server import Server
     from evogrpo.training.trainer import Trainer
 
 ProposalFunction = Callable[
@@ -347,8 +347,11 @@ class Reflection:
         if self.api_key_env is not None and self.api_key_env not in os.environ:
             raise ValueError(f"api_key_env names {self.api_key_env}, which is not set. Export it.")
 
-    def _server(self) -> Server:
+    def _server(self) -> "Server":
         """Client of the server; raises ValueError if its settings are invalid."""
+        # Small networks are trained without the packages of language models.
+        from evogrpo.members.language.vllm_server import Server
+
         return Server(
             self.url.rstrip("/").removesuffix("/v1"),
             self.timeout,
@@ -362,6 +365,8 @@ class Reflection:
         Raises:
             VLLMError: If there is no valid answer in time.
         """
+        from evogrpo.members.language.vllm_server import VLLMError
+
         server = self._server()
         body = {
             "model": self.model,
