@@ -20,7 +20,7 @@
 # - how to read which settings helped, and how sure that is.
 #
 # **It needs** the installation described in [all tutorials](README.md), which
-# includes the model, one CPU core, about 9 minutes and 3 GB of memory.
+# includes the model, one CPU core, about 7 minutes and 3 GB of memory.
 #
 # **To run it:** open this notebook in Jupyter, or run `make tutorials ARGS=10`
 # in the repository. The file `10_which_rewards_help.py` holds the same content
@@ -168,6 +168,9 @@ run = evolve(
 test = run.result.test
 print(f"untrained {test.before.mean:.3f}, best member {test.after.mean:.3f}")
 print(dict(run.result.best.hyperparameters.task_settings))
+assert (
+    SHORT or test.after.mean > test.before.mean + 2 * test.after.standard_error
+)
 
 # %% [markdown]
 # ## What helped?
@@ -210,11 +213,12 @@ plt.show()
 # members for each value, the lines show a direction only. Eight members would
 # say more.
 #
-# **To try**
-#
-# 1. Write a prompt of your own into `PROMPTS`. Is it better than both?
-# 2. Add a fourth reward, or leave the sign of one open:
-#    `reward_weights={"digits": {"min": -1, "max": 1}}`.
-#
 # [Which task settings
 # helped](../docs/evolution.md#which-task-settings-helped) explains the lines.
+#
+# ## Three things to try
+#
+# 1. Write a prompt of your own into `PROMPTS`. Is it better than both?
+# 2. Leave the sign of a reward open: `"brief": {"min": -1, "max": 1}`. Does the
+#    best member reward short answers, or long ones?
+# 3. Train eight members. Can the terminal tell now which settings help?
