@@ -1,4 +1,4 @@
-"""The demo over several seeds, beside one agent with the plain reward and as many samples.
+"""The demo over several seeds, beside one agent with the first one's settings.
 
     python benchmarking/demo_seeds.py [--seeds 0 1 2] [--parallel 2] [--runs runs/demo-seeds] [--
     KEY=VALUE ...]
@@ -57,7 +57,7 @@ def row(seed: int, plain: bool, folder: Path) -> str:
     after = test["after"]
     gain = after["fitness"] - before["fitness"]
     return (
-        f"| {seed} | {'plain reward' if plain else 'population'} | {before['fitness']:.3f} ±"
+        f"| {seed} | {'one agent' if plain else 'population'} | {before['fitness']:.3f} ±"
         f" {before['standard_error']:.3f} | {after['fitness']:.3f} ± {after['standard_error']:.3f}"
         f" | {gain:+.3f} | {replaced} | {mutations} | {last['tokens'] / 1e3:.0f} k |"
         f" {last['seconds'] / 60:.1f} |"

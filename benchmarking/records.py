@@ -1,13 +1,16 @@
-"""JSON files of measurements, with what is needed to repeat them."""
+"""Files of measurements, with what is needed to repeat them; the missing runs of a study."""
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -46,3 +49,65 @@ def _git(*words: str) -> str:
     command = ["git", "-C", str(REPOSITORY), *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done.stdout.strip() if done.returncode == 0 else ""
+
+
+Key = tuple[str | int, ...]
+
+
+def recorded(results: Path, names: Sequence[str]) -> dict[Key, dict[str, Any]]:
+    """Return the runs of a study by the values of these entries, from the lines of its files."""
+    runs = {}
+    for file in sorted(results.glob("*.jsonl")):
+        for line in file.read_text("utf-8").splitlines():
+            run = json.loads(line)
+            runs[tuple(run[name] for name in names)] = run
+    return runs
+
+
+def run_missing(
+    keys: Iterable[Key],
+    run: Callable[..., dict[str, Any]],
+    options: Sequence[Any],
+    *,
+    results: Path,
+    workers: int,
+    minutes: float,
+    text: Callable[[Mapping[str, Any]], str],
+) -> None:
+    """Do runs in processes of their own, and append each record to the file of its task.
+
+    A run that fails is printed, and the others continue.
+
+    Args:
+        keys: Runs that are not recorded; the first entry is the task.
+        run: Function of a key and the options; returns the record.
+        options: Further arguments of `run`.
+        results: Folder of the files.
+        workers: Runs at a time.
+        minutes: Begin no further run after so many.
+        text: What is printed of a record.
+    """
+    results.mkdir(parents=True, exist_ok=True)
+    missing = iter(keys)
+    until = time.monotonic() + minutes * 60
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+        running: dict[Any, Key] = {}
+        while True:
+            while len(running) < workers and time.monotonic() < until:
+                key = next(missing, None)
+                if key is None:
+                    break
+                running[pool.submit(run, *key, *options)] = key
+            if not running:
+                return
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                key = running.pop(future)
+                try:
+                    record = future.result()
+                except Exception as error:  # noqa: BLE001  # the other runs continue
+                    print(*key, f"FAILED: {type(error).__name__}: {error}", flush=True)
+                    continue
+                with (results / f"{key[0]}.jsonl").open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(record) + "\n")
+                print(*key, text(record), flush=True)

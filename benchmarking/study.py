@@ -15,13 +15,10 @@
 from __future__ import annotations
 
 import argparse
-import json
-import multiprocessing
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +28,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarking.classic.intervals import stratified_bootstrap  # the path is set above
+from benchmarking.records import recorded, run_missing
 from evogrpo import GRPO, GymnasiumGroups, HuggingFaceGym, HyperparameterConfig, RLParameter, evolve
 from evogrpo.config.hyperparameters import DEFAULT_TARGET_KL, Hyperparameters, is_integer
 from evogrpo.config.task_settings import NO_SETTINGS
@@ -495,6 +493,8 @@ def with_optuna(name: str, task: Task, space: HyperparameterConfig, seed: int) -
 
 
 Key = tuple[str, str, str, int]
+KEY = ("task", "unknown", "arm", "seed")
+"""Entries of a record that name the run."""
 
 
 def wanted(chosen: argparse.Namespace) -> Iterator[Key]:
@@ -512,48 +512,9 @@ def wanted(chosen: argparse.Namespace) -> Iterator[Key]:
                         yield task, unknown, arm, seed
 
 
-def recorded(results: Path) -> dict[Key, dict[str, Any]]:
-    """Return the recorded runs."""
-    lines = [
-        line
-        for file in sorted(results.glob("*.jsonl"))
-        for line in file.read_text("utf-8").splitlines()
-    ]
-    return {
-        (run["task"], run["unknown"], run["arm"], run["seed"]): run
-        for run in map(json.loads, lines)
-    }
-
-
-def run_missing(chosen: argparse.Namespace) -> None:
-    """Do the missing runs, several in parallel."""
-    chosen.results.mkdir(parents=True, exist_ok=True)
-    done = recorded(chosen.results)
-    missing = iter([key for key in wanted(chosen) if key not in done])
-    until = time.monotonic() + chosen.minutes * 60
-    with ProcessPoolExecutor(
-        chosen.workers, mp_context=multiprocessing.get_context("spawn")
-    ) as pool:
-        running: dict[Any, Key] = {}
-        while True:
-            while (
-                len(running) < chosen.workers
-                and time.monotonic() < until
-                and (key := next(missing, None))
-            ):
-                running[pool.submit(run_one, *key, chosen.budget)] = key
-            if not running:
-                return
-            for future in wait(running, return_when=FIRST_COMPLETED).done:
-                key = running.pop(future)
-                try:
-                    record = future.result()
-                except Exception as error:  # noqa: BLE001  # the other runs continue
-                    print(*key, f"FAILED: {type(error).__name__}: {error}", flush=True)
-                    continue
-                with (chosen.results / f"{key[0]}.jsonl").open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(record) + "\n")
-                print(*key, f"{record['score']:.3g} in {record['seconds']:.0f} s", flush=True)
+def run_text(run: Mapping[str, Any]) -> str:
+    """Return the score and the time of a run."""
+    return f"{run['score']:.3g} in {run['seconds']:.0f} s"
 
 
 # ---- tables
@@ -640,9 +601,18 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     chosen = parser.parse_args(words)
     if chosen.command == "run":
-        run_missing(chosen)
+        done = recorded(chosen.results, KEY)
+        run_missing(
+            [key for key in wanted(chosen) if key not in done],
+            run_one,
+            [chosen.budget],
+            results=chosen.results,
+            workers=chosen.workers,
+            minutes=chosen.minutes,
+            text=run_text,
+        )
     else:
-        runs = recorded(chosen.results).values()
+        runs = recorded(chosen.results, KEY).values()
         print(
             tables(
                 [run for run in runs if run["task"] in chosen.tasks and run["seed"] in chosen.seeds]

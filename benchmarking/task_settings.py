@@ -18,12 +18,10 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import multiprocessing
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,7 +32,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarking.classic.intervals import stratified_bootstrap  # the path is set above
-from benchmarking.records import provenance
+from benchmarking.records import provenance, recorded, run_missing
 from evogrpo import GRPO, GymnasiumGroups, HyperparameterConfig, RLParameter, evolve
 from evogrpo.config.hyperparameters import DEFAULT_TARGET_KL, Hyperparameters
 from evogrpo.config.task_settings import NO_SETTINGS
@@ -56,7 +54,7 @@ from evogrpo.evolution.selection import ranked_by_chance
 
 RESULTS = Path(__file__).with_name("task_settings_results")
 SHARES = (0.25, 0.5, 1.0, 2.0, 4.0)
-"""Where curves are read, as multiples of a task's budget. Runs end with the last."""
+"""Multiples of a task's budget at which curves are read. Runs end with the last."""
 MEMBERS = 4
 EPISODES = 64
 """Of a member and learning step."""
@@ -516,6 +514,8 @@ def with_optuna(task: Task, seed: int, curve: Curve) -> dict[str, float]:
 # ---- running
 
 Key = tuple[str, str, int]
+KEY = ("task", "arm", "seed")
+"""Entries of a record that name the run."""
 
 
 def wanted(chosen: argparse.Namespace) -> Iterator[Key]:
@@ -526,44 +526,10 @@ def wanted(chosen: argparse.Namespace) -> Iterator[Key]:
                 yield task, arm, seed
 
 
-def recorded(results: Path) -> dict[Key, dict[str, Any]]:
-    """Return the recorded runs."""
-    runs = {}
-    for file in sorted(results.glob("*.jsonl")):
-        for line in file.read_text("utf-8").splitlines():
-            run = json.loads(line)
-            runs[(run["task"], run["arm"], run["seed"])] = run
-    return runs
-
-
-def run_missing(chosen: argparse.Namespace) -> None:
-    """Do the missing runs, several in parallel."""
-    chosen.results.mkdir(parents=True, exist_ok=True)
-    done = recorded(chosen.results)
-    missing = iter([key for key in wanted(chosen) if key not in done])
-    until = time.monotonic() + chosen.minutes * 60
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(chosen.workers, mp_context=context) as pool:
-        running: dict[Any, Key] = {}
-        while True:
-            while len(running) < chosen.workers and time.monotonic() < until:
-                key = next(missing, None)
-                if key is None:
-                    break
-                running[pool.submit(run_one, *key, chosen.budget, chosen.results)] = key
-            if not running:
-                return
-            for future in wait(running, return_when=FIRST_COMPLETED).done:
-                key = running.pop(future)
-                try:
-                    record = future.result()
-                except Exception as error:  # noqa: BLE001  # the other runs continue
-                    print(*key, f"FAILED: {type(error).__name__}: {error}", flush=True)
-                    continue
-                with (chosen.results / f"{key[0]}.jsonl").open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(record) + "\n")
-                scores = " ".join(f"{score:.3g}" for score in record["scores"])
-                print(*key, f"{scores} in {record['seconds'][-1]:.0f} s", flush=True)
+def run_text(run: Mapping[str, Any]) -> str:
+    """Return the scores and the time of a run."""
+    scores = " ".join(f"{score:.3g}" for score in run["scores"])
+    return f"{scores} in {run['seconds'][-1]:.0f} s"
 
 
 # ---- tables
@@ -624,9 +590,18 @@ def main(words: Sequence[str] | None = None) -> None:
     chosen = parser.parse_args(words)
     if chosen.command == "run":
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-        run_missing(chosen)
+        done = recorded(chosen.results, KEY)
+        run_missing(
+            [key for key in wanted(chosen) if key not in done],
+            run_one,
+            [chosen.budget, chosen.results],
+            results=chosen.results,
+            workers=chosen.workers,
+            minutes=chosen.minutes,
+            text=run_text,
+        )
     else:
-        runs = recorded(chosen.results)
+        runs = recorded(chosen.results, KEY)
         print(tables([runs[key] for key in wanted(chosen) if key in runs]))
 
 

@@ -123,8 +123,8 @@ env = HuggingFaceGym(
 
 # %% [markdown]
 # `metric` is the measure of success: fitness, the untrained model and the final
-# test are measured by it. It is the same for all members, whatever they are
-# rewarded for.
+# test are measured by it. It is the same for all members, although their
+# rewards differ.
 #
 # ## Members that differ
 #

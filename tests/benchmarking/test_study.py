@@ -68,14 +68,14 @@ def test_learning_rates_are_calibrated_where_they_are_unknown_and_not_searched(
 
 
 def test_recorded_runs_are_read_by_their_key_and_not_repeated(tmp_path, capsys):
-    assert study.recorded(tmp_path) == {}
+    assert study.recorded(tmp_path, study.KEY) == {}
     runs = [
         record(unknown="all"),
         record(task="Acrobot-v1", arm="default", unknown="nothing", seed=1),
     ]
     for run in runs:
         (tmp_path / f"{run['task']}.jsonl").write_text(json.dumps(run) + "\n")
-    assert study.recorded(tmp_path) == {
+    assert study.recorded(tmp_path, study.KEY) == {
         ("CartPole-v1", "all", "halving", 0): runs[0],
         ("Acrobot-v1", "nothing", "default", 1): runs[1],
     }
@@ -158,5 +158,5 @@ def test_the_command_records_missing_runs_and_goes_on(tmp_path, capfd):
     words += ["--budget", "0.02", "--results", str(tmp_path)]
     study.main([*words, "--seeds", "1000"])
     study.main([*words, "--seeds", "1000", "1001"])
-    assert [seed for *_, seed in study.recorded(tmp_path)] == [1000, 1001]
+    assert [seed for *_, seed in study.recorded(tmp_path, study.KEY)] == [1000, 1001]
     assert "FAILED" not in capfd.readouterr().out
