@@ -227,7 +227,8 @@ class Conversation:
     @property
     def turns(self) -> tuple[tuple[int, ...], ...]:
         """Completions and replies in order."""
-        turns: list[tuple[int, ...]] = [()] * (len(self.completions) + len(self.replies))
+        count = len(self.completions) + len(self.replies)
+        turns: list[tuple[int, ...]] = [()] * count
         turns[::2] = self.completions
         turns[1::2] = self.replies
         return tuple(turns)
@@ -258,7 +259,10 @@ def single_turn_conversations(
 def unpadded(actions: Tensor, present: Tensor) -> list[list[int]]:
     """Return the token ids `[n, t]` of each row up to its number of present tokens."""
     lengths = present.sum(1).tolist()
-    return [row[:length] for row, length in zip(actions.tolist(), lengths, strict=True)]
+    tokens = []
+    for row, length in zip(actions.tolist(), lengths, strict=True):
+        tokens.append(row[:length])
+    return tokens
 
 
 def positions_in_turn(sampled: Tensor) -> Tensor:
@@ -268,9 +272,12 @@ def positions_in_turn(sampled: Tensor) -> Tensor:
         sampled: `[n, t]` True for sampled tokens. Turns are separated by the tokens of replies.
     """
     column = torch.arange(sampled.shape[1], device=sampled.device)
-    begins = sampled & ~torch.nn.functional.pad(sampled, (1, 0))[:, :-1]
+    # A turn begins where the token before was not sampled.
+    before = torch.nn.functional.pad(sampled, (1, 0))[:, :-1]
+    begins = sampled & ~before
     # The first column of the current turn is the largest one of the turns so far.
-    return column - torch.where(begins, column, 0).cummax(1).values
+    first = torch.where(begins, column, 0).cummax(1).values
+    return column - first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -571,19 +578,19 @@ class ObservationInputs:
 
         def masks_of(inputs: ObservationInputs) -> Any:
             """Return the masks of legal actions of a batch."""
+            if inputs.action_masks is not None:
+                return inputs.action_masks
             # If only one batch has masks, all actions of the other are legal.
             rows = len(inputs.temperature)
-            all_legal = map_tensors(known, lambda leaf: leaf.new_ones(rows, width, *leaf.shape[2:]))
-            if inputs.action_masks is None:
-                return all_legal
-            return inputs.action_masks
+            return map_tensors(known, lambda leaf: leaf.new_ones(rows, width, *leaf.shape[2:]))
 
+        masks = None
+        if known is not None:
+            masks = join_trees(masks_of(self), masks_of(other), width)
         return ObservationInputs(
             observations=join_trees(self.observations, other.observations, width),
             temperature=torch.cat([self.temperature, other.temperature]),
-            action_masks=(
-                None if known is None else join_trees(masks_of(self), masks_of(other), width)
-            ),
+            action_masks=masks,
         )
 
 
@@ -601,9 +608,10 @@ def select_rows(values: Tensor, rows: Tensor) -> Tensor:
 
 def padded(values: Tensor, width: int, fill: float = 0) -> Tensor:
     """Return `[n, t, ...]` padded with `fill` to `width` along t."""
-    return torch.nn.functional.pad(
-        values, (*[0, 0] * (values.dim() - 2), 0, width - values.shape[1]), value=fill
-    )
+    missing = width - values.shape[1]
+    # From the last dimension to t: two zeros for each dimension behind t.
+    behind = [0, 0] * (values.dim() - 2)
+    return torch.nn.functional.pad(values, (*behind, 0, missing), value=fill)
 
 
 def join_trees(one: Any, other: Any, width: int) -> Any:

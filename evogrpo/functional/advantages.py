@@ -109,7 +109,9 @@ def advantages(
         result = whiten(result, counted & applies[:, None], member_ids)
     if advantage_clip is not None:
         result = result.clamp(min=-advantage_clip).clamp(max=advantage_clip)
-    return torch.where(mask & applies[:, None], result, 0.0).to(rewards.dtype)
+    # Completions without a reward get advantage 0.
+    counts = mask & applies[:, None]
+    return torch.where(counts, result, 0.0).to(rewards.dtype)
 
 
 # ---- advantages of completions
@@ -228,7 +230,9 @@ def gdpo_advantages(
     # 2. Divide by the deviation of the sums over all groups of the member.
     member, members = consecutive_ids(member_ids)
     # Within a group the values of every function sum to 0, so the sums have mean 0.
-    std = group_statistics(total, ~components.isnan().all(1), member, members).std[member]
+    applies = ~components.isnan().all(1)
+    statistics = group_statistics(total, applies, member, members)
+    std = statistics.std[member]
     return (total / (std + eps)).to(components.dtype)
 
 
@@ -240,7 +244,8 @@ def _centred(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Tensor
     group, groups = comparable_groups(group_ids)
     applies = ~rewards.isnan()
     statistics = group_statistics(rewards, applies, group, groups)
-    centred = torch.where(applies, rewards.double() - statistics.mean[group], 0.0)
+    distances = rewards.double() - statistics.mean[group]
+    centred = torch.where(applies, distances, 0.0)
     return centred, statistics.std[group], statistics.amount[group]
 
 
@@ -375,7 +380,8 @@ def timestep_return_advantages(
     # Each time step of a group is a group of its own.
     group, groups = comparable_groups(group_ids)
     width = mask.shape[1]
-    group_of_action = group[:, None] * width + torch.arange(width, device=mask.device)
+    time_step = torch.arange(width, device=mask.device)
+    group_of_action = group[:, None] * width + time_step
     totals = _returns(step_rewards, mask, gamma)
     # Also steps after an episode's end, with their return of 0, unless no reward applies to it.
     applies = (mask & ~step_rewards.isnan()).any(1, keepdim=True).expand_as(mask)

@@ -271,7 +271,11 @@ def row_tiles(logits: Tensor) -> list[slice]:
         step = max(1, TILE // width)
     else:
         step = max(1, rows)
-    return [slice(first, min(first + step, rows)) for first in range(0, rows, step)]
+    tiles = []
+    for first in range(0, rows, step):
+        end = min(first + step, rows)
+        tiles.append(slice(first, end))
+    return tiles
 
 
 def scale_logits(
@@ -322,7 +326,8 @@ def sample_inverse_cdf(weights: Tensor, uniforms: Tensor, block: int = 256) -> T
     blocks = weights.view(count, -1, block)
     sums = blocks.sum(2)
     # 2. Choose a block, then a category inside it with what is left of the threshold.
-    chosen, rest = _first_exceeding(sums, uniforms.to(weights.dtype) * sums.sum(1))
+    threshold = uniforms.to(weights.dtype) * sums.sum(1)
+    chosen, rest = _first_exceeding(sums, threshold)
     inside = blocks[torch.arange(count, device=weights.device), chosen]
     offset, _ = _first_exceeding(inside, rest)
     return chosen * block + offset
@@ -346,7 +351,8 @@ def _first_exceeding(weights: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor
     # Only rows with NaN exceed the range; callers report them.
     chosen = chosen.clamp(max=weights.shape[1] - 1)
     before = cumulative.gather(1, chosen) - weights.gather(1, chosen)
-    return chosen[:, 0], (threshold - before[:, 0]).clamp(min=0.0)
+    rest = threshold - before[:, 0]
+    return chosen[:, 0], rest.clamp(min=0.0)
 
 
 def apply_repetition_penalty(logits: Tensor, token_ids: Tensor, penalty: float) -> Tensor:
@@ -403,5 +409,6 @@ def truncate_logits(scaled: Tensor, *, top_k: int, top_p: float, min_p: float) -
         scaled = scaled.masked_fill(excluded, -torch.inf)
     if min_p > 0.0:
         probs = scaled.softmax(1)
-        scaled = scaled.masked_fill(probs < min_p * probs.amax(1, keepdim=True), -torch.inf)
+        likely_enough = min_p * probs.amax(1, keepdim=True)
+        scaled = scaled.masked_fill(probs < likely_enough, -torch.inf)
     return scaled

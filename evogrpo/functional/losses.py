@@ -154,7 +154,9 @@ def clipped_actions(
         return below & has_advantage & cispo_clip_low, above & has_advantage
     # The minimum takes the clipped term where clipping makes rho A smaller: above for A > 0, below
     # for A < 0.
-    return below & mask & (advantages < 0), above & mask & (advantages > 0)
+    below = below & mask & (advantages < 0)
+    above = above & mask & (advantages > 0)
+    return below, above
 
 
 def loss_weights(
@@ -208,7 +210,9 @@ def loss_weights(
     else:
         assert mode == "seq-mean-token-sum-norm" and max_completion_length is not None
         divisor = completions * max_completion_length
-    return torch.where(mask, 1.0 / divisor.clamp(min=1.0)[:, None], 0.0).float()
+    # Rows without actions have divisor 0.
+    weights = 1.0 / divisor.clamp(min=1.0)
+    return torch.where(mask, weights[:, None], 0.0).float()
 
 
 def _ratios(loss: LossProperties, log_ratios: Tensor, mask: Tensor) -> Tensor:

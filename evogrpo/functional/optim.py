@@ -62,10 +62,13 @@ def clipped_adamw_steps_(
     saved = [(matrix, matrix[idle]) for matrix in (weights, exp_avg, exp_avg_sq)]
 
     # 2. Clip the gradients, as `torch.nn.utils.clip_grad_norm_`.
+    # Rows without a step are restored at the end, so any factor serves.
     factors = []
     for norm, max_norm in zip(norms, max_norms, strict=True):
-        # Rows without a step are restored at the end, so any factor serves.
-        factors.append(1.0 if math.isnan(norm) else min(1.0, max_norm / (norm + 1e-6)))
+        if math.isnan(norm):
+            factors.append(1.0)
+        else:
+            factors.append(min(1.0, max_norm / (norm + 1e-6)))
     gradients.mul_(_column(factors, weights))
 
     # 3. Decay the weights and update the moments.
@@ -78,7 +81,9 @@ def clipped_adamw_steps_(
     root = torch.sqrt(exp_avg_sq, out=gradients)
     corrections = [math.sqrt(1.0 - betas[1] ** step) for step in steps]
     root.div_(_column(corrections, weights)).add_(eps)
-    sizes = [-lr / (1.0 - betas[0] ** step) for lr, step in zip(rates, steps, strict=True)]
+    sizes = []
+    for lr, step in zip(rates, steps, strict=True):
+        sizes.append(-lr / (1.0 - betas[0] ** step))
     if fused:
         assert len(sizes) == 1
         weights.addcdiv_(exp_avg, root, value=_in_range(sizes[0], weights))

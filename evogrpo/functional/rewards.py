@@ -206,9 +206,12 @@ def update_running_statistics(running: Tensor, rewards: Tensor, member_ids: Tens
     new = group_statistics(rewards, ~rewards.isnan(), member_ids, len(running))
     total = count + new.amount
     share = new.amount / total.clamp(min=1)
+    # Chan, Golub and LeVeque (1983): means and sums of squares of two sets, merged.
     distance = new.mean - mean
+    merged_mean = mean + distance * share
     between = distance**2 * count * share
-    merged = torch.stack([total, mean + distance * share, square + new.square + between], 1)
+    merged_square = square + new.square + between
+    merged = torch.stack([total, merged_mean, merged_square], 1)
     return torch.where(new.amount[:, None] > 0, merged, running)
 
 
@@ -248,4 +251,5 @@ def place_on_last_action(rewards: Tensor, mask: Tensor) -> Tensor:
     """
     # Counted actions from each action to the end, itself included.
     actions_left = mask.flip(1).cumsum(1).flip(1)
-    return torch.where(mask & (actions_left == 1), rewards[:, None], torch.nan)
+    is_last = mask & (actions_left == 1)
+    return torch.where(is_last, rewards[:, None], torch.nan)

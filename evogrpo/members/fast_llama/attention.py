@@ -128,13 +128,16 @@ def _joined_biases(
     if own is None:
         own = _causal_bias(t, s, like)
     rows = max(len(shared), len(own))
-    return torch.cat([shared.expand(rows, t, past), own.expand(rows, t, s)], 2)
+    shared = shared.expand(rows, t, past)
+    own = own.expand(rows, t, s)
+    return torch.cat([shared, own], 2)
 
 
 def _causal_bias(t: int, s: int, like: Tensor) -> Tensor:
     """Return the bias `[1, t, s]` that masks later tokens, for the last t of s tokens."""
     lowest = torch.finfo(like.dtype).min / 2
-    return like.new_full((1, t, s), lowest).triu(s - t + 1)
+    lowest_everywhere = like.new_full((1, t, s), lowest)
+    return lowest_everywhere.triu(s - t + 1)
 
 
 def _in_blocks(q: Tensor, k: Tensor, v: Tensor, t: int, bias: Tensor | None, keep: bool) -> Tensor:
@@ -152,7 +155,9 @@ def _in_blocks(q: Tensor, k: Tensor, v: Tensor, t: int, bias: Tensor | None, kee
         block = by_token[:, :, :, start:end].reshape(kv, n, -1, d)
         keys = k[:, :, :visible]
         values = v[:, :, :visible]
-        own = None if bias is None else bias[:, start:end, :visible]
+        own: Tensor | None = None
+        if bias is not None:
+            own = bias[:, start:end, :visible]
         out: Tensor = _Attention.apply(block, keys, values, end - start, own, None, None, keep)
         outputs.append(out.view(kv, n, -1, end - start, d))
     return torch.cat(outputs, 3)
@@ -236,8 +241,10 @@ def _attention_weights(
     # Products with the prompts' keys, then with the rows' own keys.
     scores = _products(q, k, shared, runs)
     # `rep` query heads share a bias, so view `[kv, n, rep * t, P + s]` as `[kv, n, rep, t, P + s]`.
-    past = scores.shape[-1] - k.shape[2]
-    by_token = scores.view(*q.shape[:2], -1, t, scores.shape[-1])
+    keys = scores.shape[3]
+    past = keys - k.shape[2]
+    kv, n = q.shape[:2]
+    by_token = scores.view(kv, n, -1, t, keys)
     if bias is not None:
         by_token[..., past:] += bias[None, :, None]
     if shared_bias is not None:
@@ -333,8 +340,8 @@ def _products(
         keys = shared[0][:, prompts].reshape(len(part), past, -1)
         # If one group holds all rows, its products are a view of `out`.
         if rows == slice(0, n):
-            of_prompts = out.view(len(part), -1, out.shape[-1])[..., :past]
-            torch.bmm(part, keys.mT, out=of_prompts)
+            of_group = out.view(len(part), -1, past + k.shape[2])
+            torch.bmm(part, keys.mT, out=of_group[..., :past])
         else:
             products = torch.bmm(part, keys.mT)
             out[:, rows, :, :past] = products.view(kv, -1, wide, past)
@@ -346,11 +353,13 @@ def _add_weighted(out: Tensor, weights: Tensor, values: Tensor, runs: tuple[int,
 
     `out` is `[kv, n, w, d]`.
     """
+    kv, _, wide, d = out.shape
+    past = values.shape[2]
     for rows, prompts, part in _by_prompt(weights, runs):
         # One product for each prompt of the group and key-value head.
-        vectors = values[:, prompts].reshape(len(part), values.shape[2], -1)
+        vectors = values[:, prompts].reshape(len(part), past, d)
         sums = torch.bmm(part, vectors)
-        out[:, rows] += sums.view(len(out), -1, *out.shape[2:])
+        out[:, rows] += sums.view(kv, -1, wide, d)
 
 
 def _gathered(weights: Tensor, vectors: Tensor, runs: tuple[int, ...]) -> Tensor:
@@ -361,9 +370,10 @@ def _gathered(weights: Tensor, vectors: Tensor, runs: tuple[int, ...]) -> Tensor
         vectors: `[kv, n, w, d]`.
         runs: Number of rows of each prompt.
     """
+    kv = len(weights)
     sums = []
     groups = zip(_by_prompt(weights, runs), _by_prompt(vectors, runs), strict=True)
     for (_, _, w), (_, _, x) in groups:
         total = torch.bmm(w.mT, x)  # [kv * prompts, P, d]
-        sums.append(total.view(len(weights), -1, *total.shape[1:]))
+        sums.append(total.unflatten(0, (kv, -1)))
     return sums[0] if len(sums) == 1 else torch.cat(sums, 1)

@@ -60,8 +60,8 @@ def decode_attention(
         products = torch.bmm(queries, run.keys)
         parts.append(products.view(kv, -1, rep, past))
     shared_scores = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-    own_scores = torch.bmm(q.flatten(0, 1), own.keys).view(kv, n, rep, -1)
-    scores = torch.cat([shared_scores, own_scores], 3)
+    own_scores = torch.bmm(q.flatten(0, 1), own.keys)
+    scores = torch.cat([shared_scores, own_scores.view(kv, n, rep, -1)], 3)
     # 2. Attention weights.
     weights = torch.softmax(scores.add_(bias), -1, dtype=torch.float32)
     shared_weights = weights[..., :past].to(q.dtype)
@@ -82,8 +82,10 @@ def decode_attention(
 def _normed(x: Tensor, norm: Any) -> Tensor:
     """Apply RMSNorm to columns `[..., h, n]` in float32; return them in the dtype of its weight."""
     wide = x.float()
-    inverse = (wide * wide).mean(-2, keepdim=True).add_(norm.variance_epsilon).rsqrt_()
-    return (wide * inverse).mul_(norm.weight[:, None]).to(norm.weight.dtype)
+    mean_square = (wide * wide).mean(-2, keepdim=True)
+    inverse = mean_square.add_(norm.variance_epsilon).rsqrt_()
+    normed = (wide * inverse).mul_(norm.weight[:, None])
+    return normed.to(norm.weight.dtype)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -144,7 +146,8 @@ class FastDecoding:
         self._own = list[list[Tensor]]()
         for keys, values in prefix.layers:
             self._prompts.append((keys.transpose(0, 1), values.transpose(0, 1)))
-            empty = keys.new_empty((keys.shape[1], len(rows), 0, keys.shape[3]))
+            kv, d = keys.shape[1], keys.shape[3]
+            empty = keys.new_empty((kv, len(rows), 0, d))
             self._own.append([empty, empty])
         self._dtype = prefix.layers[0][0].dtype
         # A bias that masks, as in `attention_biases`.
@@ -161,7 +164,10 @@ class FastDecoding:
         # 1. Keys and values of the prompts in use, in the order of the rows.
         order, runs = prompt_runs(rows, self._prompts[0][0].shape[1])
         if order is not None:
-            self._prompts = [(keys[:, order], values[:, order]) for keys, values in self._prompts]
+            reordered = []
+            for keys, values in self._prompts:
+                reordered.append((keys[:, order], values[:, order]))
+            self._prompts = reordered
         counts = torch.tensor(runs, device=rows.device)
         numbers = torch.arange(len(counts), device=rows.device)
         self._prompt_of_row = torch.repeat_interleave(numbers, counts)
@@ -184,10 +190,12 @@ class FastDecoding:
 
     def _set_bias(self) -> None:
         """Set the bias `[n, 1, P + room]` that masks padding and unfilled positions."""
+        end = self._past + self._length
         visible = pad(self._mask, (0, self._room))
-        visible[:, self._past : self._past + self._length] = True
+        visible[:, self._past : end] = True
         bias = torch.zeros(visible.shape, dtype=self._dtype, device=visible.device)
-        self._bias = bias.masked_fill_(~visible, self._lowest)[:, None]
+        bias.masked_fill_(~visible, self._lowest)
+        self._bias = bias[:, None]
         self._cache_positions = torch.arange(visible.shape[1], device=visible.device)
 
     def first_hidden(self) -> Tensor:
@@ -218,7 +226,8 @@ class FastDecoding:
                 biases[window] = self._bias.masked_fill(too_far, self._lowest)
         # 3. Cosines and sines `[heads, d / 2, n]` of all heads of queries (scaled) and keys.
         kv, rep = layout.heads
-        of_keys, of_queries = self._passes.rotations_at((self._positions + number)[:, None])
+        positions = self._positions + number
+        of_keys, of_queries = self._passes.rotations_at(positions[:, None])
         rotation = []
         for queries, keys in zip(of_queries, of_keys, strict=True):
             columns_of_queries = queries[:, 0].T.expand(kv * rep, -1, -1)
@@ -274,7 +283,8 @@ class FastDecoding:
         hidden += out
         # 3. MLP.
         gate, up = self._projected(_normed(hidden, layer.before_mlp), layer.gates)
-        (down,) = self._projected(silu(gate, inplace=True).mul_(up), [layer.down])
+        gated = silu(gate, inplace=True).mul_(up)
+        (down,) = self._projected(gated, [layer.down])
         hidden += down
 
     def _projected(self, x: Tensor, layers: Sequence[NamedLinear]) -> list[Tensor]:
@@ -311,7 +321,8 @@ class FastDecoding:
                 filled = part[:, :, : self._length]
                 if rows is not None:
                     filled = filled[:, rows]
-                storage = part.new_zeros((*filled.shape[:2], room, part.shape[3]))
+                kv, n, _, d = filled.shape
+                storage = part.new_zeros((kv, n, room, d))
                 storage[:, :, : self._length] = filled
                 stored[number] = storage
 
@@ -320,13 +331,16 @@ class FastDecoding:
         prompt_of_row = self._prompt_of_row[rows]
 
         def joined(prompts: Tensor, own: Tensor) -> Tensor:
-            parts = [prompts[:, prompt_of_row], own[:, rows, : self._length]]
-            return torch.cat(parts, 2).transpose(0, 1)
+            own_tokens = own[:, rows, : self._length]
+            both = torch.cat([prompts[:, prompt_of_row], own_tokens], 2)
+            return both.transpose(0, 1)
 
         # Rows `[n, kv, P + length, d]`, as transformers' caches.
         layers = []
         for prompts, own in zip(self._prompts, self._own, strict=True):
-            layers.append((joined(prompts[0], own[0]), joined(prompts[1], own[1])))
+            keys = joined(prompts[0], own[0])
+            values = joined(prompts[1], own[1])
+            layers.append((keys, values))
         mask = torch.cat([self._mask[rows], real], dim=1)
         return KVCache(layers=tuple(layers), mask=mask).left_padded()
 

@@ -104,7 +104,8 @@ class _GatedUnit(torch.autograd.Function):
         # y = silu(g) u, so du = dy silu(g) and dg = dy u silu'(g).
         for rows in row_tiles(grad):
             torch.mul(silu(gate[rows]), grad[rows], out=grad_up[rows])
-            grad_gate[rows] = torch.ops.aten.silu_backward(grad[rows] * up[rows], gate[rows])
+            grad_activation = grad[rows] * up[rows]
+            grad_gate[rows] = torch.ops.aten.silu_backward(grad_activation, gate[rows])
         return grad_gate, grad_up
 
 
@@ -297,7 +298,8 @@ class _Linears(torch.autograd.Function):
             segments = x[tokens].view(count, -1, x.shape[1])
             grad_a[part.slots] += torch.bmm(low_part.mT, segments)
             if grad_x is not None:
-                grad_x[tokens].view(count, -1, x.shape[1]).baddbmm_(low_part, part.a)
+                grad_segments = grad_x[tokens].view(count, -1, x.shape[1])
+                grad_segments.baddbmm_(low_part, part.a)
         # 5. Gradients in the order of the leaves.
         grad_leaves = list[Tensor | None]()
         for module, columns, _ in modules:
@@ -305,7 +307,8 @@ class _Linears(torch.autograd.Function):
                 if grads[module] is None:
                     grad_leaves += [None, None]
                 else:
-                    grad_leaves += [grad_a[slot, columns], grad_b[module][slot].mT]
+                    grad_leaves.append(grad_a[slot, columns])
+                    grad_leaves.append(grad_b[module][slot].mT)
         return grad_x, None, None, None, *grad_leaves
 
 
@@ -440,7 +443,8 @@ class FastLlama:
         own_biases = attention_biases(self.layout, mask, t, slice(past, None))
         prompt_biases = attention_biases(self.layout, mask, t, slice(past))
         order, runs = prompt_runs(rows, len(prompt_mask))
-        prompt_of = torch.arange(len(runs)).repeat_interleave(torch.tensor(runs)).to(rows.device)
+        prompt_numbers = torch.arange(len(runs))
+        prompt_of = prompt_numbers.repeat_interleave(torch.tensor(runs)).to(rows.device)
 
         def attend(
             number: int, layer: Layer, prompt_heads: Heads, row_heads: Heads
@@ -461,10 +465,12 @@ class FastLlama:
         for number in range(len(self.layout.layers)):
             hidden = self._layer(number, hidden, rotations, hook, attend, recompute=recompute)
         # 3. Split the hidden states again.
-        of_prompts, of_rows, _ = hidden.split([prompt_ids.numel(), ids.numel(), padding])
+        sizes = [prompt_ids.numel(), ids.numel(), padding]
+        of_prompts, of_rows, _ = hidden.split(sizes)
         last = of_prompts.view(*prompt_ids.shape, -1)[:, -1]
         norm = self.layout.decoder.norm
-        return _normed(last, norm), _normed(of_rows, norm).view(*ids.shape, -1)
+        normed_rows = _normed(of_rows, norm).view(*ids.shape, -1)
+        return _normed(last, norm), normed_rows
 
     def _attend_within(self, mask: Tensor, t: int, cache: Cache | None) -> Attend:
         """Return the attention over rows' own and cached tokens."""
@@ -478,7 +484,8 @@ class FastLlama:
                 keys, values = cache.update(k.transpose(0, 1), v.transpose(0, 1), number)
                 k = keys.transpose(0, 1)
                 v = values.transpose(0, 1)
-            return attention(q, k, v, t, biases[layer.window], None, None), k, v
+            out = attention(q, k, v, t, biases[layer.window], None, None)
+            return out, k, v
 
         return attend
 
@@ -491,7 +498,9 @@ class FastLlama:
 
         Positions are counted from the first True.
         """
-        return self.rotations_at((mask.cumsum(1) - 1).clamp(min=0)[:, -t:])
+        # Padding on the left has no position; any serves.
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        return self.rotations_at(positions[:, -t:])
 
     def rotations_at(self, positions: Tensor) -> Rotations:
         """Return the rotary embeddings at positions `[n, t]`.

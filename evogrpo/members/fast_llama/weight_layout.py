@@ -191,14 +191,18 @@ def head_matrix(head: object, hidden: Tensor) -> Tensor | None:
         return None
     weight = head.weight
     plain = type(weight) is nn.Parameter and type(weight.data) is Tensor
-    return weight.data if plain and weight.dtype == hidden.dtype else None
+    if plain and weight.dtype == hidden.dtype:
+        return weight.data
+    return None
 
 
 def _plain(module: nn.Module, decoder: nn.Module) -> bool:
     """Return True if a module is a plain linear layer or defined in the decoder's own file."""
     file = type(decoder).__module__
+    if type(module) in (nn.Linear, nn.Embedding):
+        return True
     if isinstance(module, nn.Linear | nn.Embedding):
-        return type(module) in (nn.Linear, nn.Embedding) or type(module).__module__ == file
+        return type(module).__module__ == file
     kind = unsharded_class(module)
     if kind.__module__ in (file, "torch.nn.modules.container"):
         return True

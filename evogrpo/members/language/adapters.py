@@ -53,7 +53,9 @@ def runs_of(sizes: Sequence[int], begin: int = 0) -> list[Run]:
     for size, group in groupby(sizes):
         count = len(list(group))
         end = start + size * count
-        runs.append((slice(start, end), slice(first, first + count), count))
+        tokens = slice(start, end)
+        segments = slice(first, first + count)
+        runs.append((tokens, segments, count))
         first += count
         start = end
     return runs
@@ -174,10 +176,12 @@ class LoraHook:
         """
         # 1. Matrices of each module with adapters: A `[s, r, in]`, B `[s, out, r]`. They are views
         #    if slots are adjacent, else copies of the module's own matrices.
+        first_slot = self.slots[0]
+        last_slot = self.slots[-1]
         chosen: slice | Sequence[int] = self.slots
         # A slice of the bank's matrices needs no copy.
-        if self.slots[-1] - self.slots[0] + 1 == len(self.slots):
-            chosen = slice(self.slots[0], self.slots[-1] + 1)
+        if last_slot - first_slot + 1 == len(self.slots):
+            chosen = slice(first_slot, last_slot + 1)
         numbers = []
         every_a = []
         every_b = []
@@ -242,10 +246,12 @@ class LoraHook:
             segments = x.unflatten(0, (members, -1))
             low = torch.bmm(segments, a.to(dtype).mT)
             wide = out.unflatten(0, (members, -1))
-            return torch.baddbmm(wide, low, b.to(dtype).mT, alpha=scale).view(output.shape)
+            adapted = torch.baddbmm(wide, low, b.to(dtype).mT, alpha=scale)
+            return adapted.view(output.shape)
         # 3. Otherwise, one product per slot.
         parts = []
-        for slot, rows, base in zip(self.slots, x.split(sizes), out.split(sizes), strict=True):
+        by_slot = zip(self.slots, x.split(sizes), out.split(sizes), strict=True)
+        for slot, rows, base in by_slot:
             # The leaves, not views of the matrix: backward passes write to their gradients.
             a, b = self.adapters.leaves[module][slot]
             low = rows @ a.to(dtype).mT

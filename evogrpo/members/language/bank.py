@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.optimizer import Optimizer
 from evogrpo.distributed import Processes
-from evogrpo.functional.log_probs import chunked_log_probs, scale_logits
+from evogrpo.functional.log_probs import chunked_log_probs
 from evogrpo.learn_reports import UpdateReport
 from evogrpo.members.bank import LossFunction, PolicyVersion, RepeatStep, Update
 from evogrpo.members.devices import DEFAULT_MICRO_BATCH_TOKENS, memory_errors
@@ -409,14 +409,17 @@ class AdapterBank(AdapterSampler):
 
         shares = self.processes.gather_results(compute_own_parts)
         # 3. Sum the gradients over ranks; write the scores of all ranks.
-        totals = {slot: self.processes.all_reduce(gradients.pop(slot)) for slot in slots}
+        totals = {}
+        for slot in slots:
+            totals[slot] = self.processes.all_reduce(gradients.pop(slot))
         for scores_of_rank, _ in shares:
             for number, computed in scores_of_rank.items():
                 rows = parts[number].rows
                 for values, part in zip(scores, computed, strict=True):
                     values[rows] = part.to(values.device)
         for slot, gradient in totals.items():
-            yield slot, gradient, sum(losses[slot] for _, losses in shares)
+            loss = sum(losses[slot] for _, losses in shares)
+            yield slot, gradient, loss
 
     def _own_gradients(
         self,
@@ -562,9 +565,10 @@ class AdapterBank(AdapterSampler):
         present = batch.present[:, : used - 1]
         temperature = inputs.temperature.to(mask.device)[:, None].expand(mask.shape)
         model = self.model_of(policy, slots[0])
-        widest = max(map(len, prompts))
+        # Padded tokens of the pass: prompts run once, or once for each row.
         copies = len(prompts) if model.shares_prefix else len(batch)
-        model.recomputes_layers = self._recomputes_layers(used * len(batch) + widest * copies)
+        prompt_tokens = max(map(len, prompts)) * copies
+        model.recomputes_layers = self._recomputes_layers(used * len(batch) + prompt_tokens)
         make_hook = self.hook_factory(policy)
         with model.autocast():
             hidden = model.hidden(prompts, slots, pair_of_row, fed, present, members, make_hook)
@@ -607,7 +611,7 @@ class AdapterBank(AdapterSampler):
             """Return what determines the distributions, `[c, ...]`."""
             if passed.model is self.base:
                 return passed.hidden
-            return self._log_softmax(passed, passed.hidden)
+            return passed.log_softmax(passed.hidden, self.end_ids)
 
         return self._read(batch, read)
 
@@ -628,25 +632,13 @@ class AdapterBank(AdapterSampler):
                 rows = slice(start, start + self.logits_rows)
                 first = earlier[rows]
                 if passed.model is self.base:
-                    first = self._log_softmax(passed, first, rows)
-                second = self._log_softmax(passed, passed.hidden[rows], rows)
+                    first = passed.log_softmax(first, self.end_ids, rows)
+                second = passed.log_softmax(passed.hidden[rows], self.end_ids, rows)
                 # KL(p || q) = sum over the vocabulary of p (log p - log q).
                 found.append((first.exp() * (first - second)).sum(1))
             return torch.cat(found)
 
         return self._read(batch, read)
-
-    def _log_softmax(
-        self, passed: MicroBatchPass, hidden: Tensor, rows: slice = slice(None)
-    ) -> Tensor:
-        """Return log-probabilities `[c, v]` of the whole vocabulary, float32, all finite."""
-        with passed.model.autocast():
-            logits = passed.model.logits(hidden)
-        scaled = scale_logits(
-            logits.clone(), passed.temperature[rows], passed.early[rows], self.end_ids
-        )
-        # 0 * -inf would be NaN.
-        return scaled.log_softmax(1).clamp(min=-1e30)
 
     @torch.no_grad()
     def _read(self, batch: Batch, read: Callable[[MicroBatchPass, MicroBatch], Tensor]) -> Tensor:

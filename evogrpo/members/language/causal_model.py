@@ -371,7 +371,8 @@ class CausalModel:
         # 3. Run it.
         beginnings = [prompts[0][:common]] * len(members)
         cache = self._run_on(None, torch.arange(len(members)), beginnings, make_hook(members))
-        return cache, rows.to(self.device), [prompt[common:] for prompt in prompts]
+        rests = [prompt[common:] for prompt in prompts]
+        return cache, rows.to(self.device), rests
 
     def hidden(
         self,
@@ -498,7 +499,8 @@ class CausalModel:
         place = torch.arange(length + mask.shape[1], device=self.device)
         past_or_prompt = torch.where(place < length + padding, place - padding, place)
         order = torch.where(place < padding, length + place, past_or_prompt)  # [m, P + t]
-        mask = torch.cat([past.mask[rows], mask], dim=1).gather(1, order)
+        whole_mask = torch.cat([past.mask[rows], mask], dim=1)
+        mask = whole_mask.gather(1, order)
         return ids, mask, [PrefixLayer(layer, rows, order) for layer in past.layers]
 
     def decode(

@@ -114,7 +114,9 @@ def end_ids_of(model: PreTrainedModel) -> set[int]:
             listed = named
         else:
             listed = [named]
-        ends.update(token for token in listed if isinstance(token, int) and 0 <= token < size)
+        for token in listed:
+            if isinstance(token, int) and 0 <= token < size:
+                ends.add(token)
     return ends
 
 
@@ -178,11 +180,13 @@ def find_decoder(model: PreTrainedModel) -> nn.Module:
 def check_causal(model: PreTrainedModel) -> None:
     """Raise a ValueError if another last token changes earlier logits."""
     device = next(model.parameters()).device
-    ids = torch.tensor([[3, 1, 2, 1, 3], [3, 1, 2, 1, 5]], device=device)
-    one, other = logits_of(model, ids % vocabulary_of(model)).float()
+    sequences = [[3, 1, 2, 1, 3], [3, 1, 2, 1, 5]]
+    ids = torch.tensor(sequences, device=device) % vocabulary_of(model)
+    one, other = logits_of(model, ids).float()
     # Changes of earlier logits below 2 % of the last change are rounding.
     change = (one - other).abs().amax(1)
-    if float(change[:-1].max()) > 0.02 * float(change[-1]):
+    earlier = float(change[:-1].max())
+    if earlier > 0.02 * float(change[-1]):
         raise ValueError(
             f"{class_name(model)} is not causal: its prediction of a token depends on later tokens."
             " Use a causal language model."
@@ -281,7 +285,8 @@ def find_head(model: PreTrainedModel, decoder: nn.Module) -> Head:
         enlarged = inputs[1].float()
         # Some models scale hidden states instead of logits, with the same effect.
         # The ratio is the least-squares fit of hidden = ratio * natural.
-        ratio = (hidden.float() * natural).sum() / natural.square().sum().clamp(min=1e-30)
+        squares = natural.square().sum()
+        ratio = (hidden.float() * natural).sum() / squares.clamp(min=1e-30)
         if close((ratio * natural).to(dtype), hidden):
             probe = (ratio * enlarged).to(hidden.dtype)[0]
             # In Mamba, the head has not the dtype of the hidden states.
@@ -347,7 +352,8 @@ def close(got: Tensor, expected: Tensor) -> bool:
     if got.shape != expected.shape:
         return False
     scale = float(expected.float().abs().max()) or 1.0
-    return float((got - expected).float().abs().max()) <= tolerance * scale
+    difference = float((got - expected).float().abs().max())
+    return difference <= tolerance * scale
 
 
 PROMPTS = ((3, 1, 2, 3), (3, 1, 1))
@@ -496,8 +502,10 @@ def prefix_cache_works(
         return False
     # 2. Compare each row with its whole sequence.
     for number, row, hidden in zip(CONTINUED, ids, shared, strict=True):
-        whole = torch.tensor([*prompts[number], *row.tolist()], device=device)
-        expected = decoder(input_ids=whole[None]).last_hidden_state[0, -len(row) :]
+        sequence = [*prompts[number], *row.tolist()]
+        whole = torch.tensor(sequence, device=device)
+        hidden_states = decoder(input_ids=whole[None]).last_hidden_state
+        expected = hidden_states[0, -len(row) :]
         if not close(hidden, expected):
             return False
     return True

@@ -278,9 +278,10 @@ def _append(states: Sequence[_State], active: Sequence[int], sampled: Rollout) -
     truncated = sampled.truncated.tolist()
     completions = unpadded(sampled.actions, sampled.present)
     for number, (row, tokens) in enumerate(zip(active, completions, strict=True)):
-        states[row].completions.append(tokens)
-        states[row].log_probs.append(sampled.log_probs[number, : len(tokens)])
-        states[row].truncated = truncated[number]
+        state = states[row]
+        state.completions.append(tokens)
+        state.log_probs.append(sampled.log_probs[number, : len(tokens)])
+        state.truncated = truncated[number]
 
 
 def _reply(

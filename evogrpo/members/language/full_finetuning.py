@@ -109,7 +109,8 @@ class MemberModels:
 def _views(flat: Tensor, model: nn.Module) -> list[Tensor]:
     """Return the parts of a flat vector `[k]` as views with the shapes of a model's parameters."""
     shapes = [parameter.shape for parameter in model.parameters()]
-    parts = flat.split([shape.numel() for shape in shapes])
+    sizes = [shape.numel() for shape in shapes]
+    parts = flat.split(sizes)
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 

@@ -97,9 +97,10 @@ class KVCache:
         places = order[:, None, :, None]  # [m, 1, width, 1]
         layers = []
         for keys, values in self.layers:
-            shape = (*keys.shape[:2], width, keys.shape[3])
-            moved_keys = keys.gather(2, places.expand(shape))
-            moved_values = values.gather(2, places.expand(*shape[:3], values.shape[3]))
+            kv = keys.shape[1]
+            # Keys and values may have heads of different widths.
+            moved_keys = keys.gather(2, places.expand(-1, kv, -1, keys.shape[3]))
+            moved_values = values.gather(2, places.expand(-1, kv, -1, values.shape[3]))
             layers.append((moved_keys, moved_values))
         return KVCache(layers=tuple(layers), mask=self.mask.gather(1, order))
 
@@ -205,8 +206,8 @@ class CachedDecoding:
         # In the mask, fed padding counts as real; `real` says what is.
         prompt_mask = self._mask[rows, : self._prompt_width]
         mask = torch.cat([prompt_mask, real], dim=1)
-        layers = tuple((layer.keys[rows], layer.values[rows]) for layer in self._layers)  # type: ignore[index]
-        return KVCache(layers=layers, mask=mask).left_padded()
+        layers = [(layer.keys[rows], layer.values[rows]) for layer in self._layers]  # type: ignore[index]
+        return KVCache(layers=tuple(layers), mask=mask).left_padded()
 
 
 class PlainDecoding:
@@ -237,7 +238,8 @@ class PlainDecoding:
 
     def first_hidden(self) -> Tensor:
         """Return hidden states of the prompts' last tokens."""
-        return self._run(self._ids, self._mask, None, self._adapter_hook)[:, -1]
+        hidden = self._run(self._ids, self._mask, None, self._adapter_hook)
+        return hidden[:, -1]
 
     def advance(self, tokens: Tensor) -> Tensor:
         """Run the whole sequences with one more token per row."""

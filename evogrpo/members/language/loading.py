@@ -30,6 +30,7 @@ from evogrpo.members.devices import Precision, checked_device
 from evogrpo.members.fast_llama.weight_layout import fast_paths_disabled, find_weight_layout
 from evogrpo.members.language.compatibility import end_ids_of, find_decoder, vocabulary_of
 from evogrpo.members.language.fsdp import shard, shard_count
+from evogrpo.storage.checkpoint import is_path
 from evogrpo.synonyms import close_match, unknown_name_error
 from evogrpo.text import class_name, expand_user, shown, text_of
 from evogrpo.validation import names_unknown, whole_between
@@ -430,8 +431,8 @@ def locate_base(source: str | Path) -> str:
     if path.is_dir():
         return str(path)
     # 2. All other names are hub ids, which are "name" or "owner/name".
-    is_path = isinstance(source, Path) or path.is_absolute() or path.is_file()
-    if is_path or name.startswith((".", "~")) or not _HUB_ID.fullmatch(name):
+    as_path = isinstance(source, Path) or path.is_absolute() or path.is_file()
+    if as_path or name.startswith((".", "~")) or not _HUB_ID.fullmatch(name):
         raise ValueError(
             f"No folder at {shown(name, 120)}. Pass a model folder, a .gguf file, a hub id or"
             f" {DEMO_MODEL!r}."
@@ -454,6 +455,25 @@ def loadable_name(model: PreTrainedModel) -> str | None:
     if Path(name).is_dir() and name:
         return str(Path(name).resolve())
     return name or None
+
+
+def load_named_base(source: str) -> PreTrainedModel:
+    """Load the base model that a checkpoint names.
+
+    Raises:
+        ValueError: If it names a path, which is never followed, or the model cannot be loaded.
+    """
+    remedy = "Pass the base model as actor_network=, loaded with evogrpo.load_base"
+    if is_path(source):
+        raise ValueError(
+            f"The base model was saved from path {source!r}, which is not opened. {remedy}."
+        )
+    try:
+        return load_base(source).model
+    except ValueError as error:
+        raise ValueError(
+            f"The checkpoint's base model {source!r} cannot be loaded. {remedy}. {error}"
+        ) from error
 
 
 def load_tokenizer(model: PreTrainedModel) -> Any:

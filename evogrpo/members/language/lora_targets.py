@@ -236,4 +236,5 @@ def _in_words(reasons: Mapping[str, str]) -> str:
         group = names.setdefault(reason, [])
         if starred not in group:
             group.append(starred)
-    return "; ".join(f"{', '.join(group)} ({reason})" for reason, group in names.items())
+    parts = [f"{', '.join(group)} ({reason})" for reason, group in names.items()]
+    return "; ".join(parts)

@@ -41,7 +41,7 @@ from evogrpo.members.language.compatibility import (
 from evogrpo.members.language.conversations import rewarded_batch, sample_conversations
 from evogrpo.members.language.fsdp import NEEDS_SAMPLER, sharded_over
 from evogrpo.members.language.full_finetuning import choose_trained
-from evogrpo.members.language.loading import fingerprint, load_base, load_tokenizer
+from evogrpo.members.language.loading import fingerprint, load_named_base, load_tokenizer
 from evogrpo.members.language.lora import lora_from_json, lora_to_json
 from evogrpo.members.language.own_loop import Experiences, as_batch, as_completions, prompt_rows
 from evogrpo.members.language.peft_files import StoredAdapter
@@ -67,7 +67,7 @@ from evogrpo.records import (
 )
 from evogrpo.spaces import CompletionSpace
 from evogrpo.stop_strings import StopStrings
-from evogrpo.storage.checkpoint import CheckpointError, is_path
+from evogrpo.storage.checkpoint import CheckpointError
 from evogrpo.text import class_name, shown
 from evogrpo.validation import validate, whole_between
 from evogrpo.warnings import warn, warn_of_literal_newline
@@ -291,9 +291,8 @@ class LanguageMembers(BankMembers):
         self._stop_strings = self._stop_strings_in(space)
         if self.settings.eos_token_ids is None:
             ends = self._end_ids_in(space, self.bank.base.model)
-            self.bank.end_ids = torch.tensor(
-                sorted(ends | set(self.bank.end_ids.tolist())), device=self.device
-            )
+            ends.update(self.bank.end_ids.tolist())
+            self.bank.end_ids = torch.tensor(sorted(ends), device=self.device)
         return batch
 
     def _stop_strings_in(self, space: object, tokenizer: Any = None) -> StopStrings | None:
@@ -387,10 +386,10 @@ class LanguageMembers(BankMembers):
         """Return uniforms `[sum(counts), max_output_tokens]`: `counts[i]` rows of stream i."""
         name = purpose if not turn else f"{purpose} turn {turn}"
         length = self.settings.max_output_tokens
-        parts = [
-            generator(self.settings.seed, name, *stream).random((count, length), dtype=np.float32)
-            for stream, count in zip(streams, counts, strict=True)
-        ]
+        parts = []
+        for stream, count in zip(streams, counts, strict=True):
+            rng = generator(self.settings.seed, name, *stream)
+            parts.append(rng.random((count, length), dtype=np.float32))
         return torch.from_numpy(np.concatenate(parts))
 
     def _sample_rows(
@@ -523,11 +522,13 @@ class LanguageMembers(BankMembers):
             return []
         # 2. Tokenize the prompts: texts, or conversations by the chat template.
         tokenizer = tokenizer or self._tokenizer
-        plain = [
-            prompt if isinstance(prompt, str) else check_messages(prompt, "a prompt")
-            for prompt in prompts
-        ]
-        ids = tokenize([(prompt, {}) for prompt in plain], tokenizer, "generate")
+        plain = list[tuple[Any, dict[str, Any]]]()
+        for prompt in prompts:
+            if isinstance(prompt, str):
+                plain.append((prompt, {}))
+            else:
+                plain.append((check_messages(prompt, "a prompt"), {}))
+        ids = tokenize(plain, tokenizer, "generate")
         # 3. Sample `n` completions of each, prompt by prompt.
         count = len(ids) * n
         rng = generator(settings.seed, "generate", learner.index, calls)
@@ -573,7 +574,8 @@ class LanguageMembers(BankMembers):
         check_token_ids(self.bank.base.model, tokens, "completion_ids")
         # 2. A completion whose last token does not end it was truncated.
         last = batch.present.sum(1, keepdim=True).clamp(min=1) - 1
-        ended = torch.isin(batch.actions.gather(1, last), self.bank.end_ids.to(self.device))
+        last_tokens = batch.actions.gather(1, last)
+        ended = torch.isin(last_tokens, self.bank.end_ids.to(self.device))
         if self._stop_strings is not None:
             for row, tokens in enumerate(unpadded(batch.actions, batch.present)):
                 if self._stop_strings.end_of(tokens) is not None:
@@ -647,17 +649,7 @@ class LanguageMembers(BankMembers):
         source = str(record["source"])
         model = actor_network
         if model is None:
-            remedy = "Pass the base model as actor_network=, loaded with evogrpo.load_base"
-            if is_path(source):
-                raise ValueError(
-                    f"The base model was saved from path {source!r}, which is not opened. {remedy}."
-                )
-            try:
-                model = load_base(source).model
-            except ValueError as error:
-                raise ValueError(
-                    f"The checkpoint's base model {source!r} cannot be loaded. {remedy}. {error}"
-                ) from error
+            model = load_named_base(source)
         actual = fingerprint(model)
         if record["fingerprint"] != actual:
             raise CheckpointError(

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from evogrpo.functional.log_probs import scale_logits
 from evogrpo.members.bank import PolicyVersion
 from evogrpo.members.fast_llama.weight_layout import fast_paths_disabled
 from evogrpo.members.language.causal_model import CausalModel
@@ -60,8 +61,24 @@ class MicroBatchPass:
 
     def scatter(self, values: Tensor, width: int) -> Tensor:
         """Return values `[c, ...]` of the actions as `[n, width, ...]`, 0 elsewhere."""
-        zeros = values.new_zeros(len(self.mask), width, *values.shape[1:])
-        return zeros.index_put(self.mask.nonzero(as_tuple=True), values)[self.run_as]
+        shape = (len(self.mask), width, *values.shape[1:])
+        places = self.mask.nonzero(as_tuple=True)
+        of_distinct_rows = values.new_zeros(shape).index_put(places, values)
+        return of_distinct_rows[self.run_as]
+
+    def log_softmax(self, hidden: Tensor, end_ids: Tensor, rows: slice = slice(None)) -> Tensor:
+        """Return log-probabilities `[c, v]` of the whole vocabulary, float32, all finite.
+
+        Args:
+            hidden: `[c, h]` hidden states of some actions.
+            end_ids: Tokens that end a completion.
+            rows: These actions.
+        """
+        with self.model.autocast():
+            logits = self.model.logits(hidden)
+        scaled = scale_logits(logits.clone(), self.temperature[rows], self.early[rows], end_ids)
+        # 0 * -inf would be NaN.
+        return scaled.log_softmax(1).clamp(min=-1e30)
 
 
 def repetitions(batch: Batch, members: Tensor) -> list[list[int]]:
@@ -85,7 +102,8 @@ def repetitions(batch: Batch, members: Tensor) -> list[list[int]]:
         batch.action_mask,
         batch.chosen,
     )
-    matrix = torch.cat([column.cpu().long() for column in columns], dim=1).numpy()
+    numbers = [column.cpu().long() for column in columns]
+    matrix = torch.cat(numbers, dim=1).numpy()
     # 2. Group equal rows. The list of a group's first row fills up as others are found.
     found: dict[bytes, list[int]] = {}
     groups: list[list[int]] = []

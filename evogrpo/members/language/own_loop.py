@@ -141,6 +141,7 @@ def as_batch(
     """
     # 1. Check the types and the number of prompts.
     completion_ids, action_masks, rewards = _checked_parts(experiences)
+    group_size = rewards.shape[1]
     # 2. Split each group into its prompt and its rows.
     prompts: list[tuple[int, ...]] = []
     rows: list[tuple[Tensor, Tensor]] = []
@@ -151,13 +152,9 @@ def as_batch(
             raise ValueError(
                 f"completion_ids[{number}] must be token ids, which are integers, got {ids.dtype}."
             )
-        if (
-            ids.dim() != 2
-            or mask.shape != (ids.shape[0], ids.shape[1] - 1)
-            or len(ids) != rewards.shape[1]
-        ):
+        if ids.dim() != 2 or len(ids) != group_size or mask.shape != (group_size, ids.shape[1] - 1):
             raise ValueError(
-                f"completion_ids[{number}] must be [{rewards.shape[1]}, P + C] and"
+                f"completion_ids[{number}] must be [{group_size}, P + C] and"
                 f" action_masks[{number}] one token shorter, got {tuple(ids.shape)} and"
                 f" {tuple(mask.shape)}."
             )
@@ -166,7 +163,8 @@ def as_batch(
         # Entry i of the mask belongs to token i + 1.
         start = int(mask.any(0).nonzero()[0]) + 1
         prompts.append(tuple(ids[0, :start].tolist()))
-        if not bool((ids[:, :start] == ids[:1, :start]).all()):
+        same_prompt = ids[:, :start] == ids[:1, :start]
+        if not bool(same_prompt.all()):
             raise ValueError(
                 f"All rows of completion_ids[{number}] must begin with the same prompt."
             )
@@ -174,7 +172,6 @@ def as_batch(
         rows.extend(zip(completions, mask[:, start - 1 :], strict=True))
     # 3. Pad all rows to the longest.
     width = max(len(ids) for ids, _ in rows)
-    device = torch.device(device)
     padded_ids = []
     padded_masks = []
     for ids, counted in rows:
@@ -187,7 +184,7 @@ def as_batch(
     # All tokens up to the last counted one are present.
     columns = torch.arange(1, width + 1, device=device)
     last = (mask * columns).amax(1, keepdim=True)
-    group_ids = torch.arange(len(prompts), device=device).repeat_interleave(rewards.shape[1])
+    group_ids = torch.arange(len(prompts), device=device).repeat_interleave(group_size)
     return Batch(
         inputs=TokenInputs(
             prompts=tuple(prompts),

@@ -173,7 +173,8 @@ def _without_weights(model: nn.Module) -> nn.Module:
         zeros = torch.zeros(()).expand(parameter.shape)
         memo[id(parameter)] = nn.Parameter(zeros, requires_grad=False)
     for buffer in model.buffers():
-        memo[id(buffer)] = torch.zeros((), dtype=buffer.dtype).expand(buffer.shape)
+        zero = torch.zeros((), dtype=buffer.dtype)
+        memo[id(buffer)] = zero.expand(buffer.shape)
     return copy.deepcopy(model, memo)
 
 

@@ -25,7 +25,7 @@ from evogrpo.members.language.fsdp import NEEDS_SAMPLER
 from evogrpo.members.language.kv_cache import Decoding, Prefix, Prompts
 from evogrpo.members.language.micro_batches import distinct_prefixes, lexsort
 from evogrpo.members.language.sizing import prefill_bytes, sampling_bytes
-from evogrpo.records import UNTRUNCATED, Rollout, SamplingBatch
+from evogrpo.records import UNTRUNCATED, Rollout, SamplingBatch, unpadded
 
 CACHED_TOKENS = 32_768
 """Maximum tokens in the KV cache of a batch, and again in the caches saved for the next turn. On
@@ -364,9 +364,7 @@ class _Sampler:
 
     def _tokens(self, numbers: Tensor | slice) -> list[list[int]]:
         """Return the token ids of some rows, without padding."""
-        rows = self._actions[numbers].tolist()
-        lengths = self._present[numbers].sum(1).tolist()
-        return [row[:length] for row, length in zip(rows, lengths, strict=True)]
+        return unpadded(self._actions[numbers], self._present[numbers])
 
     def _prefill(self, batch: Tensor) -> Decoding:
         """Run each prompt once per member."""
@@ -389,7 +387,8 @@ class _Sampler:
             saved = rows.kept_rows.cpu()[batch]
         # 2. Tokens after the cached ones: the end of the last completion, and the reply.
         new = []
-        for row, prompt in zip(saved.tolist(), rows.prompt_ids.cpu()[batch].tolist(), strict=True):
+        prompts = rows.prompt_ids.cpu()[batch].tolist()
+        for row, prompt in zip(saved.tolist(), prompts, strict=True):
             cached = len(kept.tokens[row])
             new.append(rows.prompts[prompt][cached:])
         # 3. Run them on top of the caches. Each row has a prefix of its own.

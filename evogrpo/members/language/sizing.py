@@ -157,7 +157,8 @@ def parameters_per_rank(model: PreTrainedModel, parts: int) -> int:
         size = sum(parameter.numel() for parameter in layer.parameters())
         in_layers += size
         largest = max(largest, size)
-    return whole - in_layers + math.ceil(in_layers / parts) + 3 * largest
+    shard = math.ceil(in_layers / parts)
+    return whole - in_layers + shard + 3 * largest
 
 
 def base_bytes(model: PreTrainedModel) -> int:
@@ -236,6 +237,7 @@ def activation_room(bank: "AdapterBank") -> float:
         vectors = 3 * bank.size
         if bank.reference is not None:
             vectors += bank.size
-        left = available // ranks_per_device(1) - base_bytes(bank.base.model) - vectors * member
+        taken = base_bytes(bank.base.model) + vectors * member
+        left = available // ranks_per_device(1) - taken
     # 3. One gradient exists beside the activations.
     return MEMORY_SHARE * (left - member)

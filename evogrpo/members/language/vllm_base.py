@@ -117,7 +117,8 @@ class VLLMBase:
         folder = self._folder / self._name(slot, bank.changes[slot])
         folder.mkdir(parents=True, exist_ok=True)
         # vLLM computes in this precision, so the files need no more digits.
-        save_file({name: each.to(dtype) for name, each in tensors.items()}, folder / TENSORS)
+        rounded = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+        save_file(rounded, folder / TENSORS)
         (folder / CONFIG).write_bytes(config)
         return folder
 

@@ -139,7 +139,8 @@ class ColocatedVLLMSampler(VLLMBase):
             for slot in changed:
                 folder = self._write(slot)
                 # A new number, by which vLLM knows an adapter.
-                self._adapters[slot] = adapter(folder.name, next(self._numbers), str(folder))
+                number = next(self._numbers)
+                self._adapters[slot] = adapter(folder.name, number, str(folder))
         self._keep_current(changed)
 
     def sample(

@@ -107,7 +107,8 @@ class VLLMSampler(VLLMBase):
             raise ValueError(f"timeout must be a positive number of seconds, got {seconds}.")
         urls: Sequence[Any] = url if isinstance(url, list | tuple) else [url]
         self._servers = [Server(each, seconds) for each in urls]
-        if not urls or len({server.url for server in self._servers}) < len(urls):
+        different = {server.url for server in self._servers}
+        if not urls or len(different) < len(urls):
             raise ValueError(f"url must be one address or several different ones, got {len(urls)}.")
         super().__init__(adapters_dir)
 
@@ -203,7 +204,8 @@ class VLLMSampler(VLLMBase):
         size = min(ROWS_PER_REQUEST, math.ceil(share / REQUESTS_PER_SERVER))
         requests: list[_Request] = []
         for (server, slot, _), numbers in given.items():
-            requests += [(self._servers[server], slot, part) for part in _parts(numbers, size)]
+            parts = _parts(numbers, size)
+            requests += [(self._servers[server], slot, part) for part in parts]
         return self._sample(rows, requests, on_finished)
 
     # ---- adapters and servers
@@ -230,7 +232,8 @@ class VLLMSampler(VLLMBase):
 
     def _sample_base(self, server: Server, rows: SamplingBatch) -> Rollout:
         """Sample rows from the base on one server."""
-        return self._sample(rows, [(server, None, list(range(len(rows))))], None)
+        everything = list(range(len(rows)))
+        return self._sample(rows, [(server, None, everything)], None)
 
     def _refused(self, server: Server, problem: str) -> VLLMError:
         """Return an error with the command that starts the server as this population needs it."""
@@ -255,7 +258,13 @@ class VLLMSampler(VLLMBase):
         """Send all requests at once, and collect the completions in this thread."""
         completions = Completions(rows, self._connected().base.pad_id, on_finished)
         tasks = [partial(self._complete, rows, *request) for request in requests]
-        _run(tasks, rows.stop, lambda task, choices: completions.add(requests[task][2], choices))
+
+        def add(task: int, choices: Any) -> None:
+            """Add the completions of one request."""
+            _, _, numbers = requests[task]
+            completions.add(numbers, choices)
+
+        _run(tasks, rows.stop, add)
         return completions.rollout()
 
     def _complete(
@@ -313,7 +322,8 @@ class VLLMSampler(VLLMBase):
 
 def _parts(numbers: list[int], size: int) -> list[list[int]]:
     """Return consecutive parts of a list, of at most this size."""
-    return [numbers[start : start + size] for start in range(0, len(numbers), size)]
+    starts = range(0, len(numbers), size)
+    return [numbers[start : start + size] for start in starts]
 
 
 def _run(
