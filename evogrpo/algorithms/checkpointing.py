@@ -188,8 +188,10 @@ def read_agent(agent: "Agent", path: str | Path) -> None:
                 )
         shared = members.shared_tensors()
         stored_shared, state = split_shared(tensors)
-        equal = shared.keys() == stored_shared.keys()
-        if not equal or not all(torch.equal(shared[name], stored_shared[name]) for name in shared):
+        equal = shared.keys() == stored_shared.keys() and all(
+            torch.equal(value, stored_shared[name]) for name, value in shared.items()
+        )
+        if not equal:
             raise CheckpointError(
                 f"{path} holds an agent whose module had other weights or buffers, or that started"
                 f" from another adapter. Load it with {class_name(agent)}.load."
@@ -277,7 +279,8 @@ def restore_population(
         # 3. Check that members and lineage agree, and that the next index is unused.
         indices = [agent.index for agent in agents]
         born = {birth.index for birth in population.lineage}
-        if len(set(indices)) < len(indices) or not set(indices) <= born:
+        repeated = len(set(indices)) < len(indices)
+        if repeated or not set(indices) <= born:
             raise ValueError(
                 f"Members {indices} are repeated or missing from the lineage. Load another"
                 " checkpoint."

@@ -97,8 +97,12 @@ def sample_groups(
     ends = request.group_ids.unique_consecutive(return_counts=True)[1].cumsum(0)
     bounds = [0]
     for share in ends.tensor_split(ranks.size):
-        bounds.append(int(share[-1]) if len(share) else bounds[-1])
-    rows = torch.arange(bounds[ranks.rank], bounds[ranks.rank + 1])
+        last = bounds[-1]
+        if len(share):
+            last = int(share[-1])
+        bounds.append(last)
+    begin, end = bounds[ranks.rank : ranks.rank + 2]
+    rows = torch.arange(begin, end)
 
     # 4. Sample.
     def sample() -> RolloutBatch | None:
@@ -120,7 +124,8 @@ def distinct_settings(learners: Sequence[Learner]) -> tuple[TaskSettings, ...]:
 def _moved(sampled: RolloutBatch, device: torch.device | str) -> RolloutBatch:
     """Return a rollout with its tensors on a device."""
     experience = {policy: batch.to(device) for policy, batch in sampled.experience.items()}
-    return replace(sampled, experience=experience, truncated=sampled.truncated.to(device))
+    truncated = sampled.truncated.to(device)
+    return replace(sampled, experience=experience, truncated=truncated)
 
 
 # ---- dynamic sampling
@@ -219,13 +224,15 @@ def _rows_with_refills(
         useful = [group for group in drawn_groups if group not in useless_groups]
         # New groups with signal take the places of old ones without.
         for old_group, new_group in zip(without_signal[slot], useful, strict=False):
-            rows[_rows_of(batch, slot, old_group)] = len(batch) + _rows_of(new, slot, new_group)
+            old_rows = _rows_of(batch, slot, old_group)
+            rows[old_rows] = len(batch) + _rows_of(new, slot, new_group)
     return rows
 
 
 def _rows_of(batch: Batch, slot: int, group: int) -> Tensor:
     """Return the row numbers of a member's group."""
-    return ((batch.member_ids == slot) & (batch.group_ids == group)).nonzero()[:, 0]
+    of_group = (batch.member_ids == slot) & (batch.group_ids == group)
+    return of_group.nonzero()[:, 0]
 
 
 def groups_without_signal(batch: Batch, kinds: Mapping[int, str]) -> dict[int, list[int]]:
@@ -330,7 +337,8 @@ def _concatenate_batches(batches: Sequence[Batch]) -> Batch:
             continue
         # 2. Two parts may use the same numbers of groups, as environments may count their own
         #    from 0. Later parts continue after the largest number.
-        shift = max(0, 1 + int(merged.group_ids.max()) - int(batch.group_ids.min()))
+        next_number = 1 + int(merged.group_ids.max())
+        shift = max(0, next_number - int(batch.group_ids.min()))
         merged = merged.concatenate(replace(batch, group_ids=batch.group_ids + shift))
     assert merged is not None
     return merged
@@ -346,7 +354,8 @@ def _concatenate_scores(parts: Sequence[Scores]) -> Scores:
     for name in first.columns:
         # A part in which no function logged a column lacks it.
         if all(name in part.columns for part in parts):
-            columns[name] = tuple(chain.from_iterable(part.columns[name] for part in parts))
+            tables = [part.columns[name] for part in parts]
+            columns[name] = tuple(chain.from_iterable(tables))
     rows = [len(part.rewards) for part in parts]
     metrics = {}
     for name in first.metrics:

@@ -52,7 +52,8 @@ def evaluate_questions(
         # the questions.
         results = [result for result in ranks.gather_results(work) if result is not None]
         # Rows of a slot are next to each other.
-        rewards = np.hstack([values.reshape(len(request.slots), -1) for values, _ in results])
+        rows = [values.reshape(len(request.slots), -1) for values, _ in results]
+        rewards = np.hstack(rows)
         spent_by_rank = np.array([spent for _, spent in results])
         tokens = tuple(spent_by_rank.sum(axis=0).tolist())
     # 2. Average over the answers to each question.
@@ -69,7 +70,8 @@ def evaluate_questions(
     rewards = rewards.reshape(shape)
     scored = np.isfinite(rewards)
     with np.errstate(invalid="ignore"):  # 0 / 0 where no answer has a reward
-        means = np.where(scored, rewards, 0.0).sum(axis=2) / scored.sum(axis=2)
+        sums = np.where(scored, rewards, 0.0).sum(axis=2)
+        means = sums / scored.sum(axis=2)
     return means, tokens
 
 
@@ -176,7 +178,8 @@ def measure_fitness(
     # The error of the whole race is divided among its comparisons and all pairs with the leader
     # (Bonferroni).
     comparisons = len(list(rounds(count, racing=True))) - 1  # one after each round but the last
-    error = config.race_error / max(1, comparisons) / max(1, len(slots) - 1)
+    pairs = max(1, len(slots) - 1)
+    error = config.race_error / max(1, comparisons) / pairs
     running = list(range(len(slots)))  # rows of `scores`: members that are still in the race
     # 2. Evaluate in rounds; members that are clearly behind leave the race.
     for first, last in rounds(count, racing=config.racing and not base):
@@ -196,7 +199,8 @@ def measure_fitness(
         for slot, amount in zip(request.slots, spent, strict=True):
             tokens[slot] += amount
         if last < count:
-            running = [running[row] for row in still_racing(scores[running, :last], error)]
+            left = still_racing(scores[running, :last], error)
+            running = [running[row] for row in left]
             # The last member races against the best member so far.
             if len(running) == 1 and rival is not None:
                 rival_scores = [rival.by_key.get(question, np.nan) for question in range(count)]
@@ -204,10 +208,10 @@ def measure_fitness(
                     break
     # 3. Compare members on the questions that have a reward for all of them.
     kept = common_questions(scores, evaluated, split)
-    measured = [
-        Fitness.from_scores(row[answered].tolist(), np.flatnonzero(answered).tolist())
-        for row, answered in zip(scores, kept & evaluated, strict=True)
-    ]
+    measured = []
+    for row, answered in zip(scores, kept & evaluated, strict=True):
+        questions_answered = np.flatnonzero(answered).tolist()
+        measured.append(Fitness.from_scores(row[answered].tolist(), questions_answered))
     # 4. Estimate, for all questions, the fitness of members that left the race early.
     leader = max((measured[row] for row in running), key=lambda fitness: fitness.mean)
     fitness = [on_all_questions(each, leader) for each in measured]
@@ -242,14 +246,16 @@ def clearly_behind(leader: NDArray[np.float64], other: NDArray[np.float64], erro
         other: `[n]` the member's scores on the same questions; NaN where either has none.
         error: Error probability of this comparison.
     """
-    differences = (leader - other)[np.isfinite(leader - other)]
+    differences = leader - other
+    differences = differences[np.isfinite(differences)]
     if len(differences) < 2 or differences.mean() <= 0:
         return False
     # Add one artificial difference that contradicts the others: without it, a few equal differences
     # would have no variance and look certain.
     contradicted = np.append(differences, -np.abs(differences).max())
     standard_error = contradicted.std(ddof=1) / math.sqrt(len(contradicted))
-    return bool(contradicted.mean() > t_quantile(1 - error, len(differences)) * standard_error)
+    margin = t_quantile(1 - error, len(differences)) * standard_error
+    return bool(contradicted.mean() > margin)
 
 
 def t_quantile(probability: float, degrees: int) -> float:
@@ -276,13 +282,14 @@ def still_racing(scores: NDArray[np.float64], error: float) -> list[int]:
         error: Error probability of each comparison.
     """
     scored = np.isfinite(scores)
-    means = np.where(scored, scores, 0.0).sum(axis=1) / np.maximum(scored.sum(axis=1), 1)
+    sums = np.where(scored, scores, 0.0).sum(axis=1)
+    means = sums / np.maximum(scored.sum(axis=1), 1)
     leader = int(np.where(scored.any(axis=1), means, -np.inf).argmax())
-    return [
-        row
-        for row, member_scores in enumerate(scores)
-        if row == leader or not clearly_behind(scores[leader], member_scores, error)
-    ]
+    racing = []
+    for row, member_scores in enumerate(scores):
+        if row == leader or not clearly_behind(scores[leader], member_scores, error):
+            racing.append(row)
+    return racing
 
 
 def on_all_questions(fitness: Fitness, leader: Fitness) -> Fitness:
@@ -343,4 +350,5 @@ def common_scores(rewards: NDArray[np.float64], split: Split) -> NDArray[np.floa
 
     See `common_questions`.
     """
-    return rewards[:, common_questions(rewards, np.ones(rewards.shape, dtype=np.bool_), split)]
+    answered = np.ones(rewards.shape, dtype=np.bool_)
+    return rewards[:, common_questions(rewards, answered, split)]

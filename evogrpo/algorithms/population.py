@@ -86,11 +86,12 @@ class Population(NamesMissing, Sequence[Any]):
         return len(self.agents)
 
     def __repr__(self) -> str:
-        scores = (f" {agent.fitness.mean:.3g}" if agent.fitness else "" for agent in self.agents)
-        members = ", ".join(
-            f"#{agent.index}{score}" for agent, score in zip(self.agents, scores, strict=True)
-        )
-        return f"Population({len(self)} {class_name(self.agents[0])} members: {members})"
+        members = []
+        for agent in self.agents:
+            score = f" {agent.fitness.mean:.3g}" if agent.fitness else ""
+            members.append(f"#{agent.index}{score}")
+        kind = class_name(self.agents[0])
+        return f"Population({len(self)} {kind} members: {', '.join(members)})"
 
     def __getitem__(self, slot: Any) -> Any:
         return self._handed_out[slot]
@@ -439,7 +440,8 @@ def check_settings(
             values.setdefault(name, {})[value] = None
     if not values:
         return
-    supporting(env, values).check_settings({name: tuple(each) for name, each in values.items()})
+    listed = {name: tuple(each) for name, each in values.items()}
+    supporting(env, values).check_settings(listed)
 
 
 def _mean_group_rewards(sampled: RolloutBatch, settings: int) -> dict[int, dict[int, float]]:
@@ -452,7 +454,8 @@ def _mean_group_rewards(sampled: RolloutBatch, settings: int) -> dict[int, dict[
     groups: dict[tuple[int, int], list[float]] = {}
     slots = sampled.member_ids.tolist()
     starts = (sampled.start_ids // settings).tolist()
-    for slot, start, reward in zip(slots, starts, sampled.scores.rewards.tolist(), strict=True):
+    rewards_of_rows = sampled.scores.rewards.tolist()
+    for slot, start, reward in zip(slots, starts, rewards_of_rows, strict=True):
         if math.isfinite(reward):  # NaN = no reward applies
             groups.setdefault((slot, start), []).append(reward)
     means: dict[int, dict[int, float]] = {}

@@ -1,4 +1,4 @@
-"""Loss of one optimizer step: each row by the loss type and hyperparameters of its own member."""
+"""Advantages and losses of actions: each row by the types and hyperparameters of its own member."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -8,6 +8,8 @@ from torch import Tensor
 
 from evogrpo.algorithms.learning.training_rows import TrainingRows
 from evogrpo.config.objective import Objective
+from evogrpo.functional.advantages import advantages
+from evogrpo.functional.loss_types import STEP_ADVANTAGES
 from evogrpo.functional.losses import (
     bias_corrected_kl,
     clipped_actions,
@@ -15,9 +17,16 @@ from evogrpo.functional.losses import (
     kl_estimate,
     policy_loss,
 )
+from evogrpo.functional.rewards import (
+    consecutive_ids,
+    normalise_rewards,
+    update_running_statistics,
+    zero_variance_groups,
+)
 from evogrpo.members.bank import Update
 from evogrpo.members.requests import Learner
-from evogrpo.records import select_rows
+from evogrpo.records import Batch, select_rows
+from evogrpo.warnings import warn
 
 Part = Tensor | slice
 """Indices `[j]` into the rows of an optimizer step, or all of them."""
@@ -84,7 +93,8 @@ class RowHyperparameters:
             found = {}
             for name in sorted(set(types.values())):
                 slots = [slot for slot, kind in types.items() if kind == name]
-                found[name] = torch.isin(member_ids, torch.tensor(slots, device=member_ids.device))
+                own = torch.tensor(slots, device=member_ids.device)
+                found[name] = torch.isin(member_ids, own)
             return found
 
         loss_types = {slot: objective.loss_type for slot, objective in objectives.items()}
@@ -271,3 +281,100 @@ class ActionLosses:
         # the parts.
         order = torch.cat(parts).argsort()
         return torch.cat(values).index_select(0, order)
+
+
+def compute_advantages(
+    batch: Batch,
+    objective: Objective,
+    per_row: RowHyperparameters,
+    running_stats: Tensor,
+    kl_penalty: Tensor | None,
+) -> Tensor:
+    """Return the advantage of every action.
+
+    Args:
+        batch: Whole groups of whole episodes.
+        objective: The run's objective; each member has its own advantage type.
+        per_row: Hyperparameters of the batch's rows.
+        running_stats: Running statistics by slot; updated in place if `reward_norm` is
+            "running".
+        kl_penalty: `[n, t]` beta times KL, subtracted from rewards; None = KL is not in the
+            rewards.
+
+    Returns:
+        `[n, t]` float32; 0 where `action_mask` is False.
+    """
+    # 1. Normalise the rewards.
+    rewards = batch.rewards
+    if objective.reward_norm is not None:
+        running = None
+        if objective.reward_norm == "running":
+            statistics = running_stats[:, 1:4]  # a view: count, mean and sum of squares
+            statistics[:] = update_running_statistics(
+                statistics, rewards.cpu(), batch.member_ids.cpu()
+            )
+            running = statistics.to(rewards.device)
+        rewards = normalise_rewards(
+            rewards,
+            objective.reward_norm,
+            group_ids=batch.group_ids,
+            member_ids=batch.member_ids,
+            running=running,
+            shift=objective.reward_shift,
+            scale=objective.reward_scale,
+            eps=objective.advantage_eps,
+        )
+    # 2. Compute the advantages of each type for the rows of its members.
+    result = torch.zeros(batch.action_mask.shape, dtype=rewards.dtype, device=rewards.device)
+    for kind, flag in per_row.advantages.items():
+        rows = flag.nonzero()[:, 0]
+        part = batch.select(rows)
+        mask = part.action_mask
+        if kind in STEP_ADVANTAGES:
+            _warn_equal_steps(kind, part)
+            mask = _in_statistics(part)
+        # Without any bound, `advantages` need not clip.
+        bound = per_row.advantage_clip[rows]
+        result[rows] = advantages(
+            kind,
+            rewards=rewards[rows],
+            step_rewards=part.step_rewards,
+            components=part.reward_components,
+            component_weights=part.component_weights,
+            group_ids=part.group_ids,
+            member_ids=part.member_ids,
+            mask=mask,
+            gamma=per_row.gamma[rows],
+            eps=objective.advantage_eps,
+            kl_penalty=None if kl_penalty is None else kl_penalty[rows],
+            reward_clip=objective.reward_clip,
+            whiten_advantages=objective.whiten_advantages,
+            in_loss=part.action_mask,
+            advantage_clip=bound if bool(bound.isfinite().any()) else None,
+        )
+    return torch.where(batch.action_mask, result, 0.0)
+
+
+def _in_statistics(batch: Batch) -> Tensor:
+    """Return a mask `[n, t]` of actions that enter group statistics, including masked episodes.
+
+    Leaving an episode out of the loss (a truncated completion, say) must not change the mean that
+    others compare with.
+    """
+    left_out = ~batch.action_mask.any(1, keepdim=True)
+    return batch.action_mask | (batch.chosen & left_out)
+
+
+def _warn_equal_steps(kind: str, batch: Batch) -> None:
+    """Warn if advantage 'process' is 0 everywhere because every step earned the same."""
+    if kind != "process" or batch.step_rewards is None:
+        return
+    step_rewards = batch.step_rewards[_in_statistics(batch) & ~batch.step_rewards.isnan()]
+    group, count = consecutive_ids(batch.group_ids)
+    differ = not bool(zero_variance_groups(batch.rewards, group, count).all())
+    if differ and len(step_rewards) and bool(step_rewards.min() == step_rewards.max()):
+        warn(
+            f"Every step earned {float(step_rewards[0]):g}, so advantage='process' is 0 everywhere"
+            " and nothing is learned. Choose 'return_to_go_timestep' or 'outcome'.",
+            rank_zero_only=False,
+        )

@@ -14,6 +14,7 @@ from evogrpo.algorithms.learning.action_loss import (
     ActionLosses,
     Part,
     RowHyperparameters,
+    compute_advantages,
 )
 from evogrpo.algorithms.learning.metrics import (
     merge_reports,
@@ -25,23 +26,15 @@ from evogrpo.algorithms.learning.step_size import StepSizes
 from evogrpo.algorithms.learning.training_rows import TrainingRows
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.objective import Objective
-from evogrpo.functional.advantages import advantages
-from evogrpo.functional.loss_types import FULL_KLS, STEP_ADVANTAGES
+from evogrpo.functional.loss_types import FULL_KLS
 from evogrpo.functional.losses import adaptive_kl, high_entropy_mask, kl_estimate, loss_weights
-from evogrpo.functional.rewards import (
-    consecutive_ids,
-    difficulty_mask,
-    normalise_rewards,
-    update_running_statistics,
-    zero_variance_groups,
-)
+from evogrpo.functional.rewards import consecutive_ids, difficulty_mask
 from evogrpo.learn_reports import LearnReport, UpdateReport
 from evogrpo.members.bank import PolicyBank, RepeatStep
 from evogrpo.members.members import Members
 from evogrpo.members.requests import Learner
 from evogrpo.randomness import generator
 from evogrpo.records import UNTRUNCATED, Batch, Experience, select_rows
-from evogrpo.warnings import warn
 
 
 def learn(
@@ -159,9 +152,10 @@ def learn_policy(
         slots = step_sizes.repeat(taken)
         totals.clear(slots | step_sizes.undone)
     # 4. Reports. Then adapt the factor on each member's beta to the measured KL.
-    reports = {
-        slot: _report(step, totals, slot, step_sizes.metrics.get(slot, {})) for slot in learners
-    }
+    reports = {}
+    for slot in learners:
+        metrics = step_sizes.metrics.get(slot, {})
+        reports[slot] = _report(step, totals, slot, metrics)
     target = step.objective.kl_target
     if target is None:
         return reports
@@ -321,7 +315,8 @@ def _prepare(
 
     # 2. Compute reference log-probabilities or distributions, only where beta > 0.
     per_row = look_up(episodes.member_ids)
-    with_kl = ((per_row.beta > 0)[:, 0] & episodes.action_mask.any(1)).nonzero()[:, 0]
+    has_kl = (per_row.beta > 0)[:, 0] & episodes.action_mask.any(1)
+    with_kl = has_kl.nonzero()[:, 0]
     if objective.kl_estimator in FULL_KLS:
         training_rows.compute_distributions(with_kl, old=objective.reference == "old")
     elif objective.reference != "old" and len(with_kl):
@@ -337,7 +332,8 @@ def _prepare(
         kl = kl_estimate(objective.kl_estimator, training_rows.old, training_rows.reference)
         kl = torch.where(episodes.action_mask & (per_row.beta > 0), kl, 0.0)
         kl_of_rows = kl.double().sum(1).cpu()
-        sums[:, ACTION_SUMS.index("kl")].index_add_(0, episodes.member_ids.cpu(), kl_of_rows)
+        kl_sums = sums[:, ACTION_SUMS.index("kl")]  # a view
+        kl_sums.index_add_(0, episodes.member_ids.cpu(), kl_of_rows)
         kl_penalty = per_row.beta * kl
     advantages = compute_advantages(episodes, objective, per_row, bank.running_stats, kl_penalty)
 
@@ -385,10 +381,9 @@ def _schedule_updates(step: _Step) -> list[dict[int, Tensor]]:
     """
     # 1. Shuffle the rows of each member.
     keep_groups = not step.bank.rows_are_transitions
-    plans = {
-        slot: minibatches(learner, step.rows, step.bank.seed, keep_groups=keep_groups)
-        for slot, learner in step.learners.items()
-    }
+    plans = {}
+    for slot, learner in step.learners.items():
+        plans[slot] = minibatches(learner, step.rows, step.bank.seed, keep_groups=keep_groups)
     # 2. The first optimizer step's own forward pass gives the old log-probabilities of its rows.
     #    All other rows need a pass now, before weights change.
     later = step.has_gradient.clone()
@@ -597,103 +592,3 @@ def _report(step: _Step, totals: _Totals, slot: int, step_size: Mapping[str, flo
         tokens=step.training_rows.tokens.get(slot, 0),
         failed="; ".join(failures) or None,
     )
-
-
-# ---- advantages
-
-
-def compute_advantages(
-    batch: Batch,
-    objective: Objective,
-    per_row: RowHyperparameters,
-    running_stats: Tensor,
-    kl_penalty: Tensor | None,
-) -> Tensor:
-    """Return the advantage of every action.
-
-    Args:
-        batch: Whole groups of whole episodes.
-        objective: The run's objective; each member has its own advantage type.
-        per_row: Hyperparameters of the batch's rows.
-        running_stats: Running statistics by slot; updated in place if `reward_norm` is
-            "running".
-        kl_penalty: `[n, t]` beta times KL, subtracted from rewards; None = KL is not in the
-            rewards.
-
-    Returns:
-        `[n, t]` float32; 0 where `action_mask` is False.
-    """
-    # 1. Normalise the rewards.
-    rewards = batch.rewards
-    if objective.reward_norm is not None:
-        running = None
-        if objective.reward_norm == "running":
-            statistics = running_stats[:, 1:4]  # a view: count, mean and sum of squares
-            statistics[:] = update_running_statistics(
-                statistics, rewards.cpu(), batch.member_ids.cpu()
-            )
-            running = statistics.to(rewards.device)
-        rewards = normalise_rewards(
-            rewards,
-            objective.reward_norm,
-            group_ids=batch.group_ids,
-            member_ids=batch.member_ids,
-            running=running,
-            shift=objective.reward_shift,
-            scale=objective.reward_scale,
-            eps=objective.advantage_eps,
-        )
-    # 2. Compute the advantages of each type for the rows of its members.
-    result = torch.zeros(batch.action_mask.shape, dtype=rewards.dtype, device=rewards.device)
-    for kind, flag in per_row.advantages.items():
-        rows = flag.nonzero()[:, 0]
-        part = batch.select(rows)
-        mask = part.action_mask
-        if kind in STEP_ADVANTAGES:
-            _warn_equal_steps(kind, part)
-            mask = _in_statistics(part)
-        # Without any bound, `advantages` need not clip.
-        bound = per_row.advantage_clip[rows]
-        result[rows] = advantages(
-            kind,
-            rewards=rewards[rows],
-            step_rewards=part.step_rewards,
-            components=part.reward_components,
-            component_weights=part.component_weights,
-            group_ids=part.group_ids,
-            member_ids=part.member_ids,
-            mask=mask,
-            gamma=per_row.gamma[rows],
-            eps=objective.advantage_eps,
-            kl_penalty=None if kl_penalty is None else kl_penalty[rows],
-            reward_clip=objective.reward_clip,
-            whiten_advantages=objective.whiten_advantages,
-            in_loss=part.action_mask,
-            advantage_clip=bound if bool(bound.isfinite().any()) else None,
-        )
-    return torch.where(batch.action_mask, result, 0.0)
-
-
-def _in_statistics(batch: Batch) -> Tensor:
-    """Return a mask `[n, t]` of actions that enter group statistics, including masked episodes.
-
-    Leaving an episode out of the loss (a truncated completion, say) must not change the mean that
-    others compare with.
-    """
-    left_out = ~batch.action_mask.any(1, keepdim=True)
-    return batch.action_mask | (batch.chosen & left_out)
-
-
-def _warn_equal_steps(kind: str, batch: Batch) -> None:
-    """Warn if advantage 'process' is 0 everywhere because every step earned the same."""
-    if kind != "process" or batch.step_rewards is None:
-        return
-    step_rewards = batch.step_rewards[_in_statistics(batch) & ~batch.step_rewards.isnan()]
-    group, count = consecutive_ids(batch.group_ids)
-    differ = not bool(zero_variance_groups(batch.rewards, group, count).all())
-    if differ and len(step_rewards) and bool(step_rewards.min() == step_rewards.max()):
-        warn(
-            f"Every step earned {float(step_rewards[0]):g}, so advantage='process' is 0 everywhere"
-            " and nothing is learned. Choose 'return_to_go_timestep' or 'outcome'.",
-            rank_zero_only=False,
-        )

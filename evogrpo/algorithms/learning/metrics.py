@@ -96,7 +96,8 @@ def sampling_metrics(
     if not bool(mask.any()):
         return {}
     # NaN is reported as a failure of the member, and does not count here.
-    distance = torch.where(sampler.isnan(), 0.0, old - sampler)[mask].double().abs()
+    difference = torch.where(sampler.isnan(), 0.0, old - sampler)
+    distance = difference[mask].double().abs()
     result = {
         "sampling/sampling_logp_difference/mean": float(distance.mean()),
         "sampling/sampling_logp_difference/max": float(distance.max()),

@@ -116,7 +116,8 @@ class StepControl:
             return self._first, 0.0
         # With a weak signal, the target is a part of `target_kl`, but the ceiling is the factor for
         # all of it. KL grows with the square of the learning rate.
-        return self.factor, self.factor / math.sqrt(self.target / self._target_kl)
+        part_of_target = self.target / self._target_kl
+        return self.factor, self.factor / math.sqrt(part_of_target)
 
     def _search(self, kl: float) -> bool:
         """Move the factor until the KL is near the target."""
@@ -271,7 +272,8 @@ class StepSizes:
             self._controls[slot] = StepControl(factor, ceiling, target=target, target_kl=target_kl)
             # Evenly spaced rows, also those that teach nothing: the KL is that of all actions.
             rows = (own & samples.action_mask.any(1)).nonzero()[:, 0]
-            chosen = torch.linspace(0, len(rows) - 1, min(count, len(rows))).long()
+            count = min(count, len(rows))
+            chosen = torch.linspace(0, len(rows) - 1, count).long()
             self._rows[slot] = rows[chosen.to(rows.device)]
         # 4. Remember train states and action distributions before the step.
         self.searching = any(not each.calibrated for each in self._controls.values())
@@ -344,17 +346,19 @@ class StepSizes:
         """Store factor and ceiling for `DEFAULT_TARGET_KL` and the member's hyperparameters."""
         hyperparameters = self._learners[slot].hyperparameters
         scale = _scale(hyperparameters.target_kl or 0.0)
-        stored = [each / scale for each in control.result()]
-        stored.append(_number(hyperparameters))
+        factor, ceiling = (value / scale for value in control.result())
+        stored = [factor, ceiling, _number(hyperparameters)]
         self._bank.running_stats[slot, STEP_SIZE] = torch.tensor(stored, dtype=torch.float64)
 
     def _measured_rows(self, slots: Sequence[int]) -> Batch:
         """Return the measured rows of some members for a pass."""
-        return self._training_rows.select_for_pass(torch.cat([self._rows[slot] for slot in slots]))
+        rows = torch.cat([self._rows[slot] for slot in slots])
+        return self._training_rows.select_for_pass(rows)
 
     def _split(self, values: Tensor, slots: Sequence[int]) -> tuple[Tensor, ...]:
         """Split values of the measured rows by member."""
-        parts: tuple[Tensor, ...] = values.split([len(self._rows[slot]) for slot in slots])
+        sizes = [len(self._rows[slot]) for slot in slots]
+        parts: tuple[Tensor, ...] = values.split(sizes)
         return parts
 
 

@@ -252,7 +252,8 @@ class StackedBank(StackedTrainStates):
     ) -> list[Tensor]:
         """Return values `[n, t, *shape]` computed from the outputs, part by part."""
         mask = batch.action_mask
-        found = [torch.zeros(*mask.shape, *shape, device=mask.device) for shape in shapes]
+        device = mask.device
+        found = [torch.zeros(*mask.shape, *shape, device=device) for shape in shapes]
         for part in self._parts(batch):
             batch.stop.check()
             computed = self._forward(batch.select(part), version, None, read)
@@ -312,7 +313,8 @@ class StackedBank(StackedTrainStates):
             loss = loss_fn(part, *found)
             # 3. Autograd computes gradients with respect to the outputs, each stack those with
             #    respect to the weights. Losses of members are summed: no term depends on two.
-            grads = torch.autograd.grad(loss.sum(), [outputs for outputs, _ in tape])
+            all_outputs = [outputs for outputs, _ in tape]
+            grads = torch.autograd.grad(loss.sum(), all_outputs)
             for (_, backward), grad in zip(tape, grads, strict=True):
                 backward(grad)
             losses.index_add_(0, rows.member_ids.cpu(), loss.detach().float().cpu())

@@ -144,8 +144,12 @@ class Categorical(Distribution):
         self.dtype = dtype
         self.outputs = sum(counts)
         self.uniforms_per_action = len(counts)
-        ends = np.cumsum(counts).tolist()
-        self._parts = [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
+        # Columns of each choice's logits.
+        self._parts = []
+        start = 0
+        for count in counts:
+            self._parts.append(slice(start, start + count))
+            start += count
 
     def sample(
         self,
@@ -166,7 +170,8 @@ class Categorical(Distribution):
         if legal is not None:
             logits[~legal.T] = MASKED_LOGIT
         # 2. One choice after the other, each by inverting its cumulative distribution.
-        actions = np.empty((len(outputs), len(self.counts)), dtype=self.dtype)
+        shape = (len(outputs), len(self.counts))
+        actions = np.empty(shape, dtype=self.dtype)
         log_probs = np.zeros(len(outputs), dtype=np.float32)
         for number, part in enumerate(self._parts):
             values = logits[part]  # [k, m]
@@ -177,12 +182,14 @@ class Categorical(Distribution):
                 chosen = scaled.argmax(0)
             else:
                 # Values of probability 0 add nothing to the sum, so they are never chosen.
-                chosen = (cumulative[:-1] <= uniforms[:, number] * total).sum(0)
+                threshold = uniforms[:, number] * total
+                chosen = (cumulative[:-1] <= threshold).sum(0)
                 if greedy is not None:
                     chosen = np.where(greedy, scaled.argmax(0), chosen)
             # A member that has diverged takes a legal action, so that the others can continue.
             if legal is not None:
-                chosen = np.where(np.isfinite(total), chosen, legal.T[part].argmax(0))
+                first_legal = legal.T[part].argmax(0)
+                chosen = np.where(np.isfinite(total), chosen, first_legal)
             log_probs += scaled[chosen, rows] - np.log(total)
             actions[:, number] = chosen
         return actions.reshape(len(outputs), *self.shape), log_probs
@@ -200,7 +207,8 @@ class Categorical(Distribution):
             if len(self.counts) > 1:
                 logits = outputs[:, part]
             values = torch.log_softmax(logits, 1)
-            log_probs.append(values.gather(1, chosen[:, number, None])[:, 0])
+            of_chosen = values.gather(1, chosen[:, number, None])
+            log_probs.append(of_chosen[:, 0])
             if not entropy_gradient:
                 values = values.detach()
             # -sum p log p; where p = 0, log p is finite, so that the product is 0.
@@ -254,7 +262,8 @@ class Bernoulli(Distribution):
             else:
                 bits = np.where(greedy[:, None], bits, sampled)
         # -log sigmoid(x) = log(1 + exp(-x)), where x is the logit of the chosen bit.
-        log_probs = -np.logaddexp(0, np.where(bits, -logits, logits)).sum(1)
+        logits_of_other_bits = np.where(bits, -logits, logits)
+        log_probs = -np.logaddexp(0, logits_of_other_bits).sum(1)
         actions = bits.reshape(len(outputs), *self.shape).astype(self.dtype)
         return actions, log_probs.astype(np.float32)
 
@@ -271,8 +280,11 @@ class Bernoulli(Distribution):
 
     def kl(self, first: Tensor, second: Tensor) -> Tensor:
         """Return KL(first || second); see `Distribution`."""
-        ones = torch.sigmoid(first) * (logsigmoid(first) - logsigmoid(second))
-        zeros = torch.sigmoid(-first) * (logsigmoid(-first) - logsigmoid(-second))
+        # p log(p / q) of the values 1 and 0 of each bit.
+        log_ratio_of_1 = logsigmoid(first) - logsigmoid(second)
+        log_ratio_of_0 = logsigmoid(-first) - logsigmoid(-second)
+        ones = torch.sigmoid(first) * log_ratio_of_1
+        zeros = torch.sigmoid(-first) * log_ratio_of_0
         return (ones + zeros).sum(-1)
 
 
@@ -303,7 +315,8 @@ class DiagonalGaussian(Distribution):
         half = np.where(high > low, (high - low) / 2, 1)
         self._middle = ((low + high) / 2).astype(np.float32)
         self._half = half.astype(np.float32)
-        self._log_half = float(np.log(self._half.astype(np.float64)).sum())
+        log_half = np.log(self._half.astype(np.float64))
+        self._log_half = float(log_half.sum())
 
     def sample(
         self,
@@ -327,11 +340,13 @@ class DiagonalGaussian(Distribution):
             greedy, divisor = _greedy_and_divisor(temperature)
             if divisor is not None:
                 # p^(1/T) of a normal distribution is one with sqrt(T) times the standard deviation.
-                log_std = np.add(log_std, 0.5 * np.log(divisor)[:, None], dtype=np.float32)
+                widening = 0.5 * np.log(divisor)[:, None]
+                log_std = np.add(log_std, widening, dtype=np.float32)
             if greedy is not None:
                 noise[greedy] = 0.0
         # 2. Actions in their own units, and their log-densities.
-        values = self._middle + self._half * (mean + np.exp(log_std) * noise)
+        in_network_units = mean + np.exp(log_std) * noise
+        values = self._middle + self._half * in_network_units
         constant = self.outputs * HALF_LOG_2PI + self._log_half
         log_probs = -(0.5 * noise * noise + log_std).sum(1) - constant
         actions = values.reshape(len(outputs), *self.shape).astype(self.dtype)
@@ -343,7 +358,9 @@ class DiagonalGaussian(Distribution):
         p^(1/T) of a normal distribution is one with sqrt(T) times the standard deviation.
         """
         mean = outputs[:, : self.outputs]
-        log_std = outputs[:, self.outputs :] + 0.5 * temperature.log()[:, None]
+        # See `sample`.
+        widening = 0.5 * temperature.log()[:, None]
+        log_std = outputs[:, self.outputs :] + widening
         return torch.cat([mean, log_std], dim=1)
 
     def evaluate_actions(
@@ -359,7 +376,8 @@ class DiagonalGaussian(Distribution):
         noise = (values.to(mean) - mean) * torch.exp(-log_std)
         # Log of the product of standard deviations.
         total = log_std.sum(1) + self._log_half
-        log_probs = -0.5 * noise.square().sum(1) - total - self.outputs * HALF_LOG_2PI
+        constant = self.outputs * HALF_LOG_2PI
+        log_probs = -0.5 * noise.square().sum(1) - total - constant
         if not entropy_gradient:
             total = total.detach()
         return log_probs, total + self.outputs * (HALF_LOG_2PI + 0.5)
@@ -375,7 +393,8 @@ class DiagonalGaussian(Distribution):
         # near r = 0 by expm1.
         log_ratio = log_std - other_log_std
         distance = (mean - other_mean) * torch.exp(-other_log_std)
-        entries: Tensor = (torch.expm1(2 * log_ratio) + distance.square()) / 2 - log_ratio
+        squares = torch.expm1(2 * log_ratio) + distance.square()
+        entries: Tensor = squares / 2 - log_ratio
         return entries.sum(-1)
 
 
@@ -503,8 +522,9 @@ class Product(Distribution):
         """Return KL(first || second); see `Distribution`."""
         divergences = []
         for part in self._parts:
-            own = part.distribution.kl(first[:, part.outputs], second[:, part.outputs])
-            divergences.append(own)
+            own = first[:, part.outputs]
+            other = second[:, part.outputs]
+            divergences.append(part.distribution.kl(own, other))
         return _sum(divergences)
 
 

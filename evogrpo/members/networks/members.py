@@ -188,7 +188,8 @@ class NetworkMembers(BankMembers):
             rows=request.counts,
             width_of=self._width_of,
         )
-        played: Episodes = make_batch_for(env, "train", starts, request.settings).play(
+        batch = make_batch_for(env, "train", starts, request.settings)
+        played: Episodes = batch.play(
             self.policies,
             self.mapping,
             request.start_ids.tolist(),
@@ -201,7 +202,8 @@ class NetworkMembers(BankMembers):
         experience: dict[str, Batch] = {}
         observed: dict[str, ObservationStatistics] = {}
         for name, episodes in played.episodes.items():
-            experience[name], summary = self.policies[name].batch(episodes, member_ids, temperature)
+            policy = self.policies[name]
+            experience[name], summary = policy.batch(episodes, member_ids, temperature)
             if summary is not None:
                 observed[name] = summary
         steps = np.bincount(member_ids, weights=played.actions, minlength=self.size)
@@ -279,7 +281,8 @@ class NetworkMembers(BankMembers):
         Only on CUDA, where scatter-add is not deterministic, so updates differ in rounding.
         """
         if self.processes.size > 1 and self.device.type == "cuda":
-            for slot, state in self.processes.broadcast(self.snapshot(slots)).items():
+            states = self.processes.broadcast(self.snapshot(slots))
+            for slot, state in states.items():
                 self.load_state(slot, state)
 
     # ---- in a caller's own loop
@@ -465,8 +468,9 @@ class NetworkMembers(BankMembers):
 
         See `StackedPolicy.module`.
         """
-        modules = {name: policy.module(slot, base=base) for name, policy in self.policies.items()}
-        return modules[DEFAULT_POLICY] if self._single else modules
+        if self._single:
+            return self.policies[DEFAULT_POLICY].module(slot, base=base)
+        return {name: policy.module(slot, base=base) for name, policy in self.policies.items()}
 
     @property
     def evolves(self) -> bool:
@@ -477,7 +481,8 @@ class NetworkMembers(BankMembers):
         self, slot: int, rng: np.random.Generator
     ) -> ArchitectureChange | None:
         """Draw a change of the architecture of one of a member's policies; None = no change."""
-        name = list(self.policies)[int(rng.integers(len(self.policies)))]
+        names = list(self.policies)
+        name = names[int(rng.integers(len(names)))]
         change = self.policies[name].propose_architecture(slot, rng)
         if change is None or self._single:
             return change

@@ -209,7 +209,8 @@ def split(flat: Tensor, shapes: Shapes) -> Parameters:
     for name, shape in shapes.items():
         count = math.prod(shape)
         part = flat[..., start : start + count]
-        parameters[name] = part.view((*flat.shape[:-1], *shape))
+        shape_of_all = (*flat.shape[:-1], *shape)
+        parameters[name] = part.view(shape_of_all)
         start += count
     return parameters
 
@@ -397,7 +398,8 @@ class DefaultNetwork:
         values = features
         for name in self._layers[:-1]:
             weight = parameters[f"{name}.weight"]
-            hidden = workspace.take(name, (*values.shape[:2], weight.shape[2]), _NUMBERS)
+            shape = (*values.shape[:2], weight.shape[2])
+            hidden = workspace.take(name, shape, _NUMBERS)
             values = np.matmul(values, weight, out=hidden.numpy())
             values += parameters[f"{name}.bias"][:, None]
             # `values` is a view of it.
@@ -444,7 +446,8 @@ class DefaultNetwork:
             inputs.append(values)
             weight = parameters[f"{name}.weight"]
             bias = parameters[f"{name}.bias"][:, None]
-            hidden = workspace.take(name, (*features.shape[:2], weight.shape[2]), features)
+            shape = (*features.shape[:2], weight.shape[2])
+            hidden = workspace.take(name, shape, features)
             values = torch.baddbmm(bias, values, weight, out=hidden)
             self._activate(values)
         inputs.append(values)
@@ -507,11 +510,10 @@ class ModuleNetwork:
         self.module = deepcopy(module).to(device).eval()
         self._space = space
         self.name = type(module).__qualname__
-        self._initial = {
-            name: value.detach().float()
-            for name, value in self.module.named_parameters()
-            if value.requires_grad
-        }
+        self._initial = {}
+        for name, value in self.module.named_parameters():
+            if value.requires_grad:
+                self._initial[name] = value.detach().float()
         if not self._initial:
             raise ValueError(
                 f"actor_network must have parameters that require a gradient, got {self.name}"
@@ -528,7 +530,8 @@ class ModuleNetwork:
                 counts = leaf.n
             else:
                 counts = getattr(leaf, "nvec", 2)
-            first = np.full(leaf.shape or (), getattr(leaf, "start", 0), leaf.dtype)
+            start = getattr(leaf, "start", 0)
+            first = np.full(leaf.shape or (), start, leaf.dtype)
             # The next value, except where an entry has only one.
             second = first + np.where(np.asarray(counts) > 1, 1, 0)
             parts.append(np.stack([first, second]).astype(leaf.dtype))
@@ -560,7 +563,10 @@ class ModuleNetwork:
             )
         # 4. Check that nothing but the observation of a row decides about its output.
         after = dict(self.module.named_buffers())
-        changed = [name for name, value in buffers.items() if not torch.equal(value, after[name])]
+        changed = []
+        for name, value in buffers.items():
+            if not torch.equal(value, after[name]):
+                changed.append(name)
         if changed:
             raise ValueError(
                 "actor_network must not change its buffers, as all members share them, but"

@@ -181,7 +181,8 @@ def as_step_batch(
                 f"observations must have the shape {present.shape} followed by the shape of {leaf},"
                 f" got {array.shape}."
             )
-        leaves.append(_converted(leaf, array, present).reshape(*lead, *array.shape[3:]))
+        valid = _converted(leaf, array, present)
+        leaves.append(valid.reshape(*lead, *array.shape[3:]))
     # 4. Build the batch.
     n = starts * size
     rewards = np.where(present, earned, 0.0).reshape(lead)
@@ -200,7 +201,8 @@ def as_step_batch(
         truncated=np.zeros(n, dtype=np.bool_),
     )
     temperature = np.full(n, learner.hyperparameters.temperature, dtype=np.float32)
-    batch, observed = networks.batch(episodes, np.full(n, learner.slot), temperature)
+    slots = np.full(n, learner.slot)
+    batch, observed = networks.batch(episodes, slots, temperature)
     return replace(batch, sampler_log_probs=None, truncated=None), observed
 
 
@@ -298,9 +300,11 @@ def _legal(
     # it.
     maskable: list[bool] = []
     for leaf in leaf_spaces(space):
-        maskable += [bool(mask_sizes(leaf))] * math.prod(leaf.shape or ())
+        numbers = math.prod(leaf.shape or ())
+        maskable += [bool(mask_sizes(leaf))] * numbers
     values = chosen.reshape(len(rows), -1)[:, maskable].astype(np.int64)
-    columns = values + np.cumsum((0, *sizes[:-1]))
+    starts = np.cumsum((0, *sizes[:-1]))
+    columns = values + starts
     if not np.take_along_axis(legal, columns, axis=1)[steps].all():
         raise ValueError("An action was not legal. Pass the masks that get_action was called with.")
     return legal.reshape(*chosen.shape[:2], -1)

@@ -111,7 +111,8 @@ class StackedPolicy:
             return None
         # Copies: the columns of the bank change in place.
         ends = [1, 1 + self._normalised_entries]
-        count, mean, m2 = np.split(self.bank.extra_stats.numpy(), ends, axis=1)
+        stats = self.bank.extra_stats.numpy()
+        count, mean, m2 = np.split(stats, ends, axis=1)
         return ObservationStatistics(count=count[:, 0].copy(), mean=mean.copy(), m2=m2.copy())
 
     def update_statistics(self, observed: ObservationStatistics) -> None:
@@ -158,7 +159,8 @@ class StackedPolicy:
             normalised = self.normalise(unflatten(space, by_row), member_of_row)
             by_step = []
             for leaf in flatten(space, normalised):
-                values = leaf.reshape(*acted.shape, *leaf.shape[1:]).copy()
+                shape = (*acted.shape, *leaf.shape[1:])
+                values = leaf.reshape(shape).copy()
                 values[~acted] = 0
                 by_step.append(values)
             observations = unflatten(space, by_step)
@@ -172,8 +174,9 @@ class StackedPolicy:
         rewards = np.where(acted.any(axis=1), totals, np.nan)
         components = None
         if episodes.components:
-            components = np.stack(list(episodes.components.values()), axis=1)
-            components[~acted.any(axis=1)] = np.nan
+            values = np.stack(list(episodes.components.values()), axis=1)
+            values[~acted.any(axis=1)] = np.nan
+            components = torch.from_numpy(values).float()
         # 3. Build the batch.
         present = torch.from_numpy(acted)
         truncated = torch.from_numpy(episodes.truncated)
@@ -183,6 +186,7 @@ class StackedPolicy:
         legal = None
         if episodes.action_masks is not None:
             legal = torch.from_numpy(episodes.action_masks)
+        known_rewards = np.where(acted, step_rewards, np.nan)
         batch = Batch(
             inputs=ObservationInputs(
                 observations=to_tensors(observations),
@@ -196,10 +200,8 @@ class StackedPolicy:
             group_ids=torch.from_numpy(episodes.group_ids),
             member_ids=torch.from_numpy(member_ids),
             sampler_log_probs=torch.from_numpy(episodes.log_probs),
-            step_rewards=torch.from_numpy(np.where(acted, step_rewards, np.nan)).float(),
-            reward_components=(
-                None if components is None else torch.from_numpy(components).float()
-            ),
+            step_rewards=torch.from_numpy(known_rewards).float(),
+            reward_components=components,
             component_names=tuple(episodes.components),
             truncated=truncated,
         )
@@ -278,8 +280,10 @@ class _PolicyModule(nn.Module):
         if policy.statistics is not None:
             self._normalised = normalised_leaves(self._space)
             names = ("shift", "scale", "limit")
-            for name, values in zip(names, policy.statistics.transformation(), strict=True):
-                self.register_buffer(name, torch.from_numpy(values[slot]).to(policy.bank.device))
+            transformation = policy.statistics.transformation()
+            for name, values in zip(names, transformation, strict=True):
+                value = torch.from_numpy(values[slot])
+                self.register_buffer(name, value.to(policy.bank.device))
         self.requires_grad_(False).eval()
 
     def forward(self, observations: Any) -> torch.Tensor:
@@ -330,7 +334,8 @@ def _episode_statistics(
         present: `[n, t]` True where there is an observation.
         member_ids: `[n]` member of each row.
     """
-    count = np.bincount(member_ids, weights=present.sum(1), minlength=members).astype(np.float64)
+    steps = present.sum(1)
+    count = np.bincount(member_ids, weights=steps, minlength=members).astype(np.float64)
     chosen = [leaves[number] for number in numbers]
     # Two passes over each member's observations: the mean, then the deviations from it.
     means = []
@@ -342,7 +347,9 @@ def _episode_statistics(
             flat = leaf.reshape(*present.shape, -1)
             columns.append(flat[rows][present[rows]])
         values = np.concatenate(columns, axis=1, dtype=np.float64)
-        mean = values.mean(0) if len(values) else np.zeros(values.shape[1])
+        mean = np.zeros(values.shape[1])
+        if len(values):
+            mean = values.mean(0)
         means.append(mean)
         deviations.append(((values - mean) ** 2).sum(0))
     return ObservationStatistics(count=count, mean=np.stack(means), m2=np.stack(deviations))

@@ -210,9 +210,11 @@ class Stack:
             #    members.
             if self._has_free:
                 ones = grad.new_ones(len(grad), 1, grad.shape[1])
-                gradient[:, self._free] += torch.bmm(ones, grad_free)[:, 0]
+                sums = torch.bmm(ones, grad_free)  # [q, 1, o']
+                gradient[:, self._free] += sums[:, 0]
             if not all_members:
-                self.gradient[torch.from_numpy(rows).to(flat.device)] += gradient
+                numbers = torch.from_numpy(rows).to(flat.device)
+                self.gradient[numbers] += gradient
 
         return self._with_free(outputs, flat), backward
 
@@ -229,7 +231,8 @@ class Stack:
         if not self._has_free:
             return outputs
         free = arrays[FREE][:, None]  # [q, 1, o']
-        repeated = np.broadcast_to(free, (*outputs.shape[:2], free.shape[2]))
+        q, w, _ = outputs.shape
+        repeated = np.broadcast_to(free, (q, w, free.shape[2]))
         return np.concatenate([outputs, repeated], axis=2)
 
     def _select(self, name: str, rows: IntArray) -> tuple[Tensor, Parameters]:
@@ -238,7 +241,8 @@ class Stack:
         matrix = self.tensors[name]
         if len(rows) == len(matrix):
             return matrix, self._views[name]
-        flat = matrix[torch.from_numpy(rows).to(matrix.device)]
+        numbers = torch.from_numpy(rows).to(matrix.device)
+        flat = matrix[numbers]
         return flat, split(flat, self.shapes)
 
     def _with_free(self, outputs: Tensor, flat: Tensor) -> Tensor:
@@ -355,7 +359,8 @@ class StackedTrainStates:
             self._initial["reference"] = weights
         # Names of the tensors `[k]`.
         self._vectors = tuple(self._initial)
-        stats = torch.tensor((*INITIAL_RUNNING_STATS, *[0.0] * extra_stats), dtype=torch.float64)
+        initial_stats = (*INITIAL_RUNNING_STATS, *[0.0] * extra_stats)
+        stats = torch.tensor(initial_stats, dtype=torch.float64)
         self._initial["architecture"] = self._encoded(config)
         self._initial["running_stats"] = stats
         self._initial["step"] = torch.tensor(0)
@@ -406,7 +411,8 @@ class StackedTrainStates:
         """Return a member's stack and its row there."""
         if not 0 <= slot < self.size:
             raise ValueError(f"slot must be one of 0 to {self.size - 1}, got {slot}.")
-        return self.stacks[self._stack_of[slot]], int(self._row_of[slot])
+        stack = self.stacks[self._stack_of[slot]]
+        return stack, int(self._row_of[slot])
 
     def _rebuild_stacks(self, states: Sequence[TrainState]) -> None:
         """Build the stacks from train states in the order of slots."""
