@@ -341,7 +341,10 @@ def _spread_ticks(
 def _log_ticks(limits: tuple[float, float]) -> tuple[float, ...]:
     """Return ticks of a logarithmic axis: powers of ten, 1, 2, 5 times them, or equal steps."""
     low, high = limits
-    powers = [10.0**power for power in range(math.floor(math.log10(low)), 39) if 10.0**power < high]
+    first_exponent = math.floor(math.log10(low))
+    # Powers of ten below the upper limit; 38 is the largest of float32.
+    powers = [10.0**exponent for exponent in range(first_exponent, 39)]
+    powers = [power for power in powers if power < high]
     for factors in ((1,), (1, 2, 5)):
         multiples = [[factor * power for factor in factors] for power in powers]
         ticks = [tick for tick in chain.from_iterable(multiples) if low <= tick <= high]
@@ -355,8 +358,9 @@ def _log_ticks(limits: tuple[float, float]) -> tuple[float, ...]:
         step /= 2
     elif high - low > 6 * step:
         step *= 2
-    numbers = range(math.ceil(low / step), math.floor(high / step) + 1)
-    return tuple(step * number for number in numbers)
+    first = math.ceil(low / step)
+    last = math.floor(high / step)
+    return tuple(step * number for number in range(first, last + 1))
 
 
 def _history_lines(
@@ -484,7 +488,9 @@ def _hyperparameter_chart(name: str, summary: RunSummary, colours: _Colours) -> 
     if not names:
         ticks = _choices(space)
         log = min(numbers) > 0 and (space.get("scale") == "log" or _is_geometric(ticks))
-        limits = _limits([*numbers, *(tick for tick in ticks if tick > 0 or not log)], log=log)
+        # A logarithmic axis has no place for 0.
+        marked = [tick for tick in ticks if tick > 0 or not log]
+        limits = _limits([*numbers, *marked], log=log)
         if len(ticks) < 2:
             ticks = _log_ticks(limits) if log else ()
     # 3. Lines.

@@ -98,7 +98,8 @@ def compare_runs(
             invalid.
     """
     # Two spellings of a path are one run.
-    if len(folders) < 2 or len({folder.resolve() for folder in folders}) != len(folders):
+    different = {folder.resolve() for folder in folders}
+    if len(folders) < 2 or len(different) < len(folders):
         names = ", ".join(map(str, folders))
         raise ValueError(f"compare needs at least two different run directories, got {names}.")
     summaries = [read_summary(folder) for folder in folders]
@@ -120,7 +121,8 @@ def compare_runs(
         runs.append(ComparedRun(path=folder, summary=summary, settings=all_settings))
     # 2. Keep the settings that differ.
     differing = {}
-    for name in dict.fromkeys(chain.from_iterable(run.settings for run in runs)):
+    names = dict.fromkeys(chain.from_iterable(run.settings for run in runs))
+    for name in names:
         values = tuple(run.settings.get(name) for run in runs)
         if any(value != values[0] for value in values):
             differing[name] = values
@@ -183,7 +185,10 @@ def difference_of_tests(run: RunSummary, first: RunSummary) -> TestDifference:
     #    more than questions.
     data = _of_test(data)
     reference = _of_test(reference)
-    differs = {name for name in (*data, *reference) if data.get(name) != reference.get(name)}
+    differs = set()
+    for name in (*data, *reference):
+        if data.get(name) != reference.get(name):
+            differs.add(name)
     about_questions = ("seed", "prompts", "date", "package")
     endings = (" starts", " questions")
     other_task = [each for each in differs if each not in about_questions]

@@ -142,7 +142,8 @@ class RunFrames:
     resumes: int
 
     def __repr__(self) -> str:
-        frames = ", ".join(f"{name} {len(getattr(self, name))}" for name in COLUMNS)
+        parts = [f"{name} {len(getattr(self, name))}" for name in COLUMNS]
+        frames = ", ".join(parts)
         return f"RunFrames(rows: {frames}; best={self.best}, stopped={self.stopped!r})"
 
 

@@ -5,7 +5,6 @@ import math
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -194,7 +193,9 @@ def _without_math(text: str) -> str:
 def _joined(lines: Sequence[Line]) -> tuple[Array, Array, Array]:
     """Return x, y and error of the points of all lines, with gaps between the lines."""
     gap = Point(math.nan, math.nan, 0, math.nan)
-    points = list(chain.from_iterable((*line.points, gap) for line in lines))
+    points = list[Point]()
+    for line in lines:
+        points += [*line.points, gap]
     x = np.array([point.x for point in points])
     y = np.array([point.y for point in points])
     error = np.array([point.error for point in points])
@@ -228,7 +229,9 @@ def _draw_fitness(axes: "Axes", run: RunCharts) -> None:
     # 4. Space for the index of the best member; a word instead of lines.
     first, last = run.generations
     width = last - first + 1
-    axes.set_xlim(first - 1 - 0.03 * width, last + 0.05 * width)
+    left = first - 1 - 0.03 * width
+    right = last + 0.05 * width
+    axes.set_xlim(left, right)
     if not run.fitness.lines:
         words = "no member has a fitness yet"
         if not summary.generations:

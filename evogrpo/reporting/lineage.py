@@ -135,7 +135,10 @@ def best_schedule(summary: RunSummary) -> BestSchedule:
             )
         )
     # 3. List architecture changes. Every report of a member repeats the changes of its birth.
-    born = {report.index: report.changes[NETWORK] for report in line if NETWORK in report.changes}
+    born = {}
+    for report in line:
+        if NETWORK in report.changes:
+            born[report.index] = report.changes[NETWORK]
     networks = tuple(f"{old} -> {new}" for old, new in born.values())
     return BestSchedule(
         stages=tuple(stages), member=member, calibrated=calibrated, networks=networks
@@ -165,7 +168,12 @@ def best_hyperparameters(run_dir: str | Path) -> tuple[Hyperparameters, ...]:
         )
     # The best member may have left the population; the newest generation follows it.
     newest = summary.generations[-1].members
-    ranked = sorted(newest, key=lambda member: (-(member.fitness or 0.0), member.slot))
+
+    def rank(member: MemberReport) -> tuple[float, int]:
+        """Sort the fittest first."""
+        return -(member.fitness or 0.0), member.slot
+
+    ranked = sorted(newest, key=rank)
     # Members with equal hyperparameters may have calibrated to different rates: those of the best
     # of them count.
     found: dict[Hyperparameters, Hyperparameters] = {}

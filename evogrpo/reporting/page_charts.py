@@ -201,13 +201,15 @@ def _plot(chart: Chart, run: RunCharts, details: Details | None = None) -> Plot:
         points = _points(births, chart, details)
         traces.append({**points, "mode": "markers", "marker": marker})
     # 3. Axes. Few generations or steps have one tick each.
-    ends = [(line.points[0].x, line.points[-1].x) for line in chart.lines]
-    start = min((start for start, _ in ends), default=0)
-    end = max((end for _, end in ends), default=1)
+    firsts = [line.points[0].x for line in chart.lines]
+    lasts = [line.points[-1].x for line in chart.lines]
+    start = min(firsts, default=0)
+    end = max(lasts, default=1)
     length = end - start
     x_axis: Plot = {"title": {"text": chart.x_title, "standoff": 4}, **_GRID}
     # Space for points and labels at both ends.
-    x_axis["range"] = [start - 0.03 * max(length, 1), end + 0.06 * max(length, 1)]
+    space = max(length, 1)
+    x_axis["range"] = [start - 0.03 * space, end + 0.06 * space]
     if length < 9:
         x_axis["dtick"] = 1
     else:
@@ -215,7 +217,8 @@ def _plot(chart: Chart, run: RunCharts, details: Details | None = None) -> Plot:
     # The limits of a logarithmic axis are exponents of ten.
     y_axis: Plot = {"type": "linear", "range": chart.limits, **_GRID}
     if chart.log:
-        y_axis |= {"type": "log", "range": [math.log10(limit) for limit in chart.limits]}
+        exponents = [math.log10(limit) for limit in chart.limits]
+        y_axis |= {"type": "log", "range": exponents}
     # plotly would label 0.02 as "2".
     if chart.ticks:
         texts = [_escaped(chart.value_text(tick)) for tick in chart.ticks]
@@ -225,7 +228,8 @@ def _plot(chart: Chart, run: RunCharts, details: Details | None = None) -> Plot:
         y_axis |= {"nticks": 6, "exponentformat": "e"}
     text = f"<b>{_escaped(chart.title)}</b> {chart.unit}"
     title = {"text": text, "font": {"size": 13}, "x": 0.01}
-    return {"data": traces, "layout": {**_LAYOUT, "title": title, "xaxis": x_axis, "yaxis": y_axis}}
+    layout = {**_LAYOUT, "title": title, "xaxis": x_axis, "yaxis": y_axis}
+    return {"data": traces, "layout": layout}
 
 
 def _points(lines: Iterable[Line], chart: Chart, details: Details | None) -> Plot:

@@ -227,7 +227,9 @@ def _columns(rows: Sequence[Row], *, alone: bool) -> list[str]:
     """
     filled: set[str] = set()
     for row in rows:
-        filled.update(head for head, value in row.cells.items() if value not in ("", "–"))
+        for head, value in row.cells.items():
+            if value not in ("", "–"):
+                filled.add(head)
     if alone:
         filled -= _SELECTION_COLUMNS
     return [head for head in rows[0].cells if head in filled]
@@ -267,10 +269,11 @@ def _phases(summary: RunSummary) -> dict[str, float]:
     phases: dict[str, float] = {}
     if not summary.generations:
         return phases
+    # Phases of the steps of finished generations.
     last = summary.generations[-1].step
+    finished = [step.phases for step in summary.steps if step.step < last]
     for name in ("sampling", "scoring", "learning"):
-        seconds = [step.phases.get(name) or 0.0 for step in summary.steps if step.step < last]
-        phases[name] = math.fsum(seconds)
+        phases[name] = math.fsum(each.get(name) or 0.0 for each in finished)
     return phases
 
 
@@ -437,8 +440,11 @@ def _facts(summary: RunSummary) -> Iterator[Row]:
         text = value_text(value)
         # One line for each entry of a mapping.
         if isinstance(value, Mapping):
-            given = {key: each for key, each in value.items() if each is not None}
-            text = "\n".join(f"{key}: {value_text(each)}" for key, each in given.items())
+            lines = []
+            for key, each in value.items():
+                if each is not None:
+                    lines.append(f"{key}: {value_text(each)}")
+            text = "\n".join(lines)
         text = shorten(text, 2000)
         if text:
             yield Row({"setting": name.replace("_", " "), "value": text})

@@ -116,7 +116,9 @@ def setting_effects(summary: RunSummary, names: Sequence[str]) -> tuple[SettingE
     # Effects of settings that divide the members alike cannot be separated.
     for number, effect in enumerate(effects):
         division = divisions[effect.name]
-        together = [name for name in names if divisions[name] == division and any(division)]
+        together = []
+        if any(division):
+            together = [name for name in names if divisions[name] == division]
         others = [summary.labels.name(name) for name in together if name != effect.name]
         if others:
             finding = f"{effect.finding}, always changed together with {', '.join(others)}"
@@ -200,13 +202,14 @@ def _compared(best: ValueEffect, others: ValueEffect) -> tuple[ValueEffect | Non
     if best.standard_error is not None and others.standard_error is not None:
         error = math.hypot(best.standard_error, others.standard_error)
     # 2. The evidence. Members count if each has a lineage of its own.
-    counts = (best.lineages, others.lineages)
+    # 2. The evidence. Members count if each has a lineage of its own.
     unit = "lineages"
-    if counts == (best.members, others.members):
+    if (best.lineages, others.lineages) == (best.members, others.members):
         unit = "members"
-    evidence = f"{score_text(difference, error)} ({counts[0]} and {counts[1]} {unit})"
+    counts = f"{best.lineages} and {others.lineages} {unit}"
+    evidence = f"{score_text(difference, error)} ({counts})"
     # 3. The words.
-    if error is None or min(counts) < MIN_LINEAGES:
+    if error is None or min(best.lineages, others.lineages) < MIN_LINEAGES:
         return None, f"too few members to tell: {best.value} above {others.value} by {evidence}"
     if difference <= 2 * error:
         return None, f"no clear difference: {best.value} above {others.value} by {evidence}"
@@ -218,7 +221,8 @@ def _value_texts(name: str, summary: RunSummary) -> dict[Value, str]:
     values = {member.hyperparameters.get(name) for member in summary.members}
     numbers = sorted(value for value in values if isinstance(value, int | float))
     space = summary.evolvable.get(name, {})
-    texts: dict[Value, str] = dict(zip(numbers, distinct_number_texts(numbers), strict=True))
+    number_texts = distinct_number_texts(numbers)
+    texts: dict[Value, str] = dict(zip(numbers, number_texts, strict=True))
     if "choices" not in space and len(numbers) > 2:
         middle: Any = fmean([numbers[0], numbers[-1]])
         # The search space in a journal is untrusted.

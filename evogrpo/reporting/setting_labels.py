@@ -60,7 +60,10 @@ class SettingLabels:
         # 2. Names without group, unless ambiguous.
         short = {name: name.partition(".")[2] for name in found}
         uses = Counter([*short.values(), *HYPERPARAMETER_NAMES, *_OTHER_COLUMNS])
-        names = {name: short_name(own) for name, own in short.items() if uses[own] == 1}
+        names = {}
+        for name, own in short.items():
+            if uses[own] == 1:
+                names[name] = short_name(own)
         # 3. Labels of texts.
         by_setting = {}
         for name, values in found.items():

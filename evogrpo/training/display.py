@@ -104,7 +104,10 @@ class RunDisplay(Callback):
         # 1. Limits on steps, tokens and time.
         amounts = state.spent(evaluations=schedule.count_evaluations) | {"seconds": state.seconds}
         limits = {name: getattr(schedule, f"max_{name}") for name in amounts}
-        parts = [amounts[name] / limit for name, limit in limits.items() if limit is not None]
+        parts = []
+        for name, limit in limits.items():
+            if limit is not None:
+                parts.append(amounts[name] / limit)
         # 2. The number of generations.
         if schedule.generations is not None:
             done = state.step + state.generation
@@ -255,7 +258,8 @@ class RunDisplay(Callback):
                 unit = "environment steps"
             line = f"{duration_text(cost.seconds)}, {count_text(cost.tokens)} {unit}"
             if learned:
-                line += f" ({cost.tokens / (cost.tokens + learned):.0%} of all {unit})"
+                share = cost.tokens / (cost.tokens + learned)
+                line += f" ({share:.0%} of all {unit})"
             lines.append(f"Evaluations: {line}")
         # 3. Which values of task settings helped.
         effects = {}
@@ -428,7 +432,8 @@ def completions_table(examples: Sequence[Example], best: int, width: int) -> Tab
     numbers.append(("advantage", advantages))
     # 3. In a narrow terminal, leave out the columns of reward functions, then the advantage. Divide
     #    the width that is left; the question gets at most half of it.
-    members = (f"step {shown[0].step + 1}", [f"#{each.index}" for each in shown])
+    indices = [f"#{each.index}" for each in shown]
+    members = (f"step {shown[0].step + 1}", indices)
     text_width = _width_left(width, [members, *numbers])
     while text_width < 2 * _MIN_TEXT_WIDTH and len(numbers) > 1:
         last_function = len(numbers) - 3
@@ -454,7 +459,7 @@ def completions_table(examples: Sequence[Example], best: int, width: int) -> Tab
         completion = shortened(one_line(example.completion), completion_width)
         values = [values[row] for _, values in numbers]
         texts = (Text(question), Text(completion or "(nothing)"))
-        table.add_row(members[1][row], *texts, *values)
+        table.add_row(indices[row], *texts, *values)
         for name, reason in example.feedback.items():
             line = shortened(one_line(f"{name}: {reason}"), completion_width)
             table.add_row("", "", Text(line, "dim"))
@@ -464,7 +469,8 @@ def completions_table(examples: Sequence[Example], best: int, width: int) -> Tab
 def _width_left(width: int, columns: Sequence[tuple[str, Sequence[str]]]) -> int:
     """Return the width that columns, each a heading and its cells, leave for two texts."""
     for name, values in columns:
-        width -= max(map(cell_len, (name, *values))) + _COLUMN_GAP
+        widest = max(map(cell_len, (name, *values)))
+        width -= widest + _COLUMN_GAP
     return width - 2 * _COLUMN_GAP
 
 
@@ -501,7 +507,8 @@ _NOTE_WIDTH = 26
 def rewards_text(report: StepReport, width: int | None = None) -> Text:
     """Return the mean reward of each member in a step, or of those that fit into a width."""
     members = report.learned.values()
-    rewards = [each.reward for each in members if not each.failed and each.reward is not None]
+    healthy = [each for each in members if not each.failed]
+    rewards = [each.reward for each in healthy if each.reward is not None]
     best = max(rewards, default=None)
     size = max(map(abs, rewards), default=0.0)
     # One form for all members: decimals, unless the rewards are tiny or huge.
@@ -571,7 +578,11 @@ def generation_table(
     # 2. In a narrow terminal, break the headings, and leave out columns: then also those of the
     #    last hyperparameters, first those in which members do not differ.
     table = _member_table(report, columns)
-    equal = [head for head in heads if len(set(map(str, columns[head]))) == 1]
+    equal = []
+    for head in heads:
+        texts = set(map(str, columns[head]))
+        if len(texts) == 1:
+            equal.append(head)
     different = [head for head in heads if head not in equal]
     # Left out in this order; then columns in which members are equal.
     optional = ["time", terms.tokens, "step KL", "lr used", "parent", "slot"]

@@ -126,16 +126,20 @@ def measure(run: "Trainer") -> dict[int, Measured]:
     config = run.fitness
     run_state = run.run_state
     # 1. Training rewards of every member, unless they are not the metric.
-    training_fitness = {
-        agent.slot: run_state.training_fitness(agent.slot) for agent in population.healthy
-    }
-    rollouts = {slot: fitness for slot, fitness in training_fitness.items() if fitness is not None}
+    training_fitness = {}
+    rollouts = {}
+    for agent in population.healthy:
+        fitness_of_rollouts = run_state.training_fitness(agent.slot)
+        training_fitness[agent.slot] = fitness_of_rollouts
+        if fitness_of_rollouts is not None:
+            rollouts[agent.slot] = fitness_of_rollouts
     settings = set(population.space.task_settings).union(*population.task_settings.values())
     if why_not_metric(sorted(settings), run.env) is not None:
         rollouts = {}
     if not config.uses_validation and len(rollouts) < len(training_fitness):
         lacking = min(training_fitness.keys() - rollouts.keys())
-        count = len({(step, position) for step, position, _ in run_state.rollouts[lacking]})
+        groups = {(step, position) for step, position, _ in run_state.rollouts[lacking]}
+        count = len(groups)
         raise ValueError(
             f"{TOO_FEW}, got {count} of member {population.agents[lacking].index}. {REMEDY}"
         )
@@ -158,10 +162,9 @@ def measure(run: "Trainer") -> dict[int, Measured]:
     # 3. Divide the time among the members in proportion to their tokens.
     seconds = run.clock.now() - began
     total = max(1, sum(tokens.values()))
-    costs = {
-        slot: EvaluationCost(tokens=own, seconds=seconds * own / total)
-        for slot, own in tokens.items()
-    }
+    costs = {}
+    for slot, own in tokens.items():
+        costs[slot] = EvaluationCost(tokens=own, seconds=seconds * own / total)
     # 4. Collect the measures of each member, then change the run.
     measured = {}
     for slot in training_fitness:
@@ -195,9 +198,14 @@ def update_best(run: "Trainer", measured: Mapping[int, Measured]) -> int:
     """
     population = run.population
     run_state = run.run_state
-    fitness = {slot: each.fitness[run.fitness.selection_measure] for slot, each in measured.items()}
-    # All ranks must choose the same member, also among equal ones.
-    slot = min(fitness, key=lambda slot: (-fitness[slot].mean, population.agents[slot].index, slot))
+    measure = run.fitness.selection_measure
+    fitness = {slot: each.fitness[measure] for slot, each in measured.items()}
+
+    def rank(slot: int) -> tuple[float, int, int]:
+        """Sort the fittest first. All ranks must choose the same member, also among equal ones."""
+        return -fitness[slot].mean, population.agents[slot].index, slot
+
+    slot = min(fitness, key=rank)
     best = Best(
         member=population.agents[slot].record(),
         generation=run_state.generation,
@@ -205,8 +213,12 @@ def update_best(run: "Trainer", measured: Mapping[int, Measured]) -> int:
         state=population.members.snapshot([slot])[slot],
     )
     # Of equal fitness, the earlier member stays the best.
-    if run_state.best is None or difference(best.fitness, run_state.best.fitness)[0] > 0:
+    if run_state.best is None:
         run_state.best = best
+    else:
+        gain, _ = difference(best.fitness, run_state.best.fitness)
+        if gain > 0:
+            run_state.best = best
     return slot
 
 
@@ -346,7 +358,8 @@ class SamplerCheck:
         """Check the reports of a learning step."""
         name = "sampling/sampling_logp_difference/mean"
         # The metric is missing where log-probabilities are not compared.
-        largest = max((report.metrics.get(name, 0.0) for report in learned.values()), default=0.0)
+        values = [report.metrics.get(name, 0.0) for report in learned.values()]
+        largest = max(values, default=0.0)
         if self._warned or largest <= SAMPLER_MISMATCH:
             return
         self._warned = True

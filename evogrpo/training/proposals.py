@@ -186,7 +186,8 @@ def _proposals(
     else:
         # 2. Ask, with what the parent has sampled.
         assert child.parent is not None
-        parent = next(agent for agent in run.population.agents if agent.index == child.parent)
+        by_index = {agent.index: agent for agent in run.population.agents}
+        parent = by_index[child.parent]
         seen = [_record(example) for example in run.run_state.reflections[parent.slot]]
         texts, problem = _ask(run, before, seen)
         # 3. Check the texts.
@@ -217,7 +218,6 @@ def _ask(
     proposer = run.proposer
     assert proposer is not None  # checked before the run
     short = {name.removeprefix("task."): text for name, text in before.items()}
-    # Copies: the function may change what it gets.
     # The function may change what it gets.
     dataset = {name: copy.deepcopy(seen) for name in short}
     answer = _call_with_limit(
@@ -229,7 +229,10 @@ def _ask(
         return {}, f"the proposer failed: {class_name(answer)}: {one_line(answer)}"
     if not isinstance(answer, Mapping):
         return {}, f"the proposer must return a mapping of names to texts, got {shown(answer)}"
-    texts = {f"task.{name}": text for name, text in answer.items() if name in short}
+    texts = {}
+    for name, text in answer.items():
+        if name in short:
+            texts[f"task.{name}"] = text
     if not texts:
         names = shown([str(name) for name in answer])
         return {}, f"the proposer must return a text for {' or '.join(short)}, got {names}"
@@ -286,9 +289,12 @@ def _refusal(run: "Trainer", child: MemberRecord, name: str, text: Any, before: 
 
 def _record(example: Example) -> dict[str, Any]:
     """Return a completion in GEPA's form."""
-    rewards = {name: value for name, value in example.rewards.items() if value is not None}
-    lines = [f"{name}: {value:.3g}" for name, value in rewards.items()]
-    lines += [f"{name}: {reason}" for name, reason in example.feedback.items()]
+    lines = []
+    for name, value in example.rewards.items():
+        if value is not None:
+            lines.append(f"{name}: {value:.3g}")
+    for name, reason in example.feedback.items():
+        lines.append(f"{name}: {reason}")
     return {
         "Inputs": shorten(example.prompt, MAX_SHOWN),
         "Generated Outputs": shorten(example.completion, MAX_SHOWN),
@@ -301,7 +307,9 @@ def stored_proposals(content: bytes) -> dict[tuple[int, int, str, str], Proposal
     found = {}
     for event in all_events(content):
         if event["event"] == "proposal":
-            values = {name: value for name, value in event.items() if name not in ("event", "time")}
+            values = dict(event)
+            for name in ("event", "time"):
+                values.pop(name, None)
             proposal = validate(Proposal, values, "journal, proposal event")
             found[proposal.key] = proposal
     return found

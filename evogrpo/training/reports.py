@@ -141,8 +141,10 @@ def count_step(
             "optimizer_steps": report.optimizer_steps,
             "tokens": tokens[slot],
         }
-        finite = {name: value if abs(value) <= 1e150 else None for name, value in values.items()}
-        metrics[slot] = {**collected.scores.metrics, **finite}
+        counted = dict[str, float | None](collected.scores.metrics)
+        for name, value in values.items():
+            counted[name] = value if abs(value) <= 1e150 else None
+        metrics[slot] = counted
     earned = {slot: collected.group_rewards.get(slot, {}) for slot in learned}
     # `collected.tokens` are sampled tokens or environment steps, the unit of `max_timesteps`.
     run_state.add_step(seconds, tokens, metrics, timesteps=collected.tokens, earned=earned)
@@ -224,7 +226,8 @@ def _best_and_worst(
 
     Without such a group, return the member's first completion.
     """
-    own = [row for row, owner in enumerate(collected.member_ids.tolist()) if owner == slot]
+    owners = collected.member_ids.tolist()
+    own = [row for row, owner in enumerate(owners) if owner == slot]
     rows = next(iter(_extremes_of_groups(collected, slot)), tuple(own[:1]))
     examples = []
     for row in rows:
@@ -368,26 +371,31 @@ def _member_scalars(members: Mapping[int, Mapping[str, float | None]]) -> dict[s
     Args:
         members: Metrics of each member, by slot; None = not finite.
     """
-    curves = {
-        f"{name}/slot_{slot}": value
-        for slot, each in members.items()
-        for name, value in each.items()
-        if value is not None
-    }
+    curves = {}
+    for slot, metrics in members.items():
+        for name, value in metrics.items():
+            if value is not None:
+                curves[f"{name}/slot_{slot}"] = value
     for name in POPULATION_METRICS:
-        values = [value for each in members.values() if (value := each.get(name)) is not None]
+        given = [metrics.get(name) for metrics in members.values()]
+        values = [value for value in given if value is not None]
         if values:
-            curves |= {f"{name}/best": max(values), f"{name}/mean": sum(values) / len(values)}
+            curves[f"{name}/best"] = max(values)
+            curves[f"{name}/mean"] = sum(values) / len(values)
     return curves
 
 
 def step_curves(report: StepReport) -> dict[str, float]:
     """Return scalars of a learning step by tag: metrics, speed, seconds by phase."""
-    curves = _member_scalars({slot: each.metrics for slot, each in report.learned.items()})
+    metrics = {slot: member.metrics for slot, member in report.learned.items()}
+    curves = _member_scalars(metrics)
     if report.seconds:
         curves["tokens_per_second"] = report.tokens / report.seconds
-    curves |= {f"seconds/{phase}": value for phase, value in report.phases.items()}
-    return curves | {f"seconds/waiting_{rank}": value for rank, value in enumerate(report.waiting)}
+    for phase, seconds in report.phases.items():
+        curves[f"seconds/{phase}"] = seconds
+    for rank, seconds in enumerate(report.waiting):
+        curves[f"seconds/waiting_{rank}"] = seconds
+    return curves
 
 
 def generation_curves(

@@ -483,9 +483,12 @@ class Limits:
             evaluation = answers * state.latest_timesteps / state.samples_per_step
         # 3. Compare both limits with what is spent and what is to come.
         spent = state.spent(evaluations=True)
-        steps = {"timesteps": state.latest_timesteps, "tokens": state.latest_tokens}
-        for name, limit in (("timesteps", schedule.max_timesteps), ("tokens", schedule.max_tokens)):
-            if limit is not None and spent[name] + steps[name] + evaluation > limit:
+        limits = {
+            "timesteps": (schedule.max_timesteps, state.latest_timesteps),
+            "tokens": (schedule.max_tokens, state.latest_tokens),
+        }
+        for name, (limit, step) in limits.items():
+            if limit is not None and spent[name] + step + evaluation > limit:
                 return (
                     f"stopped at {spent[name]:,} {name}: the next step would exceed"
                     f" max_{name}={limit:,}"

@@ -248,7 +248,9 @@ def _differences(stored: Mapping[str, Any], config: Config, ignored: tuple[str, 
     new = flat(json.loads(json.dumps(config.to_json())))
     found = []
     for name in {**old, **new}:
+        before = old.get(name)
+        after = new.get(name)
         may_differ = name.split(".")[0] in _RESUMABLE_KEYS or name.startswith(ignored)
-        if old.get(name) != new.get(name) and not may_differ:
-            found.append(f"{name} {old.get(name)!r} -> {new.get(name)!r}"[:200])
+        if before != after and not may_differ:
+            found.append(f"{name} {before!r} -> {after!r}"[:200])
     return found

@@ -208,7 +208,8 @@ def _configured(
     # 2. Sort the settings into the sections of a configuration.
     given: dict[str, dict[str, Any]] = {}
     for section, names in _SECTIONS.items():
-        given[section] = {name: plain(settings[name]) for name in names & settings.keys()}
+        chosen = names & settings.keys()
+        given[section] = {name: plain(settings[name]) for name in chosen}
     wrappers = settings.get("wrappers")
     if isinstance(wrappers, list | tuple):
         # By name, so that the run can be resumed.

@@ -129,7 +129,8 @@ def check_callbacks(callbacks: object) -> None:
         raise ValueError(f"callbacks must be a list of callbacks, got {shown(callbacks)}.")
     assert isinstance(callbacks, Sequence)  # for mypy, which does not follow `issubclass`
     for each in callbacks:
-        if isinstance(each, type) or not all(callable(getattr(each, hook, None)) for hook in hooks):
+        complete = all(callable(getattr(each, hook, None)) for hook in hooks)
+        if isinstance(each, type) or not complete:
             raise ValueError(
                 f"callbacks must be instances of subclasses of evogrpo.Callback, got {shown(each)}."
             )

@@ -243,7 +243,10 @@ class ReasoningTask(QuestionTask):
         """Build the task's environment."""
         given = self.sizes or {}
         # Names of splits were checked when the section was read.
-        sizes: dict[Split, int] = {split: given[split] for split in SPLITS if split in given}
+        sizes: dict[Split, int] = {}
+        for split in SPLITS:
+            if split in given:
+                sizes[split] = given[split]
         return HuggingFaceGym.from_reasoning_gym(
             self.reasoning_gym,
             tokenizer=tokenizer,

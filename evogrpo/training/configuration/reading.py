@@ -195,7 +195,10 @@ def configuration_schema() -> dict[str, Any]:
 
     tasks = [task for each in TASK_TYPES.values() for task in each.tasks]
     agents = {each.agent: None for each in TASK_TYPES.values()}
-    schema = json_schema(_sections_model(Union[tuple(tasks)], Union[tuple(agents)]))  # noqa: UP007 (of a sequence)
+    # Unions of sequences have no other form.
+    any_task = Union[tuple(tasks)]  # noqa: UP007
+    any_agent = Union[tuple(agents)]  # noqa: UP007
+    schema = json_schema(_sections_model(any_task, any_agent))
     sections = schema["properties"]
     ranges = sections[SEARCH_SPACE]
     # Names of task settings may be grouped.
@@ -439,7 +442,8 @@ def _check_section(keys: Sequence[str]) -> None:
         return here or _misplaced(name, "", names)
 
     # The last part names the setting, sometimes only with the part before, as in `rollout.n`.
-    for name in (keys[-1], "_".join(keys[-2:]), keys[-2]):
+    last_two = "_".join(keys[-2:])
+    for name in (keys[-1], last_two, keys[-2]):
         place = where(name)
         if place is not None:
             raise ValueError(f"Unknown key {'.'.join(keys)!r}. Use {place!r}.")

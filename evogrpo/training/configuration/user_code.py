@@ -79,7 +79,8 @@ def _run_file(path: Path, what: str) -> ModuleType:
     # The name of the module contains a hash of the file's path and time of change, so that files of
     # the same name do not replace each other, and worker processes find the module.
     version = f"{path.resolve()} {path.stat().st_mtime_ns}"
-    name = f"{USER_MODULE_PREFIX}{path.stem}_{hashlib.sha256(version.encode()).hexdigest()[:8]}"
+    digest = hashlib.sha256(version.encode()).hexdigest()
+    name = f"{USER_MODULE_PREFIX}{path.stem}_{digest[:8]}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
@@ -118,13 +119,15 @@ def _errors_of(what: str) -> Iterator[None]:
     try:
         yield
     except (Exception, SystemExit) as error:
-        message = f"loading {what} raised {class_name(error)}: {one_line(error)}{user_line(error)}"
+        reason = f"{class_name(error)}: {one_line(error)}{user_line(error)}"
+        message = f"loading {what} raised {reason}"
         if isinstance(error, ModuleNotFoundError):
             # Suggest a module of the same package, or a top-level one.
             parent, dot, last = (error.name or "").rpartition(".")
             package = sys.modules.get(parent)
             search_path = getattr(package, "__path__", None) if parent else None
-            match = close_match(last, [module.name for module in pkgutil.iter_modules(search_path)])
+            modules = [module.name for module in pkgutil.iter_modules(search_path)]
+            match = close_match(last, modules)
             message += f". Did you mean {parent}{dot}{match}?" if match else "."
             message += ' Install its package, change to its folder, or write "path.py:name".'
         raise ValueError(message) from error
@@ -246,8 +249,8 @@ def make_proposer(values: Mapping[str, Any]) -> "Proposer":
 def strategy_record(strategy: Strategy) -> dict[str, Any]:
     """Return name and settings of a strategy; the name of a custom one is `module:Class`."""
     kind = type(strategy)
-    name = next((name for name, built_in in BUILT_IN.items() if built_in is kind), None)
-    return {"name": name or reference_to(kind), **strategy.to_json()}
+    names = {built_in: name for name, built_in in BUILT_IN.items()}
+    return {"name": names.get(kind) or reference_to(kind), **strategy.to_json()}
 
 
 def named_strategy(values: Mapping[str, Any]) -> Strategy:
@@ -409,9 +412,9 @@ def restored_strategy(
 
 def _names(record: Mapping[str, Any]) -> list[str]:
     """Return the names of a strategy and of its custom mutation, if any, without their modules."""
-    records = [record, record.get("mutation")]
-    named = [each["name"] for each in records if isinstance(each, Mapping) and "name" in each]
-    return [str(name).rpartition(":")[2] for name in named]
+    parts = [record, record.get("mutation")]
+    names = [str(part["name"]) for part in parts if isinstance(part, Mapping) and "name" in part]
+    return [name.rpartition(":")[2] for name in names]
 
 
 def _custom_mutation(strategy: Strategy) -> Callable[..., Any] | None:

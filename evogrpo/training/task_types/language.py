@@ -1,7 +1,7 @@
 """Tasks of language models: checks before the weights are loaded, costs, and members."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -141,7 +141,8 @@ class LanguageTask:
     def facts(self) -> dict[str, str]:
         """Return facts about model, task and members."""
         config = self.config
-        facts = {"model": f"{self.model} on {self.device} in {config.precision}{self._sharding()}"}
+        base = f"{self.model} on {self.device} in {config.precision}{self._sharding()}"
+        facts = {"model": base}
         trained = self.trained.summary(self.outline.model)
         if trained:
             facts["adapters"] = f"train {trained}"
@@ -258,10 +259,14 @@ class LanguageTask:
                 text = number_text(value)
             rewards.append(f"{name} {text}")
         tokenizer = self.outline.tokenizer
-        ends = self.config.agent.eos_token_ids or sorted(
-            end_ids_of(self.outline.model).union(self.env.action_space.end_ids)
-        )
-        end_tokens = [f"{end} {shorten(str(tokenizer.decode([end])), 40)!r}" for end in ends]
+        ends: Collection[int] = self.config.agent.eos_token_ids or ()
+        if not ends:
+            of_model = end_ids_of(self.outline.model)
+            ends = sorted(of_model.union(self.env.action_space.end_ids))
+        end_tokens = []
+        for end in ends:
+            text = str(tokenizer.decode([end]))
+            end_tokens.append(f"{end} {shorten(text, 40)!r}")
         stop_strings = self.config.agent.stop_strings or ()
         end_tokens += [f"stop string {shorten(text, 40)!r}" for text in stop_strings]
         ends_text = ", ".join(end_tokens)
@@ -300,9 +305,10 @@ class LanguageTask:
         batch = self.env.make_batch("train", [0], [TaskSettings(others)])
         (tokens,) = batch.prompts
         text = shorten(str(self.outline.tokenizer.decode(tokens)), 400)
-        names = ", ".join(f"{name}={shorten(str(value), 40)!r}" for name, value in others.items())
+        parts = [f"{name}={shorten(str(value), 40)!r}" for name, value in others.items()]
         length = pluralize(len(tokens), "token")
-        return {"other prompt": f"{text!r}, {length}, of a member with {names}"}
+        described = f"{text!r}, {length}, of a member with {', '.join(parts)}"
+        return {"other prompt": described}
 
     def _step_tokens(self, lengths: Sequence[int], turns: int) -> tuple[int, str]:
         """Return the tokens of a learning step, and the row of the plan on them.

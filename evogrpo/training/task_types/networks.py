@@ -169,7 +169,8 @@ class NetworkTask:
         one_agent = DEFAULT_POLICY in self.mapping.specs
         optimizer = []
         for policy, spec in self.mapping.specs.items():
-            most = epochs * math.ceil(per_member * len(spec.agents) / smallest)
+            updates = math.ceil(per_member * len(spec.agents) / smallest)
+            most = epochs * updates
             of_policy = "" if one_agent else f" of {policy}"
             optimizer.append(f"at most {pluralize(most, 'step')}{of_policy}")
         joint = by_agent = ""
@@ -322,13 +323,14 @@ def _memory_need(
 
     `parameters` are those of one member.
     """
-    observation_bytes = sum(
-        np.dtype(leaf.dtype).itemsize * math.prod(leaf.shape or ())
-        for space in mapping.observation_spaces.values()
-        for leaf in leaf_spaces(space)
-    )
+    observation_bytes = 0
+    for space in mapping.observation_spaces.values():
+        for leaf in leaf_spaces(space):
+            entries = math.prod(leaf.shape or ())
+            observation_bytes += np.dtype(leaf.dtype).itemsize * entries
     validation = schedule.questions("validation", env)
-    episodes = members * max(COPIES * schedule.samples_per_step, (COPIES - 1) * validation)
+    training = COPIES * schedule.samples_per_step
+    episodes = members * max(training, (COPIES - 1) * validation)
     steps = episodes * env.max_episode_steps
     # Weights, a gradient, two moments, the copy of the best, and a copy of weights and moments
     # before a learning step.
@@ -348,7 +350,9 @@ def _population(
     options = {"device": device, **vars(config.agent), **config.founder_options()}
     if isinstance(env, GymnasiumGroups):
         return GRPO.population(size, env.observation_space, env.action_space, **options)
-    own = {each.name: getattr(config.task, each.name) for each in fields(TeamOptions)}
+    own = {}
+    for option in fields(TeamOptions):
+        own[option.name] = getattr(config.task, option.name)
     return MultiAgentGRPO.population(
         size, env.observation_spaces, env.action_spaces, **own, **options
     )
@@ -356,7 +360,12 @@ def _population(
 
 def _parameters(state: Mapping[str, torch.Tensor]) -> int:
     """Return the number of parameters of all networks of a member."""
-    return sum(part.numel() for name, part in state.items() if name.rpartition("/")[2] == "weights")
+    count = 0
+    for name, part in state.items():
+        # Names are "weights", or "POLICY/weights" in a team.
+        if name.rpartition("/")[2] == "weights":
+            count += part.numel()
+    return count
 
 
 def _space(space: spaces.Space[Any]) -> str:
