@@ -203,6 +203,31 @@ class RunState:
             fitness=fitness,
         )
 
+    def set_budgets(
+        self,
+        schedule: Schedule,
+        population: Population,
+        *,
+        samples_per_step: int | None = None,
+        steps_per_generation: int | None = None,
+    ) -> None:
+        """Set the budgets of the next generations; None = as before."""
+        # 1. Before the first generation, the budgets are 0: take those of the schedule.
+        if self.samples_per_step == 0:
+            self.samples_per_step = schedule.samples_per_step
+        if self.steps_per_generation == 0:
+            self.steps_per_generation = schedule.steps_per_generation
+        # 2. Those of the plan.
+        if samples_per_step is not None:
+            self.samples_per_step = samples_per_step
+        if steps_per_generation is not None:
+            self.steps_per_generation = steps_per_generation
+        # 3. `starts_per_step` never shrinks, even after the members with the smallest groups are
+        #    replaced: it determines which questions a step takes.
+        budget = replace(schedule, samples_per_step=self.samples_per_step)
+        needed = budget.starts_per_step(population)
+        self.starts_per_step = max(self.starts_per_step, needed)
+
     def start_generation(self) -> None:
         """Reset the sums of a generation."""
         self.step_in_generation = 0

@@ -237,7 +237,7 @@ class Trainer:
             filters=[name for name in filters if getattr(objective, name) not in (None, False)],
             hint=env.completion_form() if isinstance(env, PromptEnvironment) else "",
         )
-        self._set_budgets(None, None)
+        self.run_state.set_budgets(schedule, population)
         # 3. State of the loop itself.
         self._ended: str | None = None
         self._complete = False
@@ -568,30 +568,14 @@ class Trainer:
         """Clone and mutate members, and set the budgets of the next generation."""
         state = self.run_state
         self.population.apply(plan)
-        self._set_budgets(plan.samples_per_step, plan.steps_per_generation)
+        state.set_budgets(
+            self.schedule,
+            self.population,
+            samples_per_step=plan.samples_per_step,
+            steps_per_generation=plan.steps_per_generation,
+        )
         state.unplanned = False
         state.reflections = [()] * len(self.population)
-
-    def _set_budgets(self, samples_per_step: int | None, steps_per_generation: int | None) -> None:
-        """Set the budgets of the next generations; None = as before."""
-        state = self.run_state
-        schedule = self.schedule
-        # 1. Before the first generation, the budgets of the state are 0: take those of the
-        #    schedule.
-        if state.samples_per_step == 0:
-            state.samples_per_step = schedule.samples_per_step
-        if state.steps_per_generation == 0:
-            state.steps_per_generation = schedule.steps_per_generation
-        # 2. Those of the plan.
-        if samples_per_step is not None:
-            state.samples_per_step = samples_per_step
-        if steps_per_generation is not None:
-            state.steps_per_generation = steps_per_generation
-        # 3. `starts_per_step` never shrinks, even after the members with the smallest groups are
-        #    replaced: it determines which questions a step takes.
-        budget = replace(schedule, samples_per_step=state.samples_per_step)
-        needed = budget.starts_per_step(self.population)
-        state.starts_per_step = max(state.starts_per_step, needed)
 
     def _record_end(self) -> None:
         """Record why the run has ended, and by how much it exceeded its time limit."""

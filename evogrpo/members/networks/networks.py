@@ -511,9 +511,9 @@ class ModuleNetwork:
         self._space = space
         self.name = type(module).__qualname__
         self._initial = {}
-        for name, value in self.module.named_parameters():
-            if value.requires_grad:
-                self._initial[name] = value.detach().float()
+        for name, parameter in self.module.named_parameters():
+            if parameter.requires_grad:
+                self._initial[name] = parameter.detach().float()
         if not self._initial:
             raise ValueError(
                 f"actor_network must have parameters that require a gradient, got {self.name}"
