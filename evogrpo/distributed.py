@@ -161,14 +161,17 @@ class Processes:
         # 1. Exchange numbers; after a failure, also texts. The lowest kind of failure counts.
         try:
             failed = torch.zeros((self.size, 1), dtype=torch.int64)  # one row for each rank
+            rows = list(failed.unbind())
             outcome = torch.tensor([failure is not None], dtype=torch.int64)
-            self.wait(lambda: dist.all_gather(list(failed.unbind()), outcome, group=self._group))
+            self.wait(lambda: dist.all_gather(rows, outcome, group=self._group))
             if not failed.any():
                 return
             own = None
             if failure is not None:
-                own = (_kind_of(failure), self.rank, f"{class_name(failure)}: {one_line(failure)}")
-            kind, rank, text = min(each for each in self.all_gather(own) if each is not None)
+                message = f"{class_name(failure)}: {one_line(failure)}"
+                own = (_kind_of(failure), self.rank, message)
+            failures = [each for each in self.all_gather(own) if each is not None]
+            kind, rank, text = min(failures)
         except ProcessError as error:
             if failure is None or isinstance(failure, Interrupted):
                 raise
@@ -180,9 +183,10 @@ class Processes:
             raise _on_all_ranks(failure)
         if kind == INTERRUPTED:
             raise _on_all_ranks(Interrupted())
-        raise _on_all_ranks(
-            (torch.OutOfMemoryError if kind == OUT_OF_MEMORY else ProcessError)(text)
-        ) from failure
+        error_class: type[RuntimeError] = ProcessError
+        if kind == OUT_OF_MEMORY:
+            error_class = torch.OutOfMemoryError
+        raise _on_all_ranks(error_class(text)) from failure
 
     # ---- collectives of plain values
 
@@ -399,7 +403,8 @@ def is_rank_zero() -> bool:
     begun = sys.modules.get("torch.distributed")
     if begun is not None and begun.is_available() and begun.is_initialized():
         return bool(begun.get_rank() == 0)
-    return (os.environ.get("WORLD_SIZE") or "1") == "1" or os.environ.get("RANK", "0") == "0"
+    world_size = os.environ.get("WORLD_SIZE") or "1"
+    return world_size == "1" or os.environ.get("RANK", "0") == "0"
 
 
 def _connect(timeout: timedelta) -> None:
@@ -444,13 +449,18 @@ def agree_on_prefix(store: Any, rank: int, size: int, until: float) -> str:
             raise ProcessError(f"Rank 0 did not connect. See its output ({error}).") from error
         store.set(f"{prefix}: {rank} joined", "")
         return prefix
+
     # 2. Rank 0: answer until all have joined. A key may be of a killed process until the new one
     #    replaces it.
+    def joined(other: int) -> bool:
+        return bool(store.check([f"{own}: {other} joined"]))
+
     missing = list(range(1, size))
-    while missing := [other for other in missing if not store.check([f"{own}: {other} joined"])]:
+    while missing := [other for other in missing if not joined(other)]:
         for other in missing:
-            if store.check([f"greeting of {other}"]):
-                store.set(f"prefix for {store.get(f'greeting of {other}').decode()}", own)
+            greeting = f"greeting of {other}"
+            if store.check([greeting]):
+                store.set(f"prefix for {store.get(greeting).decode()}", own)
         if time.monotonic() > until:
             raise ProcessError(f"Process {missing[0]} of {size} did not connect. See its output.")
         time.sleep(0.02)

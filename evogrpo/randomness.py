@@ -32,9 +32,12 @@ def generator(seed: int, purpose: str, *numbers: int) -> np.random.Generator:
         )
     # Hash as text: numpy pads and concatenates lists of numbers, so (0,), (0, 0) and (0, 2**32)
     # would collide.
-    name = f"{int(seed)} {[int(number) for number in numbers]} {purpose}"
-    entropy = int.from_bytes(hashlib.sha256(name.encode()).digest()[:16], "little")
-    return np.random.Generator(np.random.Philox(np.random.SeedSequence(entropy)))
+    plain_numbers = [int(number) for number in numbers]
+    name = f"{int(seed)} {plain_numbers} {purpose}"
+    digest = hashlib.sha256(name.encode()).digest()
+    entropy = int.from_bytes(digest[:16], "little")
+    sequence = np.random.SeedSequence(entropy)
+    return np.random.Generator(np.random.Philox(sequence))
 
 
 def streams(rng: np.random.Generator) -> Callable[..., np.random.Generator]:

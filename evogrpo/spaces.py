@@ -133,7 +133,8 @@ def action_form(space: spaces.Space[Any]) -> spaces.Space[Any]:
     """
     if not isinstance(space, spaces.Dict | spaces.Tuple):
         return space
-    width = sum(math.prod(leaf.shape or ()) for leaf in leaf_spaces(space))
+    widths = [math.prod(leaf.shape or ()) for leaf in leaf_spaces(space)]
+    width = sum(widths)
     return spaces.Box(-np.inf, np.inf, (width,), np.float32)
 
 
@@ -260,7 +261,7 @@ def _batched(observation: Any, shape: tuple[int, ...], device: torch.device | st
     # `torch.export` must not compare sizes of batches.
     if tensor.ndim == len(shape) and tuple(tensor.shape) == shape:
         tensor = tensor[None]
-    if tuple(tensor.shape[1:]) != shape or tensor.ndim != len(shape) + 1:
+    if tensor.ndim != len(shape) + 1 or tuple(tensor.shape[1:]) != shape:
         raise ValueError(
             f"observation must have shape {shape} or (batch, *{shape}), got {tuple(tensor.shape)}."
         )
@@ -270,7 +271,8 @@ def _batched(observation: Any, shape: tuple[int, ...], device: torch.device | st
 def _one_hot(values: Tensor, counts: Sequence[int], starts: Sequence[int]) -> Tensor:
     """One-hot encode integer columns: `[batch, len(counts)]` to `[batch, sum(counts)]`."""
     codes = []
-    for column, count, start in zip(values.long().unbind(1), counts, starts, strict=True):
+    columns = values.long().unbind(1)
+    for column, count, start in zip(columns, counts, starts, strict=True):
         if column.numel() and not (
             start <= int(column.min()) and int(column.max()) < start + count
         ):

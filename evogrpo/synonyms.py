@@ -482,13 +482,15 @@ def one_edit_match(name: str, valid: Iterable[str]) -> str | None:
 
 def _is_one_edit(typed: str, name: str) -> bool:
     """Return True if one letter was changed, added or left out, or two neighbours were swapped."""
+    shorter = min(len(typed), len(name))
     start = 0  # of the part that differs
-    while start < min(len(typed), len(name)) and typed[start] == name[start]:
+    while start < shorter and typed[start] == name[start]:
         start += 1
     rest = typed[start:]
     other = name[start:]
+    added_or_left_out = rest[1:] == other or rest == other[1:]
     swapped = rest[:2] == other[:2][::-1] and rest[2:] == other[2:]
-    return swapped or rest[1:] == other[1:] or rest == other[1:] or rest[1:] == other
+    return rest[1:] == other[1:] or added_or_left_out or swapped
 
 
 def public_place(setting: str) -> str | None:

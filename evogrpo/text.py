@@ -159,7 +159,8 @@ class _ShortRepr(reprlib.Repr):
             return "{...}"
         parts = []
         for key, value in itertools.islice(x.items(), self.maxdict):
-            parts.append(f"{self.repr1(key, level - 1)}: {self.repr1(value, level - 1)}")
+            key_text = self.repr1(key, level - 1)
+            parts.append(f"{key_text}: {self.repr1(value, level - 1)}")
         if len(x) > self.maxdict:
             parts.append("...")
         return f"{{{', '.join(parts)}}}"
@@ -294,7 +295,9 @@ def value_text(value: object) -> str:
     given = {name: each for name, each in value.items() if each is not None}
     parts = []
     if given.keys() >= {"min", "max"}:
-        parts.append(f"{value_text(given.pop('min'))} to {value_text(given.pop('max'))}")
+        low = given.pop("min")
+        high = given.pop("max")
+        parts.append(f"{value_text(low)} to {value_text(high)}")
         if given.pop("scale", "linear") == "log":
             parts[0] += " (log)"
     parts += [f"{name} {value_text(each)}" for name, each in given.items()]
@@ -315,9 +318,10 @@ def _json_value_text(text: str) -> str:
 
 def changes_text(changes: Mapping[str, tuple[float | str | None, float | str | None]]) -> str:
     """Format changed hyperparameters, such as `lr 0.0001 → 0.0002, group_size 8 → 4`."""
-    return ", ".join(
-        f"{name} {number_text(old)} → {number_text(new)}" for name, (old, new) in changes.items()
-    )
+    parts = []
+    for name, (old, new) in changes.items():
+        parts.append(f"{name} {number_text(old)} → {number_text(new)}")
+    return ", ".join(parts)
 
 
 def origin_text(
@@ -405,7 +409,9 @@ def _short_value(value: Any) -> str:
     if is_dataclass(value):
         return f"{type(value).__name__}(…)"
     if isinstance(value, str):
-        return repr(value if len(value) <= _MAX_REPR else f"{value[: _MAX_REPR - 1]}…")
+        if len(value) > _MAX_REPR:
+            value = f"{value[: _MAX_REPR - 1]}…"
+        return repr(value)
     if isinstance(value, Mapping):
         parts = [f"{key}: {_short_value(each)}" for key, each in value.items()]
         inner = f"{{{', '.join(parts)}}}"

@@ -127,7 +127,8 @@ def settings(kind: type[T]) -> type[T]:
         """Validate the arguments, and set the fields."""
         if positional:
             pairs = zip(fields(made), positional, strict=False)  # type: ignore[arg-type]  # a dataclass
-            example = ", ".join(f"{each.name}={shown(value, 40)}" for each, value in pairs)
+            parts = [f"{each.name}={shown(value, 40)}" for each, value in pairs]
+            example = ", ".join(parts)
             raise ValueError(
                 f"{made.__name__} takes its arguments by name, such as {made.__name__}({example})."
             )
@@ -392,8 +393,10 @@ def _bound(value: object) -> object:
 
 def dotted(keys: Sequence[str | int]) -> str:
     """Return the path of a value, such as `population.founders[2].lr`."""
-    parts = [f"[{key}]" if isinstance(key, int) else f".{one_line(key, MAX_SHOWN)}" for key in keys]
-    return "".join(parts).removeprefix(".")
+    path = ""
+    for key in keys:
+        path += f"[{key}]" if isinstance(key, int) else f".{one_line(key, MAX_SHOWN)}"
+    return path.removeprefix(".")
 
 
 def _keys_in(data: object, details: ErrorDetails) -> Iterator[str | int]:

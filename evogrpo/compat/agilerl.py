@@ -149,4 +149,8 @@ class AgileRLMethods:
 
     def to_device(self: _Agent, *experiences: Any) -> tuple[Any, ...]:
         """Move all tensors in the experiences, nested ones included, to the agent's device."""
-        return tuple(map_tensors(item, lambda leaf: leaf.to(self.device)) for item in experiences)
+
+        def moved(leaf: torch.Tensor) -> torch.Tensor:
+            return leaf.to(self.device)
+
+        return tuple(map_tensors(item, moved) for item in experiences)

@@ -213,7 +213,8 @@ def _read(values: Mapping[str, Any]) -> Translation:
             if mapping is not None and not isinstance(mapping, Mapping):
                 refused.append(f"ROLL key {path} must be a mapping, got {shown(mapping)}")
         if section_values and isinstance(section_values, Mapping):
-            given |= {f"{section}.{key}": value for key, value in section_values.items()}
+            for key, value in section_values.items():
+                given[f"{section}.{key}"] = value
         else:
             # Do not use the defaults of a missing section.
             table = {key: entry for key, entry in table.items() if not key.startswith(section)}

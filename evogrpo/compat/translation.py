@@ -124,7 +124,8 @@ class Translation:
     def __post_init__(self) -> None:
         # 1. Leave out what is not given.
         left_out = (None, "None")
-        self.given = {name: value for name, value in self.given.items() if value not in left_out}
+        given = self.given.items()
+        self.given = {name: value for name, value in given if value not in left_out}
         # 2. Parse given values. A refused one keeps its default, so that the rest can be checked.
         for name, key in self.keys.items():
             self.values[name] = None
@@ -132,7 +133,8 @@ class Translation:
                 self.values[name] = key.parse(name, key.default)
             if name in self.given:
                 try:
-                    self.values[name] = key.parse(f"{self.kind} {name}", self.given[name])
+                    what = f"{self.kind} {name}"
+                    self.values[name] = key.parse(what, self.given[name])
                 except ValueError as error:
                     self.refused.append(str(error))
 

@@ -39,7 +39,8 @@ def _text(what: str, value: Any) -> str:
 def _texts(what: str, value: Any) -> list[str]:
     """Return one or several texts as a list."""
     texts = [value] if isinstance(value, str) else value
-    if not isinstance(texts, list | tuple) or not all(isinstance(each, str) for each in texts):
+    are_texts = isinstance(texts, list | tuple) and all(isinstance(each, str) for each in texts)
+    if not are_texts:
         raise ValueError(f"{what} must be a text or a list of texts, got {shown(value)}.")
     return list(texts)
 
@@ -71,8 +72,11 @@ def _arguments(what: str, value: Any) -> Mapping[str, Any]:
             value = json.loads(value)
     if not isinstance(value, Mapping):
         raise ValueError(f"{what} must be a mapping, got {shown(value)}.")
-    given = {name: each for name, each in value.items() if each is not None}
-    return {name: finite_number(f"{what}: {name}", each) for name, each in given.items()}
+    arguments = {}
+    for name, each in value.items():
+        if each is not None:
+            arguments[name] = finite_number(f"{what}: {name}", each)
+    return arguments
 
 
 FIELDS: Mapping[str, Key] = {
@@ -239,7 +243,9 @@ def from_trl(source: object) -> Imported:
     generation = given.pop("generation_kwargs", None) or {}
     if not isinstance(generation, Mapping):
         raise ValueError(f"TRL field generation_kwargs must be a mapping, got {shown(generation)}.")
-    given |= {GENERATION[name]: each for name, each in generation.items() if name in GENERATION}
+    for name, value in generation.items():
+        if name in GENERATION:
+            given[GENERATION[name]] = value
     trl = Translation("TRL field", given, FIELDS)
     for name in generation:
         what = "key of TRL field generation_kwargs"

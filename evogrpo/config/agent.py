@@ -181,9 +181,10 @@ class LanguageOptions(SamplingOptions, AgentOptions):
         changed = changed_options(self.sampling_options)
         if self.objective.importance_correction is not None and changed:
             # The sampler's log-probabilities are those of another distribution than the trainer's.
-            given = ", ".join(f"{name}={value}" for name, value in changed.items())
+            parts = [f"{name}={value}" for name, value in changed.items()]
             raise ValueError(
-                f"importance_correction needs samples from the whole distribution, got {given}."
+                "importance_correction needs samples from the whole distribution, got"
+                f" {', '.join(parts)}."
                 " Remove one of them."
             )
 

@@ -133,9 +133,9 @@ class Hyperparameters:
         Raises:
             ValueError: If a name is unknown or a value is invalid.
         """
-        fields = {name: value for name, value in values.items() if not is_task_setting(name)}
+        fields = dict(values)
+        settings = {name: fields.pop(name) for name in values if is_task_setting(name)}
         refuse_unknown("hyperparameter", fields, HYPERPARAMETER_NAMES)
-        settings = {name: value for name, value in values.items() if is_task_setting(name)}
         if settings:
             fields["task_settings"] = {**self.task_settings, **settings}
         return dataclasses.replace(self, **fields)

@@ -123,13 +123,13 @@ def mutate_architecture(
     if len(hidden) > limits.min_layers:
         propose("remove layer", hidden=hidden[:-1])
     for layer, units in enumerate(hidden):
+        before = hidden[:layer]
+        after = hidden[layer + 1 :]
         for step in limits.unit_steps:
             if units + step <= limits.max_units:
-                propose("add units", hidden=(*hidden[:layer], units + step, *hidden[layer + 1 :]))
+                propose("add units", hidden=(*before, units + step, *after))
             if units - step >= limits.min_units:
-                propose(
-                    "remove units", hidden=(*hidden[:layer], units - step, *hidden[layer + 1 :])
-                )
+                propose("remove units", hidden=(*before, units - step, *after))
     # A linear policy has no activation.
     for activation in limits.activations if hidden else ():
         if activation != config.activation:
@@ -138,5 +138,6 @@ def mutate_architecture(
         raise NothingToChangeError(f"The limits {limits} allow no change of {config}. Widen them.")
     # 2. Draw a kind, then a change of this kind. A kind with many changes is no more likely.
     names = list(kinds)
-    choices = kinds[names[int(rng.integers(len(names)))]]
+    kind = names[int(rng.integers(len(names)))]
+    choices = kinds[kind]
     return choices[int(rng.integers(len(choices)))]

@@ -534,15 +534,15 @@ def default_space(
         sizes = [size for size in feasible_group_sizes(samples_per_step) if low <= size <= high]
     if len(sizes) < 2:  # a single size cannot evolve
         names.remove("group_size")
-    space = HyperparameterConfig(**{name: ranges[name] for name in names if name not in fixed})
+    searched = {name: ranges[name] for name in names if name not in fixed}
+    space = HyperparameterConfig(**searched)
     # If unknown, the smallest number, so that one optimizer step takes all.
     samples = samples_per_step or 2
     unused = without_effect(
         objective, [first], space, samples_per_step=samples, rows_are_samples=rows_are_samples
     )
-    return HyperparameterConfig(
-        **{name: parameter for name, parameter in space.items() if name not in unused}
-    )
+    useful = {name: parameter for name, parameter in space.items() if name not in unused}
+    return HyperparameterConfig(**useful)
 
 
 def without_effect(
@@ -609,7 +609,8 @@ def without_effect(
             found[name] = f"{name} evolves without effect: {reasons[name]}."
     defaults = Hyperparameters()
     for name in (*CLIPS, "beta"):
-        is_set = all(getattr(member, name) != getattr(defaults, name) for member in members)
+        default = getattr(defaults, name)
+        is_set = all(getattr(member, name) != default for member in members)
         if name in reasons and name not in space and is_set:
             found[name] = f"{name} has no effect: {reasons[name]}."
     return found

@@ -80,11 +80,13 @@ class Optimizer:
             return step / self.warmup_steps
         if self.total_steps is None:
             return 1.0
-        progress = min(1.0, (step - self.warmup_steps) / (self.total_steps - self.warmup_steps))
+        decaying = self.total_steps - self.warmup_steps
+        progress = min(1.0, (step - self.warmup_steps) / decaying)
         if self.schedule == "linear":
             decay = 1.0 - progress
         else:
-            decay = 0.5 * (1.0 + cos(2.0 * pi * self.cycles * progress))
+            angle = 2.0 * pi * self.cycles * progress
+            decay = 0.5 * (1.0 + cos(angle))
         return self.floor + (1.0 - self.floor) * decay
 
     def momentum_warmup(self, step: int) -> float:

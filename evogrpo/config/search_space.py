@@ -351,7 +351,8 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
                 settings = {name: value[name] for name in value if is_task_setting(name)}
                 value = {name: each for name, each in value.items() if name not in settings}
             found = {**parameters(value), **settings}
-            return cls(**{name: each for name, each in found.items() if each is not None})
+            evolving = {name: each for name, each in found.items() if each is not None}
+            return cls(**evolving)
 
         return core_schema.no_info_wrap_validator_function(
             read,
@@ -369,8 +370,8 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
         return len(self._parameters)
 
     def __repr__(self) -> str:
-        values = ", ".join(f"{name}={value!r}" for name, value in self.items())
-        return f"HyperparameterConfig({values})"
+        parts = [f"{name}={value!r}" for name, value in self.items()]
+        return f"HyperparameterConfig({', '.join(parts)})"
 
     @property
     def task_settings(self) -> dict[str, RLParameter]:
@@ -477,8 +478,10 @@ def feasible_group_sizes(samples_per_step: int) -> tuple[int, ...]:
     """
     samples = whole_between("samples_per_step", samples_per_step, 2, MAX_SAMPLES)
     # Divisors are pairs d and n / d, of which the smaller one is at most the square root.
-    small = [size for size in range(1, math.isqrt(samples) + 1) if samples % size == 0]
-    return tuple(sorted({*small, *(samples // size for size in small)} - {1}))
+    largest = math.isqrt(samples)
+    small = [size for size in range(1, largest + 1) if samples % size == 0]
+    large = [samples // size for size in small]
+    return tuple(sorted({*small, *large} - {1}))
 
 
 def check_group_size(group_size: int, samples_per_step: int, *, owner: str = "") -> None:

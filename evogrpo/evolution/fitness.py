@@ -42,7 +42,9 @@ class Fitness:
         finite_number("mean", self.mean)
         if finite_number("standard_error", self.standard_error) < 0:
             raise ValueError(f"standard_error must be at least 0, got {self.standard_error}.")
-        if self.keys is not None and not len(set(self.keys)) == len(self.keys) == len(self.scores):
+        if self.keys is None:
+            return
+        if not len(set(self.keys)) == len(self.keys) == len(self.scores):
             raise ValueError(
                 f"keys must be distinct, one per score, got {len(set(self.keys))} distinct of"
                 f" {len(self.keys)} for {len(self.scores)} scores."
@@ -86,7 +88,10 @@ def paired_difference(a: Fitness, b: Fitness) -> tuple[float, float]:
         ValueError: If they have fewer than 2 common questions.
     """
     other = b.by_key
-    differences = [score - other[key] for key, score in a.by_key.items() if key in other]
+    differences = []
+    for key, score in a.by_key.items():
+        if key in other:
+            differences.append(score - other[key])
     if len(differences) < 2:
         raise ValueError(
             f"A comparison needs at least 2 common questions, got {len(differences)} of"
@@ -109,7 +114,8 @@ def difference(a: Fitness, b: Fitness) -> tuple[float, float]:
     """
     if len(a.by_key.keys() & b.by_key.keys()) > 1:
         return paired_difference(a, b)
-    return a.mean - b.mean, math.hypot(a.standard_error, b.standard_error)
+    standard_error = math.hypot(a.standard_error, b.standard_error)
+    return a.mean - b.mean, standard_error
 
 
 def _mean_and_standard_error(values: Sequence[float]) -> tuple[float, float]:
@@ -124,7 +130,8 @@ def _mean_and_standard_error(values: Sequence[float]) -> tuple[float, float]:
         # difference.
         return values[0], 0.0
     mean = math.fsum(values) / count
-    variance = math.fsum((value - mean) ** 2 for value in values) / (count - 1)
+    squares = [(value - mean) ** 2 for value in values]
+    variance = math.fsum(squares) / (count - 1)
     return mean, math.sqrt(variance / count)
 
 

@@ -72,7 +72,12 @@ def spread_founders(
             drawn = _latin_hypercube(settings, defaults, remaining, rng)
             pairs = zip(others, drawn, strict=True)
             designs.append([own.with_values(new.task_settings) for own, new in pairs])
-        others = min(designs, key=lambda design: confounding(settings, [*first, *design]))
+
+        def confounded(design: Sequence[Hyperparameters]) -> float:
+            """Return how much settings change together if these are the other founders."""
+            return confounding(settings, [*first, *design])
+
+        others = min(designs, key=confounded)
     # 3. Redraw duplicates last, so that the others do not change. Without a free point, a duplicate
     #    stays.
     # Pairs of parent and hyperparameters, as `draw_distinct` takes them; founders have no parent.
@@ -98,7 +103,8 @@ def _latin_hypercube(
     """Draw points: a random permutation assigns one stratum of each range to each of them."""
     strata = {}
     for name in space:
-        strata[name] = (rng.permutation(size) + rng.random(size)) / max(size, 1)
+        positions = rng.permutation(size) + rng.random(size)
+        strata[name] = positions / max(size, 1)
     points = []
     for position in range(size):
         fractions = {name: float(column[position]) for name, column in strata.items()}

@@ -165,7 +165,13 @@ class Generation:
         if not healthy:
             remedy = "Start a new run with a lower lr, max_grad_norm or temperature."
             raise ValueError(f"All members failed, so none can be cloned. {remedy}")
-        return tuple(sorted(healthy, key=lambda pair: (-pair[1].mean, pair[0].index, pair[0].slot)))
+
+        def rank(pair: tuple[MemberRecord, Fitness]) -> tuple[float, int, int]:
+            """Sort the fittest first; of equal members, the oldest."""
+            member, fitness = pair
+            return -fitness.mean, member.index, member.slot
+
+        return tuple(sorted(healthy, key=rank))
 
     @property
     def ranked(self) -> tuple[int, ...]:

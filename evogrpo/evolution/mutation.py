@@ -131,7 +131,8 @@ class Mutation:
 def element_at(values: Sequence[E], fraction: float) -> E:
     """Return an element; each is equally likely if `fraction` is uniform in [0, 1)."""
     # The product may round up to the length.
-    return values[min(int(fraction * len(values)), len(values) - 1)]
+    last = len(values) - 1
+    return values[min(int(fraction * len(values)), last)]
 
 
 def uniform_value(name: str, parameter: RLParameter, fraction: float) -> Value:
@@ -245,7 +246,8 @@ def relative_position(parameter: RLParameter, value: float) -> float:
     low, high = parameter.bounds
     clipped = min(max(value, low), high)
     if parameter.numbers:
-        return sum(choice < clipped for choice in parameter.numbers) / (len(parameter.numbers) - 1)
+        below = sum(choice < clipped for choice in parameter.numbers)
+        return below / (len(parameter.numbers) - 1)
     if parameter.scale == "log":
         return math.log(clipped / low) / math.log(high / low)
     return (clipped - low) / (high - low)
@@ -319,7 +321,10 @@ def last_steps(member: MemberRecord, space: HyperparameterConfig) -> dict[str, f
 
     Unchanged hyperparameters are left out, so founders have no steps.
     """
-    old_values = {name: old for name, (old, _) in member.changes.items() if name != NETWORK}
+    old_values = {}
+    for name, (old, _) in member.changes.items():
+        if name != NETWORK:
+            old_values[name] = old
     after = member.hyperparameters
     before = after.with_values(old_values)
     steps = {}

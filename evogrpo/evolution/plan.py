@@ -79,15 +79,15 @@ class Plan:
                 f"reasons must have one entry per slot, got {len(self.reasons)} for {len(slots)}"
                 " slots."
             )
-        if any(slot is not None and slot not in slots for slot in (*self.parents, *born)):
+        named = [slot for slot in (*self.parents, *born) if slot is not None]
+        if any(slot not in slots for slot in named):
             raise ValueError(
                 f"slots must be in [0, {len(slots) - 1}], got parents {self.parents} and children"
                 f" in {list(born)}."
             )
         # 2. Children: one in a slot, each a member of its own.
-        if len(born) != len(self.children) or len({child.index for child in self.children}) != len(
-            born
-        ):
+        indices = {child.index for child in self.children}
+        if not len(born) == len(indices) == len(self.children):
             raise ValueError(
                 "children must have distinct slots and indices, got"
                 f" {[(c.slot, c.index) for c in self.children]}."
@@ -100,11 +100,11 @@ class Plan:
             raise ValueError(
                 f"slots {without_child} copy another slot, so each needs an entry in children."
             )
-        mixed = [
-            slot
-            for slot, child in born.items()
-            if (child.parent is None) != (self.parents[slot] is None)
-        ]
+        mixed = []
+        for slot, child in born.items():
+            is_founder = child.parent is None
+            if is_founder != (self.parents[slot] is None):
+                mixed.append(slot)
         if mixed:
             raise ValueError(
                 f"parents must be None exactly for founders, got another value in slots {mixed}."

@@ -107,7 +107,10 @@ def has_stagnated(history: History, z: float) -> bool:
         elif member.parent is not None:
             before = earlier.get(member.parent)
         # Two common questions are the fewest that have a standard error.
-        if before is None or len(before.by_key.keys() & fitness.by_key.keys()) < 2:
+        if before is None:
+            continue
+        common = before.by_key.keys() & fitness.by_key.keys()
+        if len(common) < 2:
             continue
         compared += 1
         gain, standard_error = paired_difference(fitness, before)

@@ -245,7 +245,8 @@ class PolicyBank(Protocol):
 def check_parents(parents: Sequence[int | None], size: int) -> None:
     """Raise ValueError unless `parents` is one existing slot (or None) for each of `size` slots."""
     slots = [parent for parent in parents if parent is not None]
-    if len(parents) != size or not all(0 <= slot < size for slot in slots):
+    exist = all(0 <= slot < size for slot in slots)
+    if len(parents) != size or not exist:
         raise ValueError(
             f"parents must contain a slot from 0 to {size - 1} or None for each slot, got"
             f" {parents}."
@@ -266,8 +267,13 @@ def check_train_state(
         example: Tensors of the right shapes and types.
         settings: Settings that must equal those of the saved state; named in the message.
     """
-    expected = {name: (tuple(values.shape), values.dtype) for name, values in example.items()}
-    given = {name: (tuple(values.shape), values.dtype) for name, values in state.items()}
+
+    def described(tensors: Mapping[str, Tensor]) -> dict[str, tuple[object, ...]]:
+        """Return shape and dtype of each tensor by name."""
+        return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+
+    expected = described(example)
+    given = described(state)
     # Names of either side: a missing tensor and an unknown one are both reported.
     for name in expected | given:
         if given.get(name) != expected.get(name):

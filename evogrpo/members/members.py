@@ -169,7 +169,8 @@ class Members(Protocol):
         """Return copies of train states by slot, in CPU memory, for `load_state`."""
         copies = {}
         for slot in slots:
-            copies[slot] = {name: _on_cpu(value) for name, value in self.state(slot).items()}
+            state = self.state(slot)
+            copies[slot] = {name: _on_cpu(value) for name, value in state.items()}
         return copies
 
     def checksum(self) -> int:
@@ -179,7 +180,8 @@ class Members(Protocol):
             for name in self.state_keys:
                 # Bytes, so that types without a numpy equivalent, such as bfloat16, count too.
                 values = self.state_tensor(slot, name).cpu().contiguous()
-                digest = zlib.crc32(values.flatten().view(torch.uint8).numpy().data, digest)
+                as_bytes = values.flatten().view(torch.uint8)
+                digest = zlib.crc32(as_bytes.numpy().data, digest)
         return digest
 
     def match_ranks(self, slots: Collection[int]) -> None:

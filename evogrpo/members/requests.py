@@ -171,8 +171,10 @@ class EvaluationRequest:
     @property
     def start_ids(self) -> Tensor:
         """`[n]` position in `starts` of each row, ordered by slot, then question."""
-        questions = torch.arange(len(self.questions)).repeat_interleave(self.answers_per_question)
-        first = {each: len(self.questions) * number for number, each in enumerate(self._distinct)}
+        count = len(self.questions)
+        questions = torch.arange(count).repeat_interleave(self.answers_per_question)
+        # Position of the first start with each settings.
+        first = {each: count * number for number, each in enumerate(self._distinct)}
         of_slots = self.settings or (NO_SETTINGS,) * len(self.slots)
         return torch.cat([first[each] + questions for each in of_slots])
 

@@ -122,7 +122,9 @@ def space_from_json(values: Mapping[str, Any], stored_bytes: int = 0) -> spaces.
 
 def _bounds_from_json(values: Any, shape: tuple[int, ...], dtype: "np.dtype[Any]") -> NDArray[Any]:
     """Return the bounds of a Box: one value for all entries, or a list; infinite ones are text."""
+    if isinstance(values, str):
+        return np.full(shape, float(values), dtype)
     if not isinstance(values, list):
-        return np.full(shape, float(values) if isinstance(values, str) else values, dtype)
+        return np.full(shape, values, dtype)
     numbers = [float(value) if isinstance(value, str) else value for value in values]
     return np.array(numbers, dtype).reshape(shape)

@@ -121,8 +121,8 @@ def compare_runs(
         runs.append(ComparedRun(path=folder, summary=summary, settings=all_settings))
     # 2. Keep the settings that differ.
     differing = {}
-    names = dict.fromkeys(chain.from_iterable(run.settings for run in runs))
-    for name in names:
+    all_names = dict.fromkeys(chain.from_iterable(run.settings for run in runs))
+    for name in all_names:
         values = tuple(run.settings.get(name) for run in runs)
         if any(value != values[0] for value in values):
             differing[name] = values

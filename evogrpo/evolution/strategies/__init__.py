@@ -64,7 +64,7 @@ def strategy_from_json(
     if kind is None:
         raise unknown_name_error("strategy", name, BUILT_IN)
     # In other strategies, a setting called `mutation` may be something else than a perturbation.
-    built_in = isinstance(kind, type) and any(issubclass(kind, each) for each in BUILT_IN.values())
+    built_in = isinstance(kind, type) and issubclass(kind, tuple(BUILT_IN.values()))
     if "mutation" in settings and built_in and "mutation" in inspect.signature(kind).parameters:
         settings["mutation"] = perturbation_from_json(settings["mutation"], custom_mutation)
     return build_from_settings(kind, name, settings)

@@ -79,7 +79,8 @@ class RandomSearch(Stateless):
         choices = _no_selection(last, rng)
         # A founder shares all hyperparameters outside the search space with the other members, such
         # as the oldest one.
-        oldest = min((member for member, _ in last.healthy), key=lambda member: member.index)
+        members = [member for member, _ in last.healthy]
+        oldest = min(members, key=lambda member: member.index)
         founder = partial(random_founder, space, oldest.hyperparameters)
         for slot in last.failed:
             choices[slot] = Choice(

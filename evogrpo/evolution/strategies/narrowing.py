@@ -65,7 +65,8 @@ class Narrowing(Stateless):
         founders = len(first.members)
         member_count = len(last.members)
         stagnated = has_stagnated(history, self.z)
-        is_rung = not stagnated and (last.number - first.number + 1) % self.every == 0
+        generations = last.number - first.number + 1
+        is_rung = not stagnated and generations % self.every == 0
         if is_rung:
             survivor_count = max(self.min_members, math.ceil(member_count / self.eta))
         else:

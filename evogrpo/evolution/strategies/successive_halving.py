@@ -57,9 +57,11 @@ class SuccessiveHalving(Stateless):
         # 1. Choose the members that stay.
         first = history.generations[0]
         last = history.last
-        rungs, remainder = divmod(last.number - first.number + 1, self.every)
+        generations = last.number - first.number + 1
+        rungs, remainder = divmod(generations, self.every)
         # The quotient underflows to 0 in a long run.
-        survivor_count = max(1, math.ceil(len(first.members) / self.eta**rungs))
+        quotient = len(first.members) / self.eta**rungs
+        survivor_count = max(1, math.ceil(quotient))
         survivors = ranked_by_chance(last, rng)
         if remainder:
             kept = "no halving in this generation"
@@ -100,9 +102,11 @@ class SuccessiveHalving(Stateless):
             return last.steps_per_generation, first.samples_per_step * factor
         # Count from the start of the run, so that learning steps lost to rounding are added to a
         # later generation.
-        allowed = len(first.members) * first.steps_per_generation * (len(history.generations) + 1)
-        spent = sum(len(each.members) * each.steps_per_generation for each in history.generations)
-        return max(1, (allowed - spent) // members), last.samples_per_step
+        generations = history.generations
+        steps = [len(each.members) * each.steps_per_generation for each in generations]
+        allowed = len(first.members) * first.steps_per_generation * (len(generations) + 1)
+        left = allowed - sum(steps)
+        return max(1, left // members), last.samples_per_step
 
 
 def _shows_progress(history: History) -> bool:

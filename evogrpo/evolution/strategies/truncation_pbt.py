@@ -60,7 +60,8 @@ class TruncationPBT(Stateless):
         """Replace the worst and all failed members; an empty slot stays empty."""
         ranked = ranked_by_chance(history.last, rng)
         choices = truncation_selection(history.last, ranked, self.quantile, rng)
-        return Plan.from_choices(history, choices, mutation=self.mutation or self._explore, rng=rng)
+        mutation = self.mutation or self._explore
+        return Plan.from_choices(history, choices, mutation=mutation, rng=rng)
 
     def _explore(
         self,

@@ -196,8 +196,8 @@ def configuration_schema() -> dict[str, Any]:
     tasks = [task for each in TASK_TYPES.values() for task in each.tasks]
     agents = {each.agent: None for each in TASK_TYPES.values()}
     # Unions of sequences have no other form.
-    any_task = Union[tuple(tasks)]  # noqa: UP007
-    any_agent = Union[tuple(agents)]  # noqa: UP007
+    any_task: Any = Union[tuple(tasks)]  # noqa: UP007
+    any_agent: Any = Union[tuple(agents)]  # noqa: UP007
     schema = json_schema(_sections_model(any_task, any_agent))
     sections = schema["properties"]
     ranges = sections[SEARCH_SPACE]
