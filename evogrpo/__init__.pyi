@@ -37,11 +37,11 @@ from evogrpo.members.language.vllm_sampler import VLLMSampler as VLLMSampler
 from evogrpo.reporting.data_frames import read_run as read_run
 from evogrpo.reporting.lineage import best_hyperparameters as best_hyperparameters
 from evogrpo.reporting.report import report as report
+from evogrpo.training.callbacks import Callback as Callback
 from evogrpo.training.evolve import evolve as evolve
 from evogrpo.training.evolve import resume as resume
 from evogrpo.training.replay import replay as replay
 from evogrpo.training.train import train as train
-from evogrpo.training.trainer import Callback as Callback
 from evogrpo.training.video import record_video as record_video
 
 __version__: str

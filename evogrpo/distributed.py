@@ -115,7 +115,7 @@ class Processes:
             self.interruptible = True
             self.sharing_errors = True
             yield
-        except (Interrupted, Exception) as error:  # raised again below
+        except (Interrupted, Exception, SystemExit) as error:  # raised again below
             if self.raised_on_all_ranks(error) or error is self.lockstep_error:
                 raise
             failure = error

@@ -37,7 +37,8 @@ from evogrpo.text import (
     printable,
     score_text,
 )
-from evogrpo.training.trainer import Callback, Trainer
+from evogrpo.training.callbacks import Callback
+from evogrpo.training.trainer import Trainer
 
 # In a log.
 SECONDS_BETWEEN_LINES = 1.0

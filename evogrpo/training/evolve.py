@@ -24,6 +24,7 @@ from evogrpo.members.devices import single_threaded
 from evogrpo.reporting.records import GenerationReport, Result
 from evogrpo.synonyms import NamesMissing
 from evogrpo.text import class_name, relative_path
+from evogrpo.training.callbacks import Callback
 from evogrpo.training.configuration.sections import TENSORBOARD, LoggingConfig
 from evogrpo.training.configuration.user_code import check_resumable, chosen_strategy
 from evogrpo.training.console import console_for
@@ -35,7 +36,7 @@ from evogrpo.training.run_state import best_agent
 from evogrpo.training.schedule import LIMITS, Schedule
 from evogrpo.training.task_types import TASK_TYPES
 from evogrpo.training.trackers import check_trackers, tracker_names
-from evogrpo.training.trainer import Callback, Trainer
+from evogrpo.training.trainer import Trainer
 from evogrpo.validation import lists_options, names_unknown, plain_scalar, whole_between
 from evogrpo.warnings import warn
 

@@ -16,6 +16,7 @@ from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
 from evogrpo.safe_parsing import dump_json, dump_yaml, load_json, read_yaml_file
 from evogrpo.storage.atomic_files import replace_file
 from evogrpo.synonyms import counterpart
+from evogrpo.training.callbacks import Callback
 from evogrpo.training.configuration.reading import override, parse_config
 from evogrpo.training.configuration.sections import CONFIG_FILE, CONFIG_HEAD, Config
 from evogrpo.training.configuration.user_code import (
@@ -31,7 +32,7 @@ from evogrpo.training.run_state import RunState
 from evogrpo.training.schedule import LIMITS, Schedule
 from evogrpo.training.task_types import Task, task_type_of
 from evogrpo.training.trackers import check_trackers
-from evogrpo.training.trainer import Callback, Trainer
+from evogrpo.training.trainer import Trainer
 from evogrpo.validation import flat
 
 LOCATION_KEYS = ("model", "device", "base_parts")

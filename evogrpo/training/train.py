@@ -14,6 +14,7 @@ from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
 from evogrpo.evolution.fitness import FitnessConfig
 from evogrpo.text import class_name, expand_user, reference_to, shown
+from evogrpo.training.callbacks import Callback, check_callbacks
 from evogrpo.training.configuration.environment_tasks import (
     EnvironmentTask,
     merge_sections,
@@ -27,7 +28,6 @@ from evogrpo.training.console import console_for
 from evogrpo.training.evolve import AfterGeneration, Run
 from evogrpo.training.schedule import Schedule
 from evogrpo.training.start import start
-from evogrpo.training.trainer import Callback, check_callbacks
 from evogrpo.validation import (
     flag,
     instance,

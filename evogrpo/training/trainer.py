@@ -30,8 +30,8 @@ from evogrpo.reporting.records import (
 )
 from evogrpo.safe_parsing import dump_json
 from evogrpo.storage.journal import read_bytes
-from evogrpo.synonyms import counterpart
-from evogrpo.text import class_name, one_line, pluralize, shown
+from evogrpo.text import class_name, one_line, pluralize, shown, user_line
+from evogrpo.training.callbacks import Callback, check_callbacks
 from evogrpo.training.configuration.user_code import check_strategy, strategy_record
 from evogrpo.training.evaluation import (
     GreedyGapCheck,
@@ -72,7 +72,7 @@ from evogrpo.training.schedule import (
     warn_without_effect,
 )
 from evogrpo.training.trackers import Trackers
-from evogrpo.validation import dump, refuse_unknown
+from evogrpo.validation import dump
 from evogrpo.warnings import warn
 
 
@@ -82,58 +82,6 @@ class AllFailedError(RuntimeError):
 
 class StrategyError(RuntimeError):
     """A strategy raised an error, or its plan cannot be applied."""
-
-
-class Callback:
-    """Hooks of a run: override what you need, and pass an instance to `evolve(callbacks=[...])`.
-
-    With several ranks, hooks are called on rank 0 only. An error in a hook ends the run, which can
-    be resumed.
-
-    Raises:
-        ValueError: If a subclass defines a method `on_...` that is no hook, which would never be
-            called.
-    """
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        hooks = [name for name in vars(Callback) if name.startswith("on_")]
-        for name in vars(cls):
-            if name.startswith("on_") or counterpart(name, hooks) is not None:
-                refuse_unknown("hook of Callback", [name], hooks)
-
-    def on_run_start(self, trainer: "Trainer") -> None:
-        """Called when the run begins or is resumed; `trainer.stop()` ends it at any time."""
-
-    def on_step(self, report: StepReport) -> None:
-        """Called after every learning step, once it is in the journal."""
-
-    def on_generation(self, report: GenerationReport) -> None:
-        """Called after every generation, once it is saved and its plan is applied."""
-
-    def on_test(self, report: TestReport) -> None:
-        """Called after the test."""
-
-    def on_run_end(self, result: Result) -> None:
-        """Called when the run is complete or was stopped, once everything is saved.
-
-        Not after an error.
-        """
-
-
-def check_callbacks(callbacks: object) -> None:
-    """Raise ValueError unless the value is a list of callbacks."""
-    hooks = [name for name in vars(Callback) if name.startswith("on_")]
-    # The type itself is checked: an object such as a mock may claim another class.
-    if not issubclass(type(callbacks), Sequence) or isinstance(callbacks, str | bytes):
-        raise ValueError(f"callbacks must be a list of callbacks, got {shown(callbacks)}.")
-    assert isinstance(callbacks, Sequence)  # for mypy, which does not follow `issubclass`
-    for each in callbacks:
-        complete = all(callable(getattr(each, hook, None)) for hook in hooks)
-        if isinstance(each, type) or not complete:
-            raise ValueError(
-                f"callbacks must be instances of subclasses of evogrpo.Callback, got {shown(each)}."
-            )
 
 
 class Trainer:
@@ -349,6 +297,11 @@ class Trainer:
             stop.agree()
             self._ended = stop.reason or STOPPED
             self._save(self._ended)
+        except SystemExit as error:  # of user code: it would end the program as if complete
+            raise RuntimeError(
+                f"Code that the run calls raised {shown(error)}{user_line(error)}. To end a run"
+                " early, call its method stop()."
+            ) from error
         finally:
             self._close()
         self._call("on_run_end", self.result)

@@ -212,7 +212,7 @@ LARGE = spaces.Box(-np.inf, np.inf, (2,), np.float64)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"reward": float("nan")}, "reward must be finite.*nan after 0 steps from reset"),
+        ({"reward": float("nan")}, "reward must be finite.*nan after 1 step from reset"),
         ({"reward": -1e300}, "reward must be finite.*1e\\+38 .*-1e\\+300"),
         (
             {"sees": float("nan")},

@@ -24,6 +24,7 @@ from evogrpo.envs.control.seeded_groups import (
     declared_limit,
     make_example,
 )
+from evogrpo.envs.control.single_env import EndForkedChildren
 from evogrpo.envs.control.vector_env import VectorEnv
 from evogrpo.envs.fingerprint import canonical, class_identity, code_hash, short_hash
 from evogrpo.envs.protocol import TEST_SIZE, VALIDATION_SIZE
@@ -263,9 +264,9 @@ class PettingZooGroups(SeededGroups):
         Raises:
             ValueError: If `score` returns a value that is not a finite number.
         """
-        values = scalars(
-            [self.score(dict(returns)) for returns in played.returns], np.float64, "score"
-        )
+        with EndForkedChildren():
+            found = [self.score(dict(returns)) for returns in played.returns]
+        values = scalars(found, np.float64, "score")
         if not np.isfinite(values).all():
             first = int(np.flatnonzero(~np.isfinite(values))[0])
             raise ValueError(

@@ -83,7 +83,7 @@ def play_randomly(
             seeds = np.array([seed])
             check_finite_rewards(step, seeds, np.array([steps - 1]))
             if env.components is not None:
-                env.components.terms(step, seeds, np.array([steps]))
+                env.components.terms(step, seeds, np.array([steps - 1]))
             columns = (
                 ("reward", step.rewards),
                 ("terminated", step.terminated),

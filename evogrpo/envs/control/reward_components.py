@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from evogrpo.config.task_settings import TaskSettings
 from evogrpo.envs.fingerprint import canonical, code_hash
-from evogrpo.text import class_name, one_line, shown, user_line
+from evogrpo.text import class_name, one_line, pluralize, shown, user_line
 from evogrpo.validation import FLOAT32_LIMIT, float32_number, refuse_unknown
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class RewardComponents:
             try:
                 # A copy, since a function may compute in place, as in `observation -= goal`.
                 result.append(component(deepcopy(observation), action, reward, info))
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 raise ValueError(
                     f"rewards: {name} raised {class_name(error)}: {one_line(error)}"
                     f"{user_line(error)}. It gets (observation, action, reward, info)."
@@ -115,7 +115,7 @@ class RewardComponents:
         Args:
             step: `[k]` rewards of the environment, with the values of the components.
             seeds: `[m]` reset seeds of all episodes.
-            t: `[m]` steps.
+            t: `[m]` number of the step in each episode, from 0.
 
         Raises:
             ValueError: If a component is not a finite number.
@@ -127,9 +127,10 @@ class RewardComponents:
                 number = float32_number(value)
                 if number is None:
                     position = row if step.positions is None else step.positions[row]
+                    steps = pluralize(int(t[position]) + 1, "step")
                     raise ValueError(
                         f"rewards: {name} must be a finite number of at most {FLOAT32_LIMIT:g} in"
-                        f" size, got {shown(value)} after {t[position]} steps from"
+                        f" size, got {shown(value)} after {steps} from"
                         f" reset(seed={seeds[position]})."
                     )
                 result[row, column] = number

@@ -22,6 +22,7 @@ from evogrpo.envs.control.vector_env import PolicyInput, VectorEnv, VectorStep
 from evogrpo.interruption import NEVER, Stop
 from evogrpo.records import Actor, SampledActions
 from evogrpo.spaces import unflatten
+from evogrpo.text import pluralize
 from evogrpo.validation import FLOAT32_LIMIT
 
 DEFAULT_STEP_LIMIT = 100_000
@@ -307,20 +308,21 @@ def check_finite_rewards(step: VectorStep, seeds: NDArray[np.int64], t: NDArray[
     Args:
         step: Rewards.
         seeds: `[m]` reset seeds of all episodes.
-        t: `[m]` steps.
+        t: `[m]` number of the step in each episode, from 0.
     """
     finite = np.abs(step.rewards) <= FLOAT32_LIMIT
     if not finite.all():
         row = int(np.argmin(finite))
         position = row if step.positions is None else step.positions[row]
         agent = step.agents[row] if step.agents else ""
-        raise _not_finite("reward", float(step.rewards[row]), agent, seeds[position], t[position])
+        steps = t[position] + 1
+        raise _not_finite("reward", float(step.rewards[row]), agent, seeds[position], steps)
 
 
 def _not_finite(kind: str, value: Any, agent: str, seed: int, t: int) -> ValueError:
     """Return the error for a value that float32 cannot hold."""
     subject = f"{kind} of {agent}" if agent else kind
     return ValueError(
-        f"{subject} must be finite and at most {FLOAT32_LIMIT:g} in size, got {value} after {t}"
-        f" steps from reset(seed={seed})."
+        f"{subject} must be finite and at most {FLOAT32_LIMIT:g} in size, got {value} after"
+        f" {pluralize(int(t), 'step')} from reset(seed={seed})."
     )

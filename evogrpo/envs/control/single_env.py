@@ -18,7 +18,7 @@ from gymnasium.utils import seeding
 from gymnasium.wrappers import TimeLimit
 
 from evogrpo.randomness import generator
-from evogrpo.text import class_name, printable, shown
+from evogrpo.text import class_name, printable, shown, user_line
 
 if TYPE_CHECKING:
     from evogrpo.envs.control.reward_components import RewardComponents
@@ -56,7 +56,8 @@ class EndForkedChildren:
     which would train or reply like the first one.
 
     Raises:
-        RuntimeError: If the user code raises StopIteration, which would end a generator around it.
+        RuntimeError: If the user code raises StopIteration or GeneratorExit, which would end a
+            generator around it, or SystemExit, which would end the program as if it had finished.
     """
 
     def __enter__(self) -> None:
@@ -71,8 +72,10 @@ class EndForkedChildren:
         # A child process that was forked inside the block ends here, with the exit code that Python
         # would give it.
         if os.getpid() == self._process:
-            if isinstance(error, StopIteration):
-                raise RuntimeError("The environment raised StopIteration.") from error
+            if isinstance(error, StopIteration | GeneratorExit | SystemExit):
+                raise RuntimeError(
+                    f"The environment raised {shown(error)}{user_line(error)}."
+                ) from error
             return
         code = 0 if error is None else 1
         if isinstance(error, SystemExit):
