@@ -5,6 +5,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+PENALTY = "overlong_penalty"
+"""Name of the penalty on long completions among the components of a reward."""
+
 
 class GroupStatistics(NamedTuple):
     """Statistics of the values of each group, all float64 `[k]` for k groups.

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from evogrpo.algorithms.evaluation import common_scores, evaluate_questions, measure_fitness
@@ -23,6 +24,7 @@ from evogrpo.interruption import Stop
 from evogrpo.learn_reports import LearnReport
 from evogrpo.members.members import Members
 from evogrpo.members.requests import EvaluationRequest
+from evogrpo.records import Experience
 from evogrpo.reporting.records import (
     BaselineReport,
     Estimate,
@@ -468,3 +470,54 @@ class LearningSignalCheck(_FirstStepsCheck):
         equal = "all rewards within each group were equal"
         fix = f"Use partial credit, an easier task, or a larger group_size. {self._hint}".strip()
         warn(f"{began}: {equal}. {fix}")
+
+
+class ConstantRewardCheck(_FirstStepsCheck):
+    """Warning for reward functions without effect in the first learning steps, beside others.
+
+    Args:
+        steps: As in `_FirstStepsCheck`, and `taken` too.
+        taken: See `steps`.
+        ignored: Name of a reward that may be constant.
+    """
+
+    def __init__(self, steps: int | None, *, taken: int, ignored: str) -> None:
+        super().__init__(steps, taken=taken)
+        self._ignored = ignored
+        # Smallest and largest value by name; empty = the function has never applied.
+        self._ranges: dict[str, tuple[float, ...]] = {}
+
+    def update(self, experience: Experience) -> None:
+        """Check the rows of a learning step of all members."""
+        if self._left == 0:
+            return
+        self._left -= 1
+        # 1. Widen the range of each function that has a weight.
+        for batch in experience.values():
+            if batch.reward_components is None:
+                continue
+            weights = batch.component_weights
+            if weights is None:
+                weights = torch.ones_like(batch.reward_components)
+            columns = zip(batch.reward_components.unbind(1), weights.unbind(1), strict=True)
+            for name, (values, own) in zip(batch.component_names, columns, strict=True):
+                if not own.any():
+                    continue
+                applied = values[(own != 0) & ~values.isnan()]
+                found = (*self._ranges.get(name, ()), *applied.tolist())
+                self._ranges[name] = (min(found), max(found)) if found else ()
+        # 2. Name those without effect. If all are, there is no learning signal at all.
+        constant = {name: span for name, span in self._ranges.items() if len(set(span)) < 2}
+        if self._left or len(constant) == len(self._ranges):
+            return
+        named = []
+        for name, span in constant.items():
+            if name != self._ignored:
+                named.append(f"{name} ({span[0]:g})" if span else f"{name} (no numbers)")
+        if named:
+            warn(
+                "Rewards with the same value in all samples of the first"
+                f" {pluralize(self._all, 'learning step')}, so that they taught nothing:"
+                f" {', '.join(named)}. Check their functions, unless such rewards are rare at"
+                " first."
+            )

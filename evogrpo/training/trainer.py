@@ -10,12 +10,14 @@ import torch
 
 from evogrpo.algorithms.population import Population
 from evogrpo.distributed import RunStop
+from evogrpo.envs.control.reward_components import OWN_REWARD
 from evogrpo.envs.fingerprint import fingerprint_of
 from evogrpo.envs.protocol import GroupEnvironment, SupportsDate, SupportsProgress
 from evogrpo.envs.text.prompt_environment import PromptEnvironment
 from evogrpo.evolution.fitness import FitnessConfig
 from evogrpo.evolution.plan import Plan
 from evogrpo.evolution.strategies import Strategy
+from evogrpo.functional.rewards import PENALTY
 from evogrpo.interruption import STOPPED, Interrupted
 from evogrpo.learn_reports import LearnReport
 from evogrpo.members.requests import RolloutBatch
@@ -34,6 +36,7 @@ from evogrpo.text import class_name, one_line, pluralize, shown, user_line
 from evogrpo.training.callbacks import Callback, check_callbacks
 from evogrpo.training.configuration.user_code import check_strategy, strategy_record
 from evogrpo.training.evaluation import (
+    ConstantRewardCheck,
     GreedyGapCheck,
     LearningSignalCheck,
     SamplerCheck,
@@ -177,6 +180,11 @@ class Trainer:
         steps = generations and generations * schedule.steps_per_generation
         self._sampler_check = SamplerCheck()
         self._tool_calls = ToolCallCheck(steps, taken=self.run_state.step)
+        # The environment's own reward may be rare, which is why it has others beside it.
+        ignored = OWN_REWARD if population.members.step_based else PENALTY
+        self._constant_rewards = ConstantRewardCheck(
+            steps, taken=self.run_state.step, ignored=ignored
+        )
         objective = population.members.settings.objective
         filters = ("mask_truncated", "min_group_reward", "max_group_reward")
         self._learning_signal = LearningSignalCheck(
@@ -423,6 +431,7 @@ class Trainer:
         self._learning_signal.update(learned)
         self._sampler_check.update(learned)
         self._tool_calls.update(collected.scores.metrics)
+        self._constant_rewards.update(collected.experience)
         if report.step == 0 and self.schedule.generations != 1:
             state = self.run_state
             cost = {

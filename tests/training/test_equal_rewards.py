@@ -8,6 +8,7 @@ import pytest
 from evogrpo import GRPO, TOOLS_TEMPLATE, HuggingFaceGym, Objective, evolve, resume
 from evogrpo.envs.text.reward_functions import RewardError
 from tests.envs.test_environment_gym import gym, tiny_language_model
+from tests.tiny_steps import cart_pole, step_population
 from tests.tiny_training import QUESTIONS, shared_model, shared_tokenizer, tiny_env, tiny_population
 
 BRIEF = {
@@ -71,6 +72,44 @@ def test_a_resumed_run_does_not_warn(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert len(list(again)) == 2
+
+
+def length(completions, **_):
+    return [float(len(completion)) for completion in completions]
+
+
+def never(completions, **_):
+    return [0.0] * len(completions)
+
+
+def unfinished(completions, **_):
+    return [None] * len(completions)
+
+
+def test_rewards_that_are_constant_beside_others_are_named():
+    env = tiny_env(reward_funcs=[length, never, unfinished])
+    population = tiny_population(1, objective=Objective(overlong_buffer=1))
+    _, caught = run(env, population, generations=1)
+    messages = [str(each.message) for each in caught if "same value" in str(each.message)]
+    assert len(messages) == 1
+    assert re.search(
+        r"first 2 learning steps.*: never \(0\), unfinished \(no numbers\)\.", messages[0]
+    )
+
+
+def test_constant_components_of_an_environment_are_named():
+    env = cart_pole(
+        rewards={"bonus": lambda *_: 0.0, "tilt": lambda seen, *_: float(seen[2])},
+        train_size=4,
+    )
+    with pytest.warns(UserWarning, match=r"first 1 learning step.*: bonus \(0\)\."):
+        list(
+            evolve(
+                step_population(1, env),
+                env,
+                **BRIEF | {"steps_per_generation": 1, "generations": 1},
+            )
+        )
 
 
 def test_tools_that_no_conversation_calls_are_told():

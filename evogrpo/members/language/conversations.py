@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from evogrpo.config.agent import LanguageSettings
 from evogrpo.envs.protocol import PromptBatch, Scores
 from evogrpo.envs.text.prompt_batch import SingleTurnBatch
-from evogrpo.functional.rewards import overlong_penalty
+from evogrpo.functional.rewards import PENALTY, overlong_penalty
 from evogrpo.members.bank import FinishedCallback, Sampler
 from evogrpo.records import (
     Batch,
@@ -25,8 +25,6 @@ from evogrpo.records import (
     single_turn_conversations,
     unpadded,
 )
-
-PENALTY = "overlong_penalty"
 
 
 def rewarded_batch(
