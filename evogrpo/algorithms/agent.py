@@ -201,7 +201,11 @@ class Agent(NamesMissing, HyperparameterAttributes):
             index: Identity of the copy; this agent's own by default.
             wrap: Keep the accelerator's mixed precision.
         """
-        return self.copy_with_state(self.state(), index=index, wrap=wrap)
+        clone = self.copy_with_state(self.state(), index=index, wrap=wrap)
+        # Subclasses without __slots__ may have attributes of their own.
+        for name, value in getattr(self, "__dict__", {}).items():
+            setattr(clone, name, value)
+        return clone
 
     def copy_with_state(
         self, state: Mapping[str, Tensor], *, index: int | None = None, wrap: bool = True

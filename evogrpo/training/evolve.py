@@ -328,7 +328,7 @@ def evolve(
         chosen = chosen_strategy(strategy)
     # 2. Check the memory and the user's code. The run trains when it is iterated over.
     population.check(env)
-    _warn_of_unused_learn(type(population.agents[0]))
+    _warn_of_unused_methods(population)
     if not skip_memory_check:
         _check_memory(population, env, planned)
     if isinstance(env, SupportsPreflight):
@@ -443,16 +443,40 @@ def _proposer(given: Proposer | ProposalFunction | None) -> Proposer | None:
     return Proposer(function=given)
 
 
-def _warn_of_unused_learn(algorithm: type[Agent]) -> None:
-    """Warn if a user's class defines `learn`, which `evolve` does not call."""
-    learn = getattr(algorithm, "learn", None)
-    if learn is None or learn.__module__.startswith("evogrpo."):
-        return
-    if algorithm.learn_together.__module__.startswith("evogrpo."):
+_METHODS_OF_ONE_AGENT = (
+    *("get_action", "predict", "generate", "learn", "test", "mutate", "clone"),
+    *("preprocess_observation", "get_policy"),
+)
+"""Methods of agents that a run has no use for."""
+
+
+def _warn_of_unused_methods(population: Population) -> None:
+    """Warn if the user's algorithm, or wrapper of agents, defines methods that no run calls."""
+    algorithm = population.algorithm
+    wrapper = type(population[0])
+    unused = _methods_of_user(algorithm, ("__init__", *_METHODS_OF_ONE_AGENT))
+    # With a learning step of its own, an algorithm may define `learn` for loops of one agent.
+    learn = f"{algorithm.__name__}.learn"
+    if learn in unused and _methods_of_user(algorithm, ("learn_together",)):
+        unused.remove(learn)
+    if wrapper is not algorithm:
+        unused += _methods_of_user(wrapper, _METHODS_OF_ONE_AGENT)
+    if unused:
         warn(
-            f"evolve does not call {algorithm.__name__}.learn. Define the learning step in"
-            " learn_together."
+            f"evolve does not call {', '.join(unused)}, as it creates, samples and trains all"
+            " members together. Define the learning step in learn_together, and change observations"
+            " and rewards in the environment."
         )
+
+
+def _methods_of_user(owner: type, names: Sequence[str]) -> list[str]:
+    """Return those of a class's methods that were defined outside of this package."""
+    found = []
+    for name in names:
+        method = getattr(owner, name, None)
+        if method is not None and not str(method.__module__).startswith("evogrpo."):
+            found.append(f"{owner.__name__}.{name}")
+    return found
 
 
 def _check_memory(population: Population, env: GroupEnvironment, schedule: Schedule) -> None:

@@ -149,12 +149,30 @@ def test_meaningless_settings_raise(options):
 
 
 class Unused(GRPO):
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.mine = 1
+
     def learn(self, experiences):
         raise NotImplementedError
 
+    def get_action(self, states, training=None, action_mask=None):
+        raise NotImplementedError
 
-def test_a_learning_step_that_evolve_does_not_call_is_named():
+
+class Wrapped:
+    def __init__(self, agent):
+        self.agent = agent
+
+    def predict(self, observation):
+        raise NotImplementedError
+
+
+def test_methods_that_evolve_does_not_call_are_named():
     env = cart_pole()
-    population = Unused.population(2, env.observation_space, env.action_space, group_size=4)
-    with pytest.warns(UserWarning, match="learn_together"):
+    spaces = (env.observation_space, env.action_space)
+    population = Unused.population(2, *spaces, group_size=4, wrapper_cls=Wrapped)
+    assert Unused(*spaces).clone().mine == 1
+    names = "Unused.__init__, Unused.get_action, Unused.learn, Wrapped.predict"
+    with pytest.warns(UserWarning, match=names + ".*learn_together"):
         evolve(population, env, generations=1, steps_per_generation=1, samples_per_step=8)

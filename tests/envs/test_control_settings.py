@@ -233,10 +233,27 @@ class Copies(Walk):
         return super().reset(seed=seed, options=dict(options or {}))
 
 
-def test_values_of_a_setting_that_make_no_difference_are_named_once():
-    env = GymnasiumGroups(Copies, settings={"pull": 1.0, "pul": 1.0})
-    values = {"task.pull": [1.0, 2.0], "task.pul": [1.0, 2.0]}
+class Clips(Walk):
+    """Uses options of at most 2."""
+
+    def reset(self, *, seed=None, options=None):
+        pull = (options or {}).get("pull", 1.0)
+        return super().reset(seed=seed, options={"pull": min(pull, 2.0)})
+
+
+def test_options_that_reset_copies_and_does_not_use_are_named_once():
     with pytest.warns(UserWarning, match="'pul': 1.0.* no difference") as warned:
+        env = GymnasiumGroups(Copies, settings={"pull": 1.0, "pul": 1.0})
+    assert len(warned) == 1
+    env.check_settings({"task.pull": [1.0, 2.0], "task.pul": [1.0, 2.0]})
+    with pytest.warns(UserWarning, match="'mode': 'far'.* no difference"):
+        GymnasiumGroups(Copies, settings={"mode": "far"})
+
+
+def test_values_of_a_setting_that_make_no_difference_are_named_once():
+    env = GymnasiumGroups(Clips, settings={"pull": 1.0})
+    values = {"task.pull": [2.0, 3.0]}
+    with pytest.warns(UserWarning, match="'pull': 2.0.* no difference") as warned:
         env.check_settings(values)
     assert len(warned) == 1
     with warnings.catch_warnings():

@@ -204,6 +204,7 @@ class GymnasiumGroups(SeededGroups):
                 interleaved=num_envs != 1 and not self._processes,
             )
             self.reseed_noise = noisy if reseed_noise is None else reseed_noise
+        self._check_copied_options()
         if self.reseed_noise:
             self._make = replace(self._make, noise_seed=seed)
         # 4. Choose the number of parallel environments.

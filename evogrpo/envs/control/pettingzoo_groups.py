@@ -240,6 +240,7 @@ class PettingZooGroups(SeededGroups):
             self._mapping,
             recreate_env=recreate_env,
         )
+        self._check_copied_options()
 
     @property
     def observation_space(self) -> gymnasium.spaces.Dict:

@@ -227,10 +227,10 @@ def check_determinism(
 
 def warn_if_options_are_equal(
     name: str, env: VectorEnv, mapping: PolicyMapping, one: Options, other: Options
-) -> None:
+) -> bool:
     """Warn if episodes of equal seeds and actions are equal with different options of reset.
 
-    Takes at most 128 steps.
+    Return True if they are. Takes at most 128 steps.
 
     Args:
         name: Name of the environment.
@@ -246,12 +246,14 @@ def warn_if_options_are_equal(
         replays = [list(_replay(env, mapping, _SEEDS, _STEPS, each)) for each in (one, other)]
     except Exception as error:  # user code may raise any
         raise _failure(name, error) from error
-    if _first_difference(*replays) is None:
+    equal = _first_difference(*replays) is None
+    if equal:
         warn(
             f"{name}: the reset options {shown(dict(one))} and {shown(dict(other))} make no"
             f" difference in {len(replays[0])} observations of random play. Check that the"
             " environment uses them."
         )
+    return equal
 
 
 def _failure(name: str, error: Exception) -> ValueError:

@@ -134,6 +134,7 @@ class SeededGroups(NamesMissing, ABC):
         self.settings = configured_values(settings)
         self._vector_env: VectorEnv | None = None
         self._compared_options: set[str] = set()
+        self._copied_options = False
 
     def _set_limits(self, known: int | None, unwrapped: object) -> int:
         """Set the step limit, and return the one to enforce.
@@ -246,12 +247,27 @@ class SeededGroups(NamesMissing, ABC):
             own = values.get(name, ())
             for value in own:
                 self._check_options({option: value})
-            if len(own) > 1 and option not in self._compared_options:
-                self._compared_options.add(option)  # one warning
-                with closing(self._trial_env(self.recreate_env, noisy=False)) as env:
-                    warn_if_options_are_equal(
-                        self.name, env, self._mapping, {option: own[0]}, {option: own[-1]}
-                    )
+            if len(own) > 1:
+                self._compare_options(option, own[0], own[-1])
+
+    def _check_copied_options(self) -> None:
+        """Warn of configured options without effect, if `reset` copies all that it gets."""
+        if not self._copied_options:  # those that it does not read are refused
+            return
+        for option, value in self.settings.items():
+            other = f"{value}?" if isinstance(value, str) else value + 1
+            with suppress(ValueError):  # an error shows that the option is used
+                self._compare_options(option, value, other)
+
+    def _compare_options(self, option: str, one: SettingValue, other: SettingValue) -> None:
+        """Warn once if two values of an option make no difference in episodes."""
+        if option in self._compared_options:
+            return
+        with closing(self._trial_env(self.recreate_env, noisy=False)) as env:
+            if warn_if_options_are_equal(
+                self.name, env, self._mapping, {option: one}, {option: other}
+            ):
+                self._compared_options.add(option)
 
     def _check_options(self, options: Mapping[str, SettingValue]) -> None:
         """Reset once with these and the configured options.
@@ -271,6 +287,7 @@ class SeededGroups(NamesMissing, ABC):
                     f"{self.name}: reset(options={shown(options)}) raised {class_name(error)}:"
                     f" {one_line(error)}{user_line(error)}"
                 ) from error
+        self._copied_options |= recorded.copied
         read = [key for key in recorded.read if isinstance(key, str)]
         if not read:
             raise ValueError(
@@ -363,17 +380,20 @@ class _RecordedOptions(MutableMapping[str, Any], dict[str, Any]):  # type: ignor
 
     Attributes:
         read: The keys. Code that reads all options, such as a copy of them, reads each key.
+        copied: True if all options were read together.
     """
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         _PLAIN.__init__(self, values)
         self.read: dict[Any, None] = {}
+        self.copied = False
 
     def __getitem__(self, key: Any) -> Any:
         self.read[key] = None
         return _PLAIN.__getitem__(self, key)
 
     def __iter__(self) -> Iterator[str]:
+        self.copied = True
         for key in _PLAIN.__iter__(self):
             self.read[key] = None
             yield key
