@@ -67,8 +67,8 @@ def doctor(args: argparse.Namespace) -> int:
     for check in CHECKS:
         for finding in _findings(check):
             problems += finding.state == "problem"
-            line = Text.assemble(_MARKS[finding.state], f"  {finding.name:<14} {finding.detail}")
-            console.print(line, soft_wrap=True)
+            text = f"  {finding.name:<14} {finding.detail}"
+            console.print(Text.assemble(_MARKS[finding.state], text), soft_wrap=True)
             if finding.remedy:
                 console.print(Text(f"      → {finding.remedy}", "cyan"), soft_wrap=True)
     # 2. Print the verdict.
@@ -266,7 +266,8 @@ def tasks(args: argparse.Namespace) -> int:
     console.print(Text.assemble(("Built in", "bold"), "   task: {name: NAME}"))
     width = max(map(len, TASKS))
     for name, task in TASKS.items():
-        console.print(Text.assemble((f"  {name:{width}}", "cyan"), f"  {task.description}"))
+        label = (f"  {name:{width}}", "cyan")
+        console.print(Text.assemble(label, f"  {task.description}"))
     console.print()
     console.print(
         Text.assemble(("reasoning-gym", "bold"), "   task: {reasoning_gym: NAME, options: {...}}")
@@ -276,7 +277,8 @@ def tasks(args: argparse.Namespace) -> int:
         console.print(Text(line), soft_wrap=True)
     else:
         names = sorted(importlib.import_module("reasoning_gym.factory").DATASETS)
-        console.print(Columns([Text(name, "cyan") for name in names], padding=(0, 2), equal=True))
+        texts = [Text(name, "cyan") for name in names]
+        console.print(Columns(texts, padding=(0, 2), equal=True))
     # 2. Environments of one agent and of several.
     console.print()
     console.print(

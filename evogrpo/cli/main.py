@@ -220,7 +220,8 @@ def _add_command(
 
     It is given as MODULE:FUNCTION, and imported only when it runs.
     """
-    description = f"{summary[0].upper()}{summary[1:]}. {details}".strip()
+    sentence = f"{summary[0].upper()}{summary[1:]}."
+    description = f"{sentence} {details}".strip()
     parser = commands.add_parser(name, help=summary, description=description)
     parser.add_argument("--traceback", action="store_true", help="show the traceback of an error")
     parser.set_defaults(

@@ -151,13 +151,15 @@ def _stages_table(schedule: BestSchedule, summary: RunSummary, width: int) -> Ta
             column.append(str(count))
         first_step += stage.steps
     for name in shown:
-        texts = [summary.labels.text(name, own.get(name)) for own in values]
-        columns.append([printable(text) for text in (summary.labels.name(name), *texts)])
+        texts = [summary.labels.name(name)]
+        texts += [summary.labels.text(name, own.get(name)) for own in values]
+        columns.append([printable(text) for text in texts])
     # 3. Leave out the last columns that do not fit.
     count = len(columns)
     while count > 1 and _fitted_table(columns[:count], width) is None:
         count -= 1
-    table = _fitted_table(columns[:count], width) or _table(columns[:count], [None] * count)
+    kept = columns[:count]
+    table = _fitted_table(kept, width) or _table(kept, [None] * count)
     if count < len(columns):
         left_out = ", ".join(str(column[0]) for column in columns[count:])
         table.caption = Text(f"not shown: {left_out}", "dim")
@@ -183,8 +185,9 @@ def compare(args: argparse.Namespace) -> int:
     columns += [[printable(str(run.path))] for run in compared.runs]
 
     def add_row(name: str, values: Iterable[str | Text]) -> None:
-        for column, value in zip(columns, (Text(printable(name), "dim"), *values), strict=True):
-            column.append(value)
+        cells = (Text(printable(name), "dim"), *values)
+        for column, cell in zip(columns, cells, strict=True):
+            column.append(cell)
 
     section = ""
     for name, values in compared.settings.items():
@@ -259,7 +262,8 @@ def video(args: argparse.Namespace) -> int:
             raise ValueError(str(error)) from error
     # 3. Print one line per episode.
     for episode in episodes:
-        agents = [f"{agent} {number_text(value)}" for agent, value in episode.returns.items()]
+        returns = episode.returns.items()
+        agents = [f"{agent} {number_text(value)}" for agent, value in returns]
         result = f"return {number_text(episode.episode_return)}"
         if agents:
             result += f" ({', '.join(agents)})"
@@ -412,8 +416,10 @@ def _tables_side_by_side(columns: Sequence[Sequence[str | Text]], width: int) ->
     """
     names, *runs = columns
     for count in range(len(runs), 0, -1):
-        starts = range(0, len(runs), count)
-        tables = [_fitted_table([names, *runs[start : start + count]], width) for start in starts]
+        tables = []
+        for start in range(0, len(runs), count):
+            part = [names, *runs[start : start + count]]
+            tables.append(_fitted_table(part, width))
         fitting = [table for table in tables if table is not None]
         if len(fitting) == len(tables):
             return fitting
@@ -435,15 +441,18 @@ def _fitted_table(columns: Sequence[Sequence[str | Text]], width: int) -> Table 
         wider = [number for number, own in enumerate(widths) if own > least[number]]
         if not wider:
             return None
-        widths[max(wider, key=lambda number: widths[number])] -= 1
+        widest = max(wider, key=lambda number: widths[number])
+        widths[widest] -= 1
     return _table(columns, widths)
 
 
 def _table(columns: Sequence[Sequence[str | Text]], widths: Sequence[int | None]) -> Table:
     table = Table(box=None, padding=(0, _GAP, 0, 0), header_style="bold", pad_edge=False)
-    for (head, *_), width in zip(columns, widths, strict=True):
+    heads = [column[0] for column in columns]
+    cells = [column[1:] for column in columns]
+    for head, width in zip(heads, widths, strict=True):
         table.add_column(head, width=width, overflow="fold")
-    for row in zip(*(column[1:] for column in columns), strict=True):
+    for row in zip(*cells, strict=True):
         table.add_row(*row)
     return table
 
@@ -597,11 +606,13 @@ def tree_lines(
             raise ValueError(
                 f"A parent must be older than its child, got #{birth.parent} of #{birth.index}."
             )
-        children[birth.parent if birth.parent in children else None].append(birth)
+        known = birth.parent if birth.parent in children else None
+        children[known].append(birth)
     # 2. Count the descendants of each member and itself, children before their parents.
     sizes: dict[int, int] = {}
     for birth in reversed(births):
-        sizes[birth.index] = 1 + sum(sizes[child.index] for child in children[birth.index])
+        below = [sizes[child.index] for child in children[birth.index]]
+        sizes[birth.index] = 1 + sum(below)
     # 3. Add the lines of each founder. The recursion is as deep as the indentation.
     lines: list[tuple[int, MemberRecord]] = []
 

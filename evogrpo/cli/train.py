@@ -82,7 +82,8 @@ def train(args: argparse.Namespace) -> int:
     if args.preset:
         raise ValueError("--preset needs --env ID instead of CONFIG.")
     # 3. Otherwise the first word is CONFIG.
-    if not overrides or ("=" in overrides[0] and not Path(overrides[0]).exists()):
+    is_override = bool(overrides) and "=" in overrides[0] and not Path(overrides[0]).exists()
+    if not overrides or is_override:
         raise ValueError(
             "No configuration. Give a YAML file before KEY=VALUE, or --env ID, or --parallel-env"
             " MODULE."
@@ -169,9 +170,14 @@ def resume(args: argparse.Namespace) -> int:
 
 def _overrides(args: argparse.Namespace) -> list[str]:
     """Return the overrides, with `--seed` and `--generations` appended."""
-    options = {"seed": args.seed, "schedule.generations": getattr(args, "generations", None)}
-    given = [f"{key}={value}" for key, value in options.items() if value is not None]
-    return [*args.overrides, *given]
+    overrides = list(args.overrides)
+    if args.seed is not None:
+        overrides.append(f"seed={args.seed}")
+    # Only some commands have this option.
+    generations = getattr(args, "generations", None)
+    if generations is not None:
+        overrides.append(f"schedule.generations={generations}")
+    return overrides
 
 
 def _environment_config(

@@ -103,9 +103,11 @@ class GroupEnvironmentTestCase(ABC):
 
     def test_seeds_change_the_order_and_the_fingerprint(self, env: Any) -> None:
         others: list[Any] = [self.make_env(seed) for seed in (1, 2)]
-        assert len({each.select_starts(0, 8, 8) for each in (env, *others)}) > 1
+        starts = {each.select_starts(0, 8, 8) for each in (env, *others)}
+        assert len(starts) > 1
         if isinstance(env, SupportsFingerprint):
-            assert all(dict(each.fingerprint()) != dict(env.fingerprint()) for each in others)
+            own = dict(env.fingerprint())
+            assert all(dict(each.fingerprint()) != own for each in others)
 
     def test_equal_environments_have_equal_fingerprints(self, env: Any) -> None:
         env.make_batch("validation", [0])  # must not change it
@@ -113,7 +115,8 @@ class GroupEnvironmentTestCase(ABC):
             pytest.skip("the environment has no fingerprint()")
         fingerprint = dict(env.fingerprint())
         assert fingerprint
-        assert all(isinstance(text, str) for text in (*fingerprint, *fingerprint.values()))
+        texts = (*fingerprint, *fingerprint.values())
+        assert all(isinstance(text, str) for text in texts)
         equal = self.make_env()
         assert isinstance(equal, SupportsFingerprint)
         assert dict(env.fingerprint()) == dict(equal.fingerprint()) == fingerprint
@@ -174,28 +177,27 @@ class PromptEnvironmentTestCase(GroupEnvironmentTestCase):
         for turn in range(batch.max_turns):
             # 1. One completion in each conversation that goes on.
             for row in active:
-                completion = tuple(map(int, self.complete(env, generator(0, "say", row, turn))))
+                rng = generator(0, "say", row, turn)
+                completion = tuple(map(int, self.complete(env, rng)))
                 if turn == 0:
                     found[row] = Conversation(
                         row=row, start=start_of_row[row], completions=(completion,)
                     )
                 else:
-                    found[row] = replace(
-                        found[row], completions=(*found[row].completions, completion)
-                    )
+                    completions = (*found[row].completions, completion)
+                    found[row] = replace(found[row], completions=completions)
             if turn + 1 == batch.max_turns or not active:
                 break
             # 2. Replies of the environment. A conversation without one has ended.
             replies = batch.respond([found[row] for row in active])
             assert len(replies) == len(active)
-            replied = [
-                (row, tuple(reply))
-                for row, reply in zip(active, replies, strict=True)
-                if reply is not None
-            ]
-            for row, reply in replied:
-                found[row] = replace(found[row], replies=(*found[row].replies, reply))
-            active = [row for row, _ in replied]
+            pairs = list(zip(active, replies, strict=True))
+            active = []
+            for row, reply in pairs:
+                if reply is not None:
+                    active.append(row)
+                    all_replies = (*found[row].replies, tuple(reply))
+                    found[row] = replace(found[row], replies=all_replies)
         return found
 
     def conversations(self, env: Any) -> tuple[PromptBatch, list[Conversation]]:
@@ -206,9 +208,10 @@ class PromptEnvironmentTestCase(GroupEnvironmentTestCase):
         return batch, [found[row] for row in range(12)]
 
     def test_prompts_are_token_ids_and_questions_text(self, env: Any) -> None:
-        batch = env.make_batch("train", self.sample_starts(env, "train"))
+        starts = self.sample_starts(env, "train")
+        batch = env.make_batch("train", starts)
         assert isinstance(batch, PromptBatch)
-        assert len(batch.prompts) == len(batch.questions) == len(self.sample_starts(env, "train"))
+        assert len(batch.prompts) == len(batch.questions) == len(starts)
         for prompt in batch.prompts:
             assert len(prompt) > 0
             assert all(isinstance(token, int) for token in prompt)
@@ -234,7 +237,8 @@ class PromptEnvironmentTestCase(GroupEnvironmentTestCase):
         together = self.converse(env, env.make_batch("train", range(4)), start_of_row, range(6))
         batch = env.make_batch("train", range(4))
         for row in (5, 3, 0, 4, 1, 2):
-            assert self.converse(env, batch, start_of_row, [row])[row] == together[row]
+            alone = self.converse(env, batch, start_of_row, [row])
+            assert alone[row] == together[row]
 
     def test_scores_have_one_entry_for_each_conversation(self, env: Any) -> None:
         batch, conversations = self.conversations(env)
@@ -253,10 +257,10 @@ class PromptEnvironmentTestCase(GroupEnvironmentTestCase):
         batch, conversations = self.conversations(env)
         together = self.rows(batch.score(conversations))
         order = [7, 2, 11, 0]
-        assert self.rows(batch.score([conversations[row] for row in order])) == [
-            together[row] for row in order
-        ]
-        assert self.rows(batch.score([conversations[5]])) == [together[5]]
+        some = batch.score([conversations[row] for row in order])
+        assert self.rows(some) == [together[row] for row in order]
+        one = batch.score([conversations[5]])
+        assert self.rows(one) == [together[5]]
 
     @staticmethod
     def check_scores(scores: Scores, conversations: Sequence[Conversation]) -> None:
@@ -374,7 +378,8 @@ class PseudoRandomActor:
         elif isinstance(self.space, spaces.MultiDiscrete):
             actions = expanded * space.nvec
         elif isinstance(self.space, spaces.MultiBinary):
-            actions = np.broadcast_to((mixed > 0.5)[:, None], (m, *space.shape))
+            bits = (mixed > 0.5)[:, None]
+            actions = np.broadcast_to(bits, (m, *space.shape))
         else:  # beyond the bounds, to test clipping
             actions = (2.4 * expanded - 1.2) * space.high
         return actions.astype(space.dtype)
@@ -460,9 +465,10 @@ class PlayedEnvironmentTestCase(GroupEnvironmentTestCase):
                     continue
                 columns = (*leaves, own.actions, own.log_probs, own.own_rewards, own.team_rewards)
                 values = [column[number][here].tobytes() for column in columns]
-                ends = (bool(own.terminated[number]), bool(own.truncated[number]))
+                ended = bool(own.terminated[number])
+                cut = bool(own.truncated[number])
                 steps = tuple(np.flatnonzero(here).tolist())
-                parts[row].append((own.agents[number], steps, *values, *ends))
+                parts[row].append((own.agents[number], steps, *values, ended, cut))
                 # Agents that act right after the reset see the first observation.
                 if here[0]:
                     first = [leaf[number, 0].tobytes() for leaf in leaves]
@@ -493,7 +499,8 @@ class PlayedEnvironmentTestCase(GroupEnvironmentTestCase):
             assert self.groups(env, (member,)) == together[first : first + 12]
 
     def test_episodes_do_not_depend_on_later_rows_of_the_member(self, env: Any) -> None:
-        assert self.groups(env, (2,), starts=2) == self.groups(env, (2,))[:8]
+        alone = self.groups(env, (2,), starts=2)
+        assert alone == self.groups(env, (2,))[:8]
 
     def test_episodes_do_not_depend_on_the_position_of_their_start(self, env: Any) -> None:
         rows = [0, 0, 1, 1]
@@ -512,5 +519,6 @@ class PlayedEnvironmentTestCase(GroupEnvironmentTestCase):
     def test_a_group_starts_in_one_state(self, env: Any) -> None:
         played = self.groups(env, (0, 1))
         for first in range(0, len(played), 4):
-            assert len({row.first for row in played[first : first + 4]}) == 1
+            group = played[first : first + 4]
+            assert len({row.first for row in group}) == 1
         assert len({row.steps for row in played}) > 1

@@ -172,7 +172,8 @@ class MembersTestCase(ABC):
             assert report.failed is None
             assert len(report.advantages) >= SAMPLES_PER_STEP
             changed = population.members.state(slot)
-            assert any(not torch.equal(changed[name], before[slot][name]) for name in changed)
+            own_before = before[slot]
+            assert any(not torch.equal(changed[name], own_before[name]) for name in changed)
 
     def test_learning_together_equals_learning_alone(self) -> None:
         population = self.trained()
@@ -224,10 +225,12 @@ class MembersTestCase(ABC):
         members = self.trained().members
         before = members.state(0)
         name = members.state_keys[0]
-        missing = {key: value for key, value in members.state(1).items() if key != name}
+        missing = dict(members.state(1))
+        del missing[name]
         # One state without a tensor, and one with a tensor of another shape.
-        wider = torch.cat([before[name].flatten(), before[name].flatten()])
-        for wrong in (missing, members.state(1) | {name: wider}):
+        flat = before[name].flatten()
+        wider = members.state(1) | {name: torch.cat([flat, flat])}
+        for wrong in (missing, wider):
             with pytest.raises(ValueError, match=name.rpartition("/")[2]):
                 members.load_state(0, wrong)
         self.assert_equal([members.state(0)], [before])

@@ -143,7 +143,8 @@ def with_robust_uniforms(
     for _ in range(50):
         shifts = apart.repeat_interleave(len(left))[:, None]
         moved = uniforms[left].repeat(2, 1) + shifts
-        both = replace(plain.select(left.repeat(2)), uniforms=moved.clamp(0.0, 1.0 - 1e-7))
+        both = plain.select(left.repeat(2))
+        both = replace(both, uniforms=moved.clamp(0.0, 1.0 - 1e-7))
         low, high = sampler.sample(both, base=base).actions.chunk(2)
         left = left[(low != high).any(1)]
         if not len(left):
@@ -176,8 +177,9 @@ def example_replies(rows: SamplingBatch, turn: int) -> tuple[tuple[int, ...], ..
     replies = []
     for row in range(len(rows)):
         first = 7 * row + 3 * turn
+        places = range(first, first + 1 + row % 3)
         # Token ids from 20 to 49 end no completion.
-        replies.append(tuple(20 + (first + place) % 30 for place in range(1 + row % 3)))
+        replies.append(tuple(20 + place % 30 for place in places))
     return tuple(replies)
 
 
@@ -266,7 +268,8 @@ class SamplerTestCase(ABC):
         assert torch.equal(lengths, expected.present.sum(1)[order])
         assert torch.equal(rollout.truncated, expected.truncated[order])
         width = int(lengths.max())
-        assert torch.equal(rollout.actions[:, :width], expected.actions[order, :width])
+        own = rollout.actions[:, :width]
+        assert torch.equal(own, expected.actions[order, :width])
 
     # ---- completions
 
@@ -287,7 +290,8 @@ class SamplerTestCase(ABC):
         assert rollout.truncated.dtype == torch.bool
         # 2. Tokens from the first column on, then padding.
         assert torch.equal(rollout.action_mask, rollout.present), "a rollout is one turn"
-        assert torch.equal(rollout.present, torch.arange(shape[1]) < lengths[:, None]), "no gaps"
+        without_gaps = torch.arange(shape[1]) < lengths[:, None]
+        assert torch.equal(rollout.present, without_gaps), "no gaps"
         assert bool((lengths >= 1).all())
         assert bool((rollout.actions[~rollout.present] == PAD).all())
         assert not rollout.log_probs[~rollout.present].any()
@@ -310,8 +314,8 @@ class SamplerTestCase(ABC):
         batch = as_batch(rows, rollout)
         self.assert_scored(bank, batch, rollout)
         others = replace(batch, member_ids=(batch.member_ids + 1) % SIZE)
-        differ = float((bank.log_probs(others) - rollout.log_probs).abs().max()) > 1.0
-        assert differ, "the test needs members that differ"
+        distance = (bank.log_probs(others) - rollout.log_probs).abs().max()
+        assert float(distance) > 1.0, "the test needs members that differ"
 
     def test_greedy_rows_take_the_most_likely_tokens_in_any_order(self) -> None:
         bank = self.make_bank()
@@ -342,7 +346,8 @@ class SamplerTestCase(ABC):
         penalised = SamplingOptions(repetition_penalty=1e6)
         rollout = sampler.sample(replace(self.rows(greedy=True), options=penalised))
         for tokens, present in zip(rollout.actions, rollout.present, strict=True):
-            assert len(set(tokens[present].tolist())) == int(present.sum()), "no token is repeated"
+            distinct = set(tokens[present].tolist())
+            assert len(distinct) == int(present.sum()), "no token is repeated"
 
     def test_the_base_ignores_member_ids(self) -> None:
         bank = self.make_bank()
@@ -352,12 +357,12 @@ class SamplerTestCase(ABC):
         rollout = sampler.sample(rows, base=True)
         batch = as_batch(rows, rollout)
         self.assert_scored(bank, batch, rollout, base=True)
-        differ = float((bank.log_probs(batch) - rollout.log_probs).abs().max()) > 1.0
-        assert differ, "the test needs members that differ from the base"
+        distance = (bank.log_probs(batch) - rollout.log_probs).abs().max()
+        assert float(distance) > 1.0, "the test needs members that differ from the base"
         other = replace(greedy, member_ids=(greedy.member_ids + 1) % SIZE)
-        assert torch.equal(
-            sampler.sample(greedy, base=True).actions, sampler.sample(other, base=True).actions
-        )
+        one = sampler.sample(greedy, base=True)
+        two = sampler.sample(other, base=True)
+        assert torch.equal(one.actions, two.actions)
 
     def test_without_uniforms_the_sampler_draws_its_own(self) -> None:
         bank = self.make_bank()
@@ -398,7 +403,8 @@ class SamplerTestCase(ABC):
         # Slot 1 samples as before; the others differ.
         unchanged = rows.member_ids == 1
         assert torch.equal(after.actions[unchanged], before.actions[unchanged])
-        assert not torch.equal(after.actions[~unchanged], before.actions[~unchanged])
+        changed = ~unchanged
+        assert not torch.equal(after.actions[changed], before.actions[changed])
 
     # ---- further turns
 
@@ -418,9 +424,11 @@ class SamplerTestCase(ABC):
         rows, rollout = self.turns(self.make_sampler(bank), min_new_tokens=2)
         assert rows.history is not None
         # The same rows in one turn: prompt and history are one longer prompt.
-        pairs = zip(rows.prompt_ids.tolist(), rows.history, strict=True)
-        whole = tuple((*rows.prompts[prompt], *history) for prompt, history in pairs)
-        alone = replace(rows, prompts=whole, prompt_ids=torch.arange(len(rows)), history=None)
+        whole = []
+        for prompt, history in zip(rows.prompt_ids.tolist(), rows.history, strict=True):
+            whole.append((*rows.prompts[prompt], *history))
+        numbers = torch.arange(len(rows))
+        alone = replace(rows, prompts=tuple(whole), prompt_ids=numbers, history=None)
         self.assert_scored(bank, as_batch(alone, rollout), rollout)
         assert rollout.present.shape[1] <= TOKENS
         ends = torch.isin(rollout.actions, bank.end_ids) & rollout.present

@@ -114,7 +114,8 @@ class SimulatedPopulation:
                 slots.append(SlotRecord())
                 continue
             # The best learning rate is 10^-4.5.
-            worth = -self.spread * abs(np.log10(member.hyperparameters.lr) + 4.5)
+            distance = abs(np.log10(member.hyperparameters.lr) + 4.5)
+            worth = -self.spread * distance
             scores = difficulty + worth + rng.standard_normal(QUESTIONS)
             failed = slot != survivor and rng.random() < self.failures
             if failed:
@@ -291,7 +292,8 @@ class StrategyTestCase(ABC):
             for slot in history.last.failed:
                 failures += 1
                 assert plan.parents[slot] not in history.last.failed
-            assert all(source is None or history.last.fitness[source] for source in plan.parents)
+                sources = [source for source in plan.parents if source is not None]
+                assert all(history.last.fitness[source] for source in sources)
         assert failures
 
     def test_the_best_member_stays_unchanged(self) -> None:
@@ -320,7 +322,9 @@ class StrategyTestCase(ABC):
             members_next = next_members(history, plan)
             assert len(set(members_next)) == len(members_next)
             alive = {each.index: each.hyperparameters for each in unchanged_members(history, plan)}
-            assert all(alive.get(child.parent) != child.hyperparameters for child in plan.children)  # type: ignore[arg-type]
+            for child in plan.children:
+                if child.parent is not None:
+                    assert alive.get(child.parent) != child.hyperparameters
             born += len(plan.children)
         assert born
 
@@ -365,8 +369,8 @@ class StrategyTestCase(ABC):
             one = self.make_strategy()
             other = self.make_strategy()
             for history, plan in self.follow(one, SimulatedPopulation(*situation)):
-                rng = np.random.default_rng([situation[-1], 1000 + history.last.number])
-                assert other.plan(history, rng) == plan
+                seed = [situation[-1], 1000 + history.last.number]
+                assert other.plan(history, np.random.default_rng(seed)) == plan
 
     def test_settings_rebuild_an_equal_strategy(self) -> None:
         strategy = self.make_strategy()
