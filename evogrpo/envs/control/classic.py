@@ -19,6 +19,9 @@ from evogrpo.records import DEFAULT_POLICY
 
 Start = tuple[tuple[float, ...], tuple[float, ...]]
 """State and first observation of an episode, as numbers."""
+Vector = NDArray[np.float64]
+Outcome = tuple[Vector, NDArray[np.bool_]]
+"""Rewards and terminations `[m]` of a step."""
 
 
 class ClassicControl(VectorEnv):
@@ -53,20 +56,22 @@ class ClassicControl(VectorEnv):
         self, seeds: Sequence[int], replicas: Sequence[int], options: Sequence[Options]
     ) -> None:
         """See `VectorEnv`. Replicas and options are not used: there is no noise, and no option."""
-        # The episodes of a group share a seed, and creating a generator costs as much as a hundred
-        # steps.
-        # The episodes of a group share their seed: draw its start once.
+        # The episodes of a group share their seed: draw its start once, as creating a generator
+        # costs as much as a hundred steps.
         distinct, episode = np.unique(np.asarray(seeds, dtype=np.int64), return_inverse=True)
         starts = [self._start(int(seed)) for seed in distinct]
-        state = np.array([state for state, _ in starts]).T[:, episode]
-        initial = np.array([observation for _, observation in starts], dtype=np.float32)[episode]
+        states = np.array([state for state, _ in starts])
+        state = states.T[:, episode]
+        observations = np.array([observation for _, observation in starts], dtype=np.float32)
+        initial = observations[episode]
         if len(self._elapsed):
             self._observations = np.concatenate([self._observations, initial])
         else:
             self._observations = initial
         self._state = np.concatenate([self._state, state], axis=1)
-        self._elapsed = np.concatenate([self._elapsed, np.zeros(len(episode), dtype=np.int64)])
-        self._finished = np.concatenate([self._finished, np.zeros(len(episode), dtype=np.bool_)])
+        count = len(episode)
+        self._elapsed = np.concatenate([self._elapsed, np.zeros(count, dtype=np.int64)])
+        self._finished = np.concatenate([self._finished, np.zeros(count, dtype=np.bool_)])
 
     def select(self, positions: NDArray[np.int64]) -> None:
         """See `VectorEnv`."""
@@ -94,9 +99,8 @@ class ClassicControl(VectorEnv):
         components = []
         if self.components is not None:
             # These environments have an empty info.
-            for observation, action, reward in zip(
-                self._observations, chosen, rewards, strict=True
-            ):
+            steps = zip(self._observations, chosen, rewards, strict=True)
+            for observation, action, reward in steps:
                 components.append(self.components.values(observation, action, reward, {}))
         return VectorStep(rewards, terminated, truncated, components=components)
 
@@ -109,9 +113,7 @@ class ClassicControl(VectorEnv):
         """Return the state and the observation that `reset(seed=seed)` draws."""
 
     @abstractmethod
-    def _advance(
-        self, actions: NDArray[np.generic]
-    ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    def _advance(self, actions: NDArray[np.generic]) -> Outcome:
         """Replace the state by its successor, with the formulas and rounding of gymnasium.
 
         Args:
@@ -162,19 +164,20 @@ class CartPole(ClassicControl):
     @staticmethod
     @lru_cache(maxsize=8192)
     def _start(seed: int) -> Start:
-        state = np_random(seed)[0].uniform(low=-0.05, high=0.05, size=(4,))
-        return tuple(state.tolist()), tuple(state.astype(np.float32).tolist())
+        rng, _ = np_random(seed)
+        state = rng.uniform(low=-0.05, high=0.05, size=(4,))
+        observation = state.astype(np.float32)
+        return tuple(state.tolist()), tuple(observation.tolist())
 
-    def _advance(
-        self, actions: NDArray[np.generic]
-    ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    def _advance(self, actions: NDArray[np.generic]) -> Outcome:
         """Advance by one Euler step of the equations of motion; see `ClassicControl._advance`."""
         x, x_dot, theta, theta_dot = self._state
         force = np.where(actions == 1, _CARTPOLE_FORCE, -_CARTPOLE_FORCE)
         cos = np.cos(theta)
         sin = np.sin(theta)
         # The acceleration that the cart would have without the pole's angular acceleration.
-        temp = (force + _POLE_MASS_LENGTH * np.square(theta_dot) * sin) / _TOTAL_MASS
+        centrifugal = _POLE_MASS_LENGTH * np.square(theta_dot) * sin
+        temp = (force + centrifugal) / _TOTAL_MASS
         moment = _LENGTH * (4.0 / 3.0 - _MASS_POLE * np.square(cos) / _TOTAL_MASS)
         theta_acc = (_CARTPOLE_GRAVITY * sin - cos * temp) / moment
         x_acc = temp - _POLE_MASS_LENGTH * theta_acc * cos / _TOTAL_MASS
@@ -184,11 +187,12 @@ class CartPole(ClassicControl):
         np.add(theta, _CARTPOLE_SECONDS * theta_dot, out=state[2])
         np.add(theta_dot, _CARTPOLE_SECONDS * theta_acc, out=state[3])
         self._state = state
-        terminated = (np.abs(state[0]) > _MAX_POSITION) | (np.abs(state[2]) > _MAX_ANGLE)
+        has_left = np.abs(state[0]) > _MAX_POSITION
+        has_fallen = np.abs(state[2]) > _MAX_ANGLE
+        terminated = has_left | has_fallen
         return np.where(terminated, self._fallen, self._upright), terminated
 
 
-_Vector = NDArray[np.float64]
 _ACROBOT_SECONDS = 0.2
 _ACROBOT_GRAVITY = 9.8
 _ACROBOT_MAX_SPEED = (4 * pi, 9 * pi)
@@ -210,13 +214,13 @@ class Acrobot(ClassicControl):
     @lru_cache(maxsize=8192)
     def _start(seed: int) -> Start:
         # The first state is rounded to float32, and the first observation is computed in float32.
-        a, b, a_dot, b_dot = state = (
-            np_random(seed)[0].uniform(low=-0.1, high=0.1, size=(4,)).astype(np.float32)
-        )
+        rng, _ = np_random(seed)
+        state = rng.uniform(low=-0.1, high=0.1, size=(4,)).astype(np.float32)
+        a, b, a_dot, b_dot = state
         observation = (np.cos(a), np.sin(a), np.cos(b), np.sin(b), a_dot, b_dot)
         return tuple(state.tolist()), tuple(map(float, observation))
 
-    def _advance(self, actions: NDArray[np.generic]) -> tuple[_Vector, NDArray[np.bool_]]:
+    def _advance(self, actions: NDArray[np.generic]) -> Outcome:
         """Advance by one step of the fourth-order Runge-Kutta method.
 
         See `ClassicControl._advance`.
@@ -224,9 +228,10 @@ class Acrobot(ClassicControl):
         torque = _TORQUE[actions.astype(np.int64)]
         # 1. Derivatives at the beginning, twice in the middle, and at the end of the step.
         before = tuple(self._state)
+        half = _ACROBOT_SECONDS / 2.0
         k1 = _derivatives(before, torque)
-        k2 = _derivatives(_moved(before, k1, _ACROBOT_SECONDS / 2.0), torque)
-        k3 = _derivatives(_moved(before, k2, _ACROBOT_SECONDS / 2.0), torque)
+        k2 = _derivatives(_moved(before, k1, half), torque)
+        k3 = _derivatives(_moved(before, k2, half), torque)
         k4 = _derivatives(_moved(before, k3, _ACROBOT_SECONDS), torque)
         # 2. Their mean, with weights 1, 2, 2, 1, leads to the next state.
         state = np.empty_like(self._state)
@@ -240,25 +245,23 @@ class Acrobot(ClassicControl):
             np.clip(speed, -limit, limit, out=speed)
         self._state = state
         # The height of the free end above the axis.
-        terminated = -np.cos(state[0]) - np.cos(state[1] + state[0]) > 1.0
+        height = -np.cos(state[0]) - np.cos(state[1] + state[0])
+        terminated = height > 1.0
         return np.where(terminated, 0.0, -1.0), terminated
 
     def _observe(self) -> NDArray[np.float32]:
         a, b, a_dot, b_dot = self._state
-        return np.stack([np.cos(a), np.sin(a), np.cos(b), np.sin(b), a_dot, b_dot], axis=1).astype(
-            np.float32
-        )
+        columns = [np.cos(a), np.sin(a), np.cos(b), np.sin(b), a_dot, b_dot]
+        return np.stack(columns, axis=1).astype(np.float32)
 
 
-def _moved(
-    state: Sequence[_Vector], derivatives: Sequence[_Vector], seconds: float
-) -> list[_Vector]:
+def _moved(state: Sequence[Vector], derivatives: Sequence[Vector], seconds: float) -> list[Vector]:
     """Return a state after some time at constant derivatives."""
     pairs = zip(state, derivatives, strict=True)
     return [value + seconds * derivative for value, derivative in pairs]
 
 
-def _derivatives(state: Sequence[_Vector], torque: _Vector) -> tuple[_Vector, ...]:
+def _derivatives(state: Sequence[Vector], torque: Vector) -> tuple[Vector, ...]:
     """Return the time derivative of the two angles and the two angular velocities."""
     theta1, theta2, dtheta1, dtheta2 = state
     cos2 = np.cos(theta2)
@@ -266,20 +269,18 @@ def _derivatives(state: Sequence[_Vector], torque: _Vector) -> tuple[_Vector, ..
     d1 = _HALF**2 + (1.0 + _HALF**2 + 2 * _HALF * cos2) + 1.0 + 1.0
     d2 = (_HALF**2 + _HALF * cos2) + 1.0
     phi2 = _HALF * _ACROBOT_GRAVITY * np.cos(theta1 + theta2 - pi / 2.0)
-    phi1 = (
-        -_HALF * np.float_power(dtheta2, 2) * sin2
-        - dtheta2 * dtheta1 * sin2
-        + (_HALF + 1.0) * _ACROBOT_GRAVITY * np.cos(theta1 - pi / 2)
-        + phi2
-    )
-    ddtheta2 = (torque + d2 / d1 * phi1 - _HALF * np.float_power(dtheta1, 2) * sin2 - phi2) / (
-        _HALF**2 + 1.0 - np.float_power(d2, 2) / d1
-    )
+    centrifugal = -_HALF * np.float_power(dtheta2, 2) * sin2
+    coriolis = dtheta2 * dtheta1 * sin2
+    gravity = (_HALF + 1.0) * _ACROBOT_GRAVITY * np.cos(theta1 - pi / 2)
+    phi1 = centrifugal - coriolis + gravity + phi2
+    numerator = torque + d2 / d1 * phi1 - _HALF * np.float_power(dtheta1, 2) * sin2 - phi2
+    denominator = _HALF**2 + 1.0 - np.float_power(d2, 2) / d1
+    ddtheta2 = numerator / denominator
     ddtheta1 = -(d2 * ddtheta2 + phi1) / d1
     return dtheta1, dtheta2, ddtheta1, ddtheta2
 
 
-def _wrap(angle: _Vector) -> None:
+def _wrap(angle: Vector) -> None:
     """Bring angles into [-pi, pi] in place, by adding full turns one at a time."""
     while (above := angle > pi).any():
         angle[above] -= 2 * pi
@@ -299,11 +300,12 @@ _GOAL_CONTINUOUS = 0.45
 
 @lru_cache(maxsize=8192)
 def _car_start(seed: int) -> Start:
-    position = np_random(seed)[0].uniform(low=-0.6, high=-0.4)
+    rng, _ = np_random(seed)
+    position = rng.uniform(low=-0.6, high=-0.4)
     return (float(position), 0.0), (float(np.float32(position)), 0.0)
 
 
-def _cosines(angles: NDArray[np.float64]) -> NDArray[np.float64]:
+def _cosines(angles: Vector) -> Vector:
     """Return cosines, rounded as by gymnasium."""
     # gymnasium calls math.cos here, and numpy's own cosine may differ from it in the last bit on
     # some processors.
@@ -327,17 +329,15 @@ class MountainCar(ClassicControl):
 
     _start = staticmethod(_car_start)
 
-    def _advance(
-        self, actions: NDArray[np.generic]
-    ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    def _advance(self, actions: NDArray[np.generic]) -> Outcome:
         """Change the velocity by force and gravity, then the position.
 
         See `ClassicControl._advance`.
         """
         position, velocity = self._state
         push = actions.astype(np.int64) - 1
-        velocity = velocity + (push * _CAR_FORCE + _cosines(3 * position) * -_CAR_GRAVITY)
-        velocity = np.clip(velocity, -_CAR_MAX_SPEED, _CAR_MAX_SPEED)
+        acceleration = push * _CAR_FORCE + _cosines(3 * position) * -_CAR_GRAVITY
+        velocity = np.clip(velocity + acceleration, -_CAR_MAX_SPEED, _CAR_MAX_SPEED)
         position = np.clip(position + velocity, _LOWEST, _HIGHEST)
         # The left wall stops the car.
         velocity[(position == _LOWEST) & (velocity < 0)] = 0
@@ -361,9 +361,7 @@ class MountainCarContinuous(ClassicControl):
 
     _start = staticmethod(_car_start)
 
-    def _advance(
-        self, actions: NDArray[np.generic]
-    ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    def _advance(self, actions: NDArray[np.generic]) -> Outcome:
         """Change the velocity by force and gravity, then the position.
 
         See `ClassicControl._advance`.
@@ -375,33 +373,32 @@ class MountainCarContinuous(ClassicControl):
         single = position.astype(np.float32)  # exact except in first steps
         pull = _CAR_GRAVITY * _cosines(np.where(first, 3 * position, 3 * single))
         inside = np.clip(force, -1.0, 1.0)
-        push = np.where(
-            inside == force,
-            inside * np.float32(_POWER) - pull.astype(np.float32),
-            inside.astype(float) * _POWER - pull,
-        )
-        velocity = np.where(
-            first, velocity + push, velocity.astype(np.float32) + push.astype(np.float32)
-        )
-        velocity = np.clip(
-            velocity, _rounded(first, -_CAR_MAX_SPEED), _rounded(first, _CAR_MAX_SPEED)
-        )
+        push_of_float32 = inside * np.float32(_POWER) - pull.astype(np.float32)
+        push_of_float64 = inside.astype(float) * _POWER - pull
+        push = np.where(inside == force, push_of_float32, push_of_float64)
+        later_velocity = velocity.astype(np.float32) + push.astype(np.float32)
+        velocity = np.where(first, velocity + push, later_velocity)
+        slowest = _rounded(first, -_CAR_MAX_SPEED)
+        fastest = _rounded(first, _CAR_MAX_SPEED)
+        velocity = np.clip(velocity, slowest, fastest)
         # 2. Position. The left wall stops the car.
-        position = np.where(first, position + velocity, single + velocity.astype(np.float32))
+        later_position = single + velocity.astype(np.float32)
+        position = np.where(first, position + velocity, later_position)
         lowest = _rounded(first, _LOWEST)
         position = np.clip(position, lowest, _rounded(first, _HIGHEST))
         velocity[(position == lowest) & (velocity < 0)] = 0
         terminated = (position >= _rounded(first, _GOAL_CONTINUOUS)) & (velocity >= 0)
         # float32 as gymnasium stores it; widened again so that one array serves first and later
         # steps.
-        self._state = np.stack([position, velocity]).astype(np.float32).astype(np.float64)
+        state = np.stack([position, velocity]).astype(np.float32)
+        self._state = state.astype(np.float64)
         # 3. Rewards. The square of a float32 is exact in float64, so this is what math.pow returns.
         effort = np.square(force.astype(np.float64)) * 0.1
         rewards = np.where(terminated, 100.0, 0.0) - effort
         return rewards, terminated
 
 
-def _rounded(first: NDArray[np.bool_], constant: float) -> NDArray[np.float64]:
+def _rounded(first: NDArray[np.bool_], constant: float) -> Vector:
     """Return a constant: in float64 for first steps, and rounded to float32 for later steps."""
     return np.where(first, constant, float(np.float32(constant)))
 
@@ -432,31 +429,34 @@ class Pendulum(ClassicControl):
     @lru_cache(maxsize=8192)
     def _start(seed: int) -> Start:
         high = np.array([np.pi, 1.0])
-        theta, speed = state = np_random(seed)[0].uniform(low=-high, high=high)
+        rng, _ = np_random(seed)
+        state = rng.uniform(low=-high, high=high)
+        theta, speed = state
         observation = np.array([np.cos(theta), np.sin(theta), speed], dtype=np.float32)
         return tuple(state.tolist()), tuple(observation.tolist())
 
-    def _advance(
-        self, actions: NDArray[np.generic]
-    ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    def _advance(self, actions: NDArray[np.generic]) -> Outcome:
         """Change the speed by gravity and torque, then the angle.
 
         See `ClassicControl._advance`.
         """
         theta, speed = self._state
-        torque = np.clip(np.asarray(actions, dtype=np.float32)[:, 0], -_MAX_TORQUE, _MAX_TORQUE)
+        chosen = np.asarray(actions, dtype=np.float32)[:, 0]
+        torque = np.clip(chosen, -_MAX_TORQUE, _MAX_TORQUE)
         # A float32 scalar's ** is powf, which no numpy function on arrays calls on every processor.
         effort = np.fromiter((value**2 for value in torque), np.float32, len(torque))
         angle = ((theta + np.pi) % (2 * np.pi)) - np.pi
         costs = np.float_power(angle, 2) + 0.1 * np.float_power(speed, 2) + 0.001 * effort
-        speed = speed + (self._pull * np.sin(theta) + 3.0 * torque) * _PENDULUM_SECONDS
+        acceleration = self._pull * np.sin(theta) + 3.0 * torque
+        speed = speed + acceleration * _PENDULUM_SECONDS
         speed = np.clip(speed, -_PENDULUM_MAX_SPEED, _PENDULUM_MAX_SPEED)
         self._state = np.stack([theta + speed * _PENDULUM_SECONDS, speed])
         return -costs, np.zeros(len(self._elapsed), dtype=np.bool_)
 
     def _observe(self) -> NDArray[np.float32]:
         theta, speed = self._state
-        return np.stack([np.cos(theta), np.sin(theta), speed], axis=1).astype(np.float32)
+        columns = [np.cos(theta), np.sin(theta), speed]
+        return np.stack(columns, axis=1).astype(np.float32)
 
 
 NATIVE_IDS = (
@@ -486,10 +486,7 @@ def native_class(spec: EnvSpec, env_kwargs: Mapping[str, Any]) -> type[ClassicCo
     does not support such as render_mode, exclude it.
     """
     native = _NATIVE.get(spec.entry_point)
-    if (
-        native is None
-        or spec.additional_wrappers
-        or not {*spec.kwargs, *env_kwargs} <= set(native.options)
-    ):
+    if native is None or spec.additional_wrappers:
         return None
-    return native
+    arguments = {*spec.kwargs, *env_kwargs}
+    return native if arguments <= set(native.options) else None

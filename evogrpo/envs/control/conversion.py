@@ -178,8 +178,9 @@ def _flags(space: spaces.Space[Any], mask: Any) -> Array:
     """Return the flags of one action mask side by side; all are True for a part without a mask."""
     match space:
         case spaces.Dict() if mask is None or isinstance(mask, Mapping):
-            refuse_unknown("part of action_mask", mask or (), space.spaces)
-            parts = [_flags(part, (mask or {}).get(key)) for key, part in space.spaces.items()]
+            masks = mask or {}
+            refuse_unknown("part of action_mask", masks, space.spaces)
+            parts = [_flags(part, masks.get(key)) for key, part in space.spaces.items()]
             return np.concatenate(parts)
         case spaces.Tuple() if mask is None or isinstance(mask, tuple | list):
             given = mask or [None] * len(space.spaces)
@@ -263,9 +264,10 @@ def check_representable(space: spaces.Space[Any], given: Array, converted: Array
 
     Floats from 0 to 1 would all become 0 in a space of uint8 images.
     """
-    if given.dtype != converted.dtype and not np.array_equal(given, converted):
-        changed = given[given != converted].ravel()[0]
-        raise ValueError(f"{space} cannot represent the {given.dtype} observation, e.g. {changed}")
+    if given.dtype == converted.dtype or np.array_equal(given, converted):
+        return
+    changed = given[given != converted].ravel()
+    raise ValueError(f"{space} cannot represent the {given.dtype} observation, e.g. {changed[0]}")
 
 
 def check_categories(space: spaces.Space[Any], values: Array) -> None:
@@ -303,8 +305,9 @@ def scalars(values: Sequence[Any], dtype: type[np.generic], name: str) -> Array:
     except ValueError:  # some values are numbers, others arrays
         # `item` raises an error for arrays with several entries.
         array = np.array([np.asarray(value).item() for value in values])
-    if array.dtype.kind not in "biuf" or array.size != len(values):
+    kind = array.dtype.kind
+    if kind not in "biuf" or array.size != len(values):
         raise ValueError(f"{name} must be a single number, got {shown(values)}.")
-    if dtype is np.bool_ and array.dtype.kind != "b" and not np.isin(array, (0, 1)).all():
+    if dtype is np.bool_ and kind != "b" and not np.isin(array, (0, 1)).all():
         raise ValueError(f"{name} must be True or False, got {shown(values)}.")
     return array.reshape(-1).astype(dtype)

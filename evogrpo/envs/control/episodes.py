@@ -16,6 +16,11 @@ from evogrpo.spaces import unflatten
 from evogrpo.text import short_repr
 
 _STEPS_AT_ONCE = 64
+IntArray = NDArray[np.int64]
+FloatArray = NDArray[np.float64]
+BoolArray = NDArray[np.bool_]
+StepRewards = tuple[IntArray, IntArray, FloatArray]
+"""Row, step and value of each reward of one step."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -48,33 +53,33 @@ class PolicyEpisodes:
         truncated: `[n]` True if it was truncated without reaching a terminal state.
     """
 
-    rows: NDArray[np.int64]
+    rows: IntArray
     agents: tuple[str, ...]
-    group_ids: NDArray[np.int64]
+    group_ids: IntArray
     observations: Any
     actions: NDArray[Any]
-    action_masks: NDArray[np.bool_] | None
+    action_masks: BoolArray | None
     log_probs: NDArray[np.float32]
-    present: NDArray[np.bool_]
-    own_rewards: NDArray[np.float64]
-    team_rewards: NDArray[np.float64]
-    terminated: NDArray[np.bool_]
-    truncated: NDArray[np.bool_]
-    components: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
+    present: BoolArray
+    own_rewards: FloatArray
+    team_rewards: FloatArray
+    terminated: BoolArray
+    truncated: BoolArray
+    components: Mapping[str, FloatArray] = field(default_factory=dict)
 
     __repr__ = short_repr
 
     @property
-    def rewards(self) -> NDArray[np.float64]:
+    def rewards(self) -> FloatArray:
         """Undiscounted returns `[n]` of the agents' own training rewards."""
         # Step by step: a pairwise sum would depend on the padding, and so on the longest episode.
-        total: NDArray[np.float64] = self.own_rewards.cumsum(axis=1)[:, -1]
+        total: FloatArray = self.own_rewards.cumsum(axis=1)[:, -1]
         return total
 
     @property
-    def lengths(self) -> NDArray[np.int64]:
+    def lengths(self) -> IntArray:
         """Numbers of actions `[n]`."""
-        steps: NDArray[np.int64] = self.present.sum(axis=1)
+        steps: IntArray = self.present.sum(axis=1)
         return steps
 
 
@@ -92,13 +97,13 @@ class Episodes:
 
     episodes: Mapping[str, PolicyEpisodes]
     returns: tuple[Mapping[str, float], ...]
-    rewards: NDArray[np.float64]
-    lengths: NDArray[np.int64]
+    rewards: FloatArray
+    lengths: IntArray
 
     __repr__ = short_repr
 
     @property
-    def truncated(self) -> NDArray[np.bool_]:
+    def truncated(self) -> BoolArray:
         """`[n]` True if an agent was truncated."""
         result = np.zeros(len(self.lengths), dtype=np.bool_)
         for part in self.episodes.values():
@@ -106,7 +111,7 @@ class Episodes:
         return result
 
     @property
-    def actions(self) -> NDArray[np.int64]:
+    def actions(self) -> IntArray:
         """`[n]` number of actions of all agents."""
         result = np.zeros(len(self.lengths), dtype=np.int64)
         for part in self.episodes.values():
@@ -125,25 +130,23 @@ class EpisodeRecorder:
         terms: Names of the terms of the training reward; empty = the environment's reward alone.
     """
 
-    def __init__(
-        self, mapping: PolicyMapping, groups: NDArray[np.int64], terms: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, mapping: PolicyMapping, groups: IntArray, terms: Sequence[str] = ()) -> None:
         self._mapping = mapping
         self._groups = groups
         self._names = terms
         self._agents: dict[str, int] = {}
         # Values of each step, by policy and name; rewards and ends of all policies together.
         self._columns: dict[str, dict[str, list[Any]]] = {}
-        self._rewards: list[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]] = []
-        self._totals: list[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]] = []
-        self._terms: list[tuple[NDArray[np.int64], NDArray[np.float64]]] = []
+        self._rewards: list[StepRewards] = []
+        self._totals: list[StepRewards] = []
+        self._terms: list[tuple[IntArray, FloatArray]] = []
         self._earned = np.zeros(len(groups))  # rewards of the environment of each episode so far
-        self._terminated: list[NDArray[np.int64]] = []
-        self._truncated: list[NDArray[np.int64]] = []
+        self._terminated: list[IntArray] = []
+        self._truncated: list[IntArray] = []
         self._returns: list[dict[str, float]] = [{} for _ in groups]
         self._lengths = np.zeros(len(groups), dtype=np.int64)
 
-    def _entries(self, rows: NDArray[np.int64], agents: Sequence[str]) -> NDArray[np.int64]:
+    def _entries(self, rows: IntArray, agents: Sequence[str]) -> IntArray:
         """Return the entries of agents in episodes `rows`; new agents get the next number.
 
         Without agents there is a single one.
@@ -151,13 +154,14 @@ class EpisodeRecorder:
         if not agents:
             return rows
         numbers = [self._agents.setdefault(agent, len(self._agents)) for agent in agents]
-        return np.array(numbers, dtype=np.int64) * len(self._groups) + rows
+        first_entries = np.array(numbers, dtype=np.int64) * len(self._groups)
+        return first_entries + rows
 
     def record_actions(
         self,
         policy: str,
-        rows: NDArray[np.int64],
-        t: NDArray[np.int64],
+        rows: IntArray,
+        t: IntArray,
         inputs: PolicyInput,
         acted: SampledActions,
     ) -> None:
@@ -173,11 +177,11 @@ class EpisodeRecorder:
 
     def record_step(
         self,
-        rows: NDArray[np.int64],
-        t: NDArray[np.int64],
+        rows: IntArray,
+        t: IntArray,
         step: VectorStep,
-        terms: NDArray[np.float64] | None = None,
-        weighted: NDArray[np.float64] | None = None,
+        terms: FloatArray | None = None,
+        weighted: FloatArray | None = None,
     ) -> None:
         """Record the rewards and ends of the episodes `rows` `[m]` at their steps `t` `[m]`.
 
@@ -241,9 +245,9 @@ class EpisodeRecorder:
         self,
         policy: str,
         agents: Sequence[str],
-        rewards: NDArray[np.float64],
-        totals: NDArray[np.float64],
-        sums: NDArray[np.float64],
+        rewards: FloatArray,
+        totals: FloatArray,
+        sums: FloatArray,
     ) -> PolicyEpisodes:
         """Return the episodes of one policy.
 
@@ -268,9 +272,13 @@ class EpisodeRecorder:
         acted.reshape(-1)[entries] = True
         # Agents known in advance come in their order, then all others by name.
         order = {agent: number for number, agent in enumerate(spec.agents)}
+
+        def rank(number: int) -> tuple[int, str]:
+            agent = agents[number]
+            return order.get(agent, len(order)), agent
+
         acting = np.flatnonzero(acted.any(axis=1)).tolist()
-        acting.sort(key=lambda number: (order.get(agents[number], len(order)), agents[number]))
-        numbers = np.array(acting)
+        numbers = np.array(sorted(acting, key=rank))
         # `[groups, agents]` True if the agent acts in an episode of the group.
         appears = np.zeros((1 + self._groups.max(), len(numbers)), dtype=np.bool_)
         np.logical_or.at(appears, self._groups, acted[numbers].T)
@@ -310,7 +318,7 @@ class EpisodeRecorder:
         )
 
 
-def _completed(masks: list[Any], entries: list[NDArray[np.int64]]) -> list[NDArray[np.bool_]]:
+def _completed(masks: list[Any], entries: list[IntArray]) -> list[BoolArray]:
     """Return the masks of all steps, or [] if none has one. In others all actions are legal."""
     width = next((mask.shape[1] for mask in masks if mask is not None), None)
     if width is None:
@@ -323,7 +331,7 @@ def _completed(masks: list[Any], entries: list[NDArray[np.int64]]) -> list[NDArr
 
 
 def _scatter(
-    parts: list[Any], shape: tuple[int, int], cells: NDArray[np.int64], fill: int = 0
+    parts: list[Any], shape: tuple[int, int], cells: IntArray, fill: int = 0
 ) -> NDArray[Any]:
     """Return the values `[m, ...]` of all steps as an array `[n, t, ...]`.
 
@@ -335,7 +343,9 @@ def _scatter(
         cells: Flat position `row * t + step` of every value.
         fill: Value where there is none.
     """
-    array = np.full((math.prod(shape), *parts[0].shape[1:]), fill, dtype=parts[0].dtype)
+    example = parts[0]
+    of_value = example.shape[1:]
+    array = np.full((math.prod(shape), *of_value), fill, dtype=example.dtype)
     first = 0
     # A few dozen steps per assignment: one step is slow, and all steps would need twice the memory.
     while parts:
@@ -343,13 +353,10 @@ def _scatter(
         del parts[:_STEPS_AT_ONCE]
         array[cells[first : first + len(values)]] = values
         first += len(values)
-    return array.reshape(*shape, *array.shape[1:])
+    return array.reshape(*shape, *of_value)
 
 
-def _table(
-    parts: Sequence[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]],
-    shape: tuple[int, int],
-) -> NDArray[np.float64]:
+def _table(parts: Sequence[StepRewards], shape: tuple[int, int]) -> FloatArray:
     """Return rewards `[n, t]` from (row, t, reward) of each step; 0 where there is none."""
     result = np.zeros(shape)
     # One assignment for all steps.
@@ -359,7 +366,7 @@ def _table(
     return result
 
 
-def _credited(rewards: NDArray[np.float64], present: NDArray[np.bool_]) -> NDArray[np.float64]:
+def _credited(rewards: FloatArray, present: BoolArray) -> FloatArray:
     """Add rewards of steps without an action to the action before.
 
     Args:
@@ -370,12 +377,16 @@ def _credited(rewards: NDArray[np.float64], present: NDArray[np.bool_]) -> NDArr
         `[n, t]` rewards of actions.
     """
     t = present.shape[1]
-    if not np.where(present, 0.0, rewards[:, :t]).any() and not rewards[:, t:].any():
+    between = np.where(present, 0.0, rewards[:, :t])
+    after = rewards[:, t:]
+    if not between.any() and not after.any():
         return rewards[:, :t]
     # `[n, steps]` step of the latest action; -1 before the first action.
-    latest = np.maximum.accumulate(np.where(present, np.arange(t), -1), axis=1)
-    latest = np.pad(latest, ((0, 0), (0, rewards.shape[1] - t)), mode="edge")
+    steps_of_actions = np.where(present, np.arange(t), -1)
+    latest = np.maximum.accumulate(steps_of_actions, axis=1)
+    latest = np.pad(latest, ((0, 0), (0, after.shape[1])), mode="edge")
     result = np.zeros(present.shape)
     row, step = np.nonzero(latest >= 0)
-    np.add.at(result, (row, latest[row, step]), rewards[row, step])
+    credited_step = latest[row, step]
+    np.add.at(result, (row, credited_step), rewards[row, step])
     return result

@@ -57,29 +57,34 @@ class ObservationStatistics:
                 f" {space}."
             )
         width = sum(int(np.prod(parts[number].shape or ())) for number in numbers)
-        return cls(
-            count=np.zeros(members), mean=np.zeros((members, width)), m2=np.zeros((members, width))
-        )
+        zeros = np.zeros((members, width))
+        return cls(count=np.zeros(members), mean=zeros, m2=zeros.copy())
 
     def merged(self, later: "ObservationStatistics") -> "ObservationStatistics":
         """Return the statistics of the union of both sets of observations, member by member."""
-        # Sum of squared deviations of a union: both sums, and one for the distance of the means.
         count = self.count + later.count
-        share = np.divide(later.count, count, out=np.zeros_like(count), where=count > 0)[:, None]
+        share = np.divide(later.count, count, out=np.zeros_like(count), where=count > 0)
+        share = share[:, None]
         delta = later.mean - self.mean
+        # Sum of squared deviations of a union: both sums, and one for the distance of the means.
+        between = delta**2 * self.count[:, None] * share
         return ObservationStatistics(
             count=count,
             mean=self.mean + delta * share,
-            m2=self.m2 + later.m2 + delta**2 * self.count[:, None] * share,
+            m2=self.m2 + later.m2 + between,
         )
 
     def transformation(self) -> tuple[Array, Array, Array]:
         """Return a shift and then a scale `[p, d]`, and the limit `[p, 1]` of the result's size."""
         # A variance needs two observations. Members with fewer use shift 0, scale 1 and no limit.
-        known = (self.count >= 2)[:, None]
-        variance = self.m2 / np.where(known, self.count[:, None], 1.0)
-        scale = np.where(known, 1 / np.sqrt(variance + _SMALLEST_VARIANCE), 1.0)
-        return np.where(known, self.mean, 0.0), scale, np.where(known, _CLIP, np.inf)
+        count = self.count[:, None]
+        known = count >= 2
+        shift = np.where(known, self.mean, 0.0)
+        variance = self.m2 / np.where(known, count, 1.0)
+        deviation = np.sqrt(variance + _SMALLEST_VARIANCE)
+        scale = np.where(known, 1 / deviation, 1.0)
+        limit = np.where(known, _CLIP, np.inf)
+        return shift, scale, limit
 
     def normalise(
         self, leaves: Leaves, numbers: Sequence[int], member_ids: NDArray[np.int64]
@@ -104,6 +109,7 @@ class ObservationStatistics:
             flat = leaves[number].reshape(len(member_ids), -1)
             columns = slice(column, column + flat.shape[1])
             column = columns.stop
-            value = np.clip((flat - shift[:, columns]) * scale[:, columns], -limit, limit)
-            changed[number] = value.astype(flat.dtype).reshape(leaves[number].shape)
+            scaled = (flat - shift[:, columns]) * scale[:, columns]
+            value = np.clip(scaled, -limit, limit).astype(flat.dtype)
+            changed[number] = value.reshape(leaves[number].shape)
         return changed
