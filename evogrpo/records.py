@@ -24,6 +24,11 @@ __all__ = [
 ]  # fmt: skip
 
 R = TypeVar("R")
+# Arrays of numpy by the type of their values; floats are of 64 bits unless the name says otherwise.
+BoolArray = NDArray[np.bool_]
+FloatArray = NDArray[np.float64]
+Float32Array = NDArray[np.float32]
+IntArray = NDArray[np.int64]
 
 # ---- sampling
 
@@ -292,7 +297,7 @@ class SampledActions:
     """
 
     actions: NDArray[Any]
-    log_probs: NDArray[np.float32]
+    log_probs: Float32Array
 
     __repr__ = short_repr
 
@@ -303,10 +308,10 @@ class Actor(Protocol):
     def act(
         self,
         observations: Any,
-        member_ids: NDArray[np.int64],
+        member_ids: IntArray,
         *,
-        uniforms: NDArray[np.float32] | None,
-        temperature: NDArray[np.float32] | None,
+        uniforms: Float32Array | None,
+        temperature: Float32Array | None,
         action_mask: Any,
         base: bool,
     ) -> SampledActions:

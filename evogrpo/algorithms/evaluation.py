@@ -7,7 +7,6 @@ from statistics import NormalDist
 from types import MappingProxyType
 
 import numpy as np
-from numpy.typing import NDArray
 
 from evogrpo.config.task_settings import NO_SETTINGS, TaskSettings
 from evogrpo.envs.protocol import GroupEnvironment, Split
@@ -16,12 +15,13 @@ from evogrpo.evolution.fitness import Fitness, FitnessConfig, paired_difference
 from evogrpo.interruption import NEVER, Stop
 from evogrpo.members.members import Members
 from evogrpo.members.requests import EvaluationRequest
+from evogrpo.records import BoolArray, FloatArray
 from evogrpo.warnings import warn
 
 
 def evaluate_questions(
     members: Members, env: GroupEnvironment, request: EvaluationRequest
-) -> tuple[NDArray[np.float64], tuple[int, ...]]:
+) -> tuple[FloatArray, tuple[int, ...]]:
     """Evaluate members on held-out questions, on part of them on each rank.
 
     Returns:
@@ -42,7 +42,7 @@ def evaluate_questions(
         shares = np.array_split(np.asarray(request.questions), ranks.size)
         questions = tuple(shares[ranks.rank].tolist())
 
-        def work() -> tuple[NDArray[np.float64], tuple[int, ...]] | None:
+        def work() -> tuple[FloatArray, tuple[int, ...]] | None:
             """Return the results of this rank's questions; None if it has none."""
             if questions:
                 return members.evaluate(env, replace(request, questions=questions))
@@ -97,7 +97,7 @@ def evaluate(
     settings: Mapping[int, TaskSettings] = MappingProxyType({}),
     base: bool = False,
     answers: int | None = None,
-) -> NDArray[np.float64]:
+) -> FloatArray:
     """Evaluate members on held-out questions, all in one batch.
 
     Training random streams are not touched.
@@ -238,7 +238,7 @@ def rounds(questions: int, *, racing: bool) -> Iterator[tuple[int, int]]:
     yield first, questions
 
 
-def clearly_behind(leader: NDArray[np.float64], other: NDArray[np.float64], error: float) -> bool:
+def clearly_behind(leader: FloatArray, other: FloatArray, error: float) -> bool:
     """Return True if a member is significantly worse than the leader at error level `error`.
 
     Args:
@@ -274,7 +274,7 @@ def t_quantile(probability: float, degrees: int) -> float:
     return math.fsum(term / degrees**power for power, term in enumerate(terms))
 
 
-def still_racing(scores: NDArray[np.float64], error: float) -> list[int]:
+def still_racing(scores: FloatArray, error: float) -> list[int]:
     """Return the members that are not clearly behind the leader, with the leader.
 
     Args:
@@ -312,9 +312,7 @@ def on_all_questions(fitness: Fitness, leader: Fitness) -> Fitness:
 # ---- scores that count
 
 
-def common_questions(
-    rewards: NDArray[np.float64], evaluated: NDArray[np.bool_], split: Split
-) -> NDArray[np.bool_]:
+def common_questions(rewards: FloatArray, evaluated: BoolArray, split: Split) -> BoolArray:
     """Return `[questions]` True where every evaluated member has a reward.
 
     Args:
@@ -327,9 +325,7 @@ def common_questions(
     """
     any_member = np.any(evaluated, axis=0)
     # Members that have lost the race have no rewards for later questions, and do not count there.
-    kept: NDArray[np.bool_] = np.logical_and(
-        any_member, np.all(np.isfinite(rewards) | ~evaluated, axis=0)
-    )
+    kept: BoolArray = np.logical_and(any_member, np.all(np.isfinite(rewards) | ~evaluated, axis=0))
     total = int(any_member.sum())
     left = int(kept.sum())
     if 2 * left < total:
@@ -345,7 +341,7 @@ def common_questions(
     return kept
 
 
-def common_scores(rewards: NDArray[np.float64], split: Split) -> NDArray[np.float64]:
+def common_scores(rewards: FloatArray, split: Split) -> FloatArray:
     """Return `[members, k]` rewards of the questions that have one for all members.
 
     See `common_questions`.

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 import numpy as np
 import torch
 from gymnasium import spaces
-from numpy.typing import NDArray
 from torch import Tensor
 
 from evogrpo.config.hyperparameters import Hyperparameters
@@ -24,7 +23,7 @@ from evogrpo.members.requests import (
     RolloutBatch,
     SamplingRequest,
 )
-from evogrpo.records import DEFAULT_POLICY
+from evogrpo.records import DEFAULT_POLICY, FloatArray
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -116,9 +115,7 @@ class Members(Protocol):
         """
 
     @abstractmethod
-    def evaluate(
-        self, env: Any, request: EvaluationRequest
-    ) -> tuple[NDArray[np.float64], tuple[int, ...]]:
+    def evaluate(self, env: Any, request: EvaluationRequest) -> tuple[FloatArray, tuple[int, ...]]:
         """Answer held-out questions; train states and training streams do not change.
 
         Returns:

@@ -27,7 +27,7 @@ from evogrpo.envs.protocol import (
     SupportsFingerprint,
 )
 from evogrpo.randomness import generator
-from evogrpo.records import Conversation, SampledActions
+from evogrpo.records import Conversation, Float32Array, FloatArray, IntArray, SampledActions
 from evogrpo.spaces import flatten, leaf_spaces
 
 MAX_STARTS = 24  # starts of each split
@@ -324,10 +324,10 @@ class PseudoRandomActor:
     def act(
         self,
         observations: Any,
-        member_ids: NDArray[np.int64],
+        member_ids: IntArray,
         *,
-        uniforms: NDArray[np.float32] | None,
-        temperature: NDArray[np.float32] | None,
+        uniforms: Float32Array | None,
+        temperature: Float32Array | None,
         action_mask: Any,
         base: bool,
     ) -> SampledActions:
@@ -352,7 +352,7 @@ class PseudoRandomActor:
             actions=self.choose(mixed, m, action_mask), log_probs=-mixed.astype(np.float32)
         )
 
-    def choose(self, mixed: NDArray[np.float64], m: int, mask: Any) -> NDArray[Any]:
+    def choose(self, mixed: FloatArray, m: int, mask: Any) -> NDArray[Any]:
         """Return the actions for numbers `[m]` in [0, 1)."""
         space: Any = self.space
         if isinstance(space, spaces.Dict | spaces.Tuple):
@@ -385,7 +385,7 @@ class PseudoRandomActor:
         return actions.astype(space.dtype)
 
 
-def _columns(observations: Any) -> NDArray[np.float64]:
+def _columns(observations: Any) -> FloatArray:
     """Return observations `[m, ...]`, or dicts and tuples of them, as columns `[m, d]`."""
     if isinstance(observations, dict):
         observations = tuple(observations.values())

@@ -4,11 +4,11 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from evogrpo.randomness import generator
+from evogrpo.records import Float32Array, IntArray
 
-Uniforms = Callable[[Sequence[str], NDArray[np.int64], NDArray[np.int64]], NDArray[np.float32]]
+Uniforms = Callable[[Sequence[str], IntArray, IntArray], Float32Array]
 """(agents `[m]`, or () for a single agent, rows `[m]`, their steps t `[m]`) -> `[m, d]` numbers in
 [0, 1); the same for the same entry at every call.
 """
@@ -47,12 +47,10 @@ class ActionNoise:
         self._purpose = purpose
         self._width_of = width_of
         self._streams = tuple(zip(streams, rows, strict=True))
-        self._tables: dict[str, NDArray[np.float32]] = {}  # `[rows, steps, width]` of each agent
+        self._tables: dict[str, Float32Array] = {}  # `[rows, steps, width]` of each agent
         self._chunks: dict[str, int] = defaultdict(int)
 
-    def __call__(
-        self, agents: Sequence[str], rows: NDArray[np.int64], t: NDArray[np.int64]
-    ) -> NDArray[np.float32]:
+    def __call__(self, agents: Sequence[str], rows: IntArray, t: IntArray) -> Float32Array:
         """Return the numbers `[m, width]` of agents `[m]` of one policy.
 
         Args:
@@ -84,7 +82,7 @@ class ActionNoise:
                 )
                 self._chunks[agent] += 1
         # 2. Look them up.
-        result: NDArray[np.float32] = self._tables[names[0]][rows, t]
+        result: Float32Array = self._tables[names[0]][rows, t]
         for agent in names[1:]:
             selected = np.array(agents) == agent
             result[selected] = self._tables[agent][rows[selected], t[selected]]

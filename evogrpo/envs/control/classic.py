@@ -15,12 +15,11 @@ from numpy.typing import NDArray
 from evogrpo.envs.control.policy_mapping import PolicyMapping
 from evogrpo.envs.control.single_env import Options
 from evogrpo.envs.control.vector_env import PolicyInput, VectorEnv, VectorStep
-from evogrpo.records import DEFAULT_POLICY
+from evogrpo.records import DEFAULT_POLICY, BoolArray, Float32Array, FloatArray, IntArray
 
 Start = tuple[tuple[float, ...], tuple[float, ...]]
 """State and first observation of an episode, as numbers."""
-Vector = NDArray[np.float64]
-Outcome = tuple[Vector, NDArray[np.bool_]]
+Outcome = tuple[FloatArray, BoolArray]
 """Rewards and terminations `[m]` of a step."""
 
 
@@ -73,14 +72,14 @@ class ClassicControl(VectorEnv):
         self._elapsed = np.concatenate([self._elapsed, np.zeros(count, dtype=np.int64)])
         self._finished = np.concatenate([self._finished, np.zeros(count, dtype=np.bool_)])
 
-    def select(self, positions: NDArray[np.int64]) -> None:
+    def select(self, positions: IntArray) -> None:
         """See `VectorEnv`."""
         self._observations = self._observations[positions]
         self._state = self._state.take(positions, axis=1)
         self._elapsed = self._elapsed.take(positions)
         self._finished = self._finished.take(positions)
 
-    def finished(self) -> NDArray[np.bool_]:
+    def finished(self) -> BoolArray:
         """See `VectorEnv`."""
         return self._finished
 
@@ -123,7 +122,7 @@ class ClassicControl(VectorEnv):
             Rewards `[m]`, and terminations `[m]`.
         """
 
-    def _observe(self) -> NDArray[np.float32]:
+    def _observe(self) -> Float32Array:
         """Return the observations `[m, d]` of the state; by default the state itself."""
         return self._state.T.astype(np.float32, order="C")
 
@@ -249,19 +248,21 @@ class Acrobot(ClassicControl):
         terminated = height > 1.0
         return np.where(terminated, 0.0, -1.0), terminated
 
-    def _observe(self) -> NDArray[np.float32]:
+    def _observe(self) -> Float32Array:
         a, b, a_dot, b_dot = self._state
         columns = [np.cos(a), np.sin(a), np.cos(b), np.sin(b), a_dot, b_dot]
         return np.stack(columns, axis=1).astype(np.float32)
 
 
-def _moved(state: Sequence[Vector], derivatives: Sequence[Vector], seconds: float) -> list[Vector]:
+def _moved(
+    state: Sequence[FloatArray], derivatives: Sequence[FloatArray], seconds: float
+) -> list[FloatArray]:
     """Return a state after some time at constant derivatives."""
     pairs = zip(state, derivatives, strict=True)
     return [value + seconds * derivative for value, derivative in pairs]
 
 
-def _derivatives(state: Sequence[Vector], torque: Vector) -> tuple[Vector, ...]:
+def _derivatives(state: Sequence[FloatArray], torque: FloatArray) -> tuple[FloatArray, ...]:
     """Return the time derivative of the two angles and the two angular velocities."""
     theta1, theta2, dtheta1, dtheta2 = state
     cos2 = np.cos(theta2)
@@ -280,7 +281,7 @@ def _derivatives(state: Sequence[Vector], torque: Vector) -> tuple[Vector, ...]:
     return dtheta1, dtheta2, ddtheta1, ddtheta2
 
 
-def _wrap(angle: Vector) -> None:
+def _wrap(angle: FloatArray) -> None:
     """Bring angles into [-pi, pi] in place, by adding full turns one at a time."""
     while (above := angle > pi).any():
         angle[above] -= 2 * pi
@@ -305,7 +306,7 @@ def _car_start(seed: int) -> Start:
     return (float(position), 0.0), (float(np.float32(position)), 0.0)
 
 
-def _cosines(angles: Vector) -> Vector:
+def _cosines(angles: FloatArray) -> FloatArray:
     """Return cosines, rounded as by gymnasium."""
     # gymnasium calls math.cos here, and numpy's own cosine may differ from it in the last bit on
     # some processors.
@@ -398,7 +399,7 @@ class MountainCarContinuous(ClassicControl):
         return rewards, terminated
 
 
-def _rounded(first: NDArray[np.bool_], constant: float) -> Vector:
+def _rounded(first: BoolArray, constant: float) -> FloatArray:
     """Return a constant: in float64 for first steps, and rounded to float32 for later steps."""
     return np.where(first, constant, float(np.float32(constant)))
 
@@ -453,7 +454,7 @@ class Pendulum(ClassicControl):
         self._state = np.stack([theta + speed * _PENDULUM_SECONDS, speed])
         return -costs, np.zeros(len(self._elapsed), dtype=np.bool_)
 
-    def _observe(self) -> NDArray[np.float32]:
+    def _observe(self) -> Float32Array:
         theta, speed = self._state
         columns = [np.cos(theta), np.sin(theta), speed]
         return np.stack(columns, axis=1).astype(np.float32)

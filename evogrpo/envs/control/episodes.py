@@ -11,14 +11,11 @@ from numpy.typing import NDArray
 
 from evogrpo.envs.control.policy_mapping import AGENT, PolicyMapping
 from evogrpo.envs.control.vector_env import PolicyInput, VectorStep
-from evogrpo.records import SampledActions
+from evogrpo.records import BoolArray, Float32Array, FloatArray, IntArray, SampledActions
 from evogrpo.spaces import unflatten
 from evogrpo.text import short_repr
 
 _STEPS_AT_ONCE = 64
-IntArray = NDArray[np.int64]
-FloatArray = NDArray[np.float64]
-BoolArray = NDArray[np.bool_]
 StepRewards = tuple[IntArray, IntArray, FloatArray]
 """Row, step and value of each reward of one step."""
 
@@ -59,7 +56,7 @@ class PolicyEpisodes:
     observations: Any
     actions: NDArray[Any]
     action_masks: BoolArray | None
-    log_probs: NDArray[np.float32]
+    log_probs: Float32Array
     present: BoolArray
     own_rewards: FloatArray
     team_rewards: FloatArray

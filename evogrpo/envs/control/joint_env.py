@@ -28,6 +28,7 @@ from evogrpo.envs.control.single_env import (
     checked_results,
 )
 from evogrpo.envs.control.vector_env import PolicyInput, SerialVectorEnv, VectorStep
+from evogrpo.records import BoolArray
 from evogrpo.validation import refuse_unknown
 
 if TYPE_CHECKING:
@@ -265,7 +266,7 @@ class JointVectorEnv(SerialVectorEnv):
             steps.append(env.reset(seed, own))
         return steps
 
-    def finished(self) -> NDArray[np.bool_]:
+    def finished(self) -> BoolArray:
         """See `VectorEnv`; an episode has ended when no agent is active."""
         return np.array([not latest.observations for _, latest in self._running], dtype=np.bool_)
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 from gymnasium import spaces
-from numpy.typing import NDArray
 
 from evogrpo.envs.control.conversion import Array, Leaves
+from evogrpo.records import FloatArray, IntArray
 from evogrpo.spaces import leaf_spaces
 
 _CLIP = 10.0
@@ -38,9 +38,9 @@ class ObservationStatistics:
     variances (1979).
     """
 
-    count: NDArray[np.float64]
-    mean: NDArray[np.float64]
-    m2: NDArray[np.float64]
+    count: FloatArray
+    mean: FloatArray
+    m2: FloatArray
 
     @classmethod
     def empty(cls, members: int, space: spaces.Space[Any]) -> "ObservationStatistics":
@@ -86,9 +86,7 @@ class ObservationStatistics:
         limit = np.where(known, _CLIP, np.inf)
         return shift, scale, limit
 
-    def normalise(
-        self, leaves: Leaves, numbers: Sequence[int], member_ids: NDArray[np.int64]
-    ) -> Leaves:
+    def normalise(self, leaves: Leaves, numbers: Sequence[int], member_ids: IntArray) -> Leaves:
         """Normalise observations `[m, ...]` of members `[m]` and clip them to [-10, 10].
 
         Return other leaves unchanged.

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from evogrpo.config.task_settings import TaskSettings
 from evogrpo.envs.fingerprint import canonical, code_hash
+from evogrpo.records import FloatArray, IntArray
 from evogrpo.text import class_name, one_line, pluralize, shown, user_line
 from evogrpo.validation import FLOAT32_LIMIT, float32_number, refuse_unknown
 
@@ -107,9 +107,7 @@ class RewardComponents:
                 ) from error
         return result
 
-    def terms(
-        self, step: "VectorStep", seeds: NDArray[np.int64], t: NDArray[np.int64]
-    ) -> NDArray[np.float64]:
+    def terms(self, step: "VectorStep", seeds: IntArray, t: IntArray) -> FloatArray:
         """Return the terms `[k, f]` of the training rewards of a step, in the order of `weights`.
 
         Args:
@@ -147,7 +145,7 @@ class RewardComponents:
         return {"rewards": "; ".join(parts), "reward_weights": canonical(self.weights)}
 
 
-def weighted_sum(terms: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArray[np.float64]:
+def weighted_sum(terms: FloatArray, weights: FloatArray) -> FloatArray:
     """Return the training rewards `[k]` of terms `[k, f]` with weights `[k, f]`.
 
     Terms are added in their order, so that the rounding of a row does not depend on other rows.

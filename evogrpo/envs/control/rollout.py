@@ -20,7 +20,7 @@ from evogrpo.envs.control.reward_components import RewardComponents, weighted_su
 from evogrpo.envs.control.single_env import Options
 from evogrpo.envs.control.vector_env import PolicyInput, VectorEnv, VectorStep
 from evogrpo.interruption import NEVER, Stop
-from evogrpo.records import Actor, SampledActions
+from evogrpo.records import Actor, BoolArray, Float32Array, IntArray, SampledActions
 from evogrpo.spaces import unflatten
 from evogrpo.text import pluralize
 from evogrpo.validation import FLOAT32_LIMIT
@@ -48,12 +48,12 @@ class EpisodeRequest:
             configured options of reset.
     """
 
-    seeds: NDArray[np.int64]
-    member_ids: NDArray[np.int64]
-    groups: NDArray[np.int64]
-    replicas: NDArray[np.int64]
+    seeds: IntArray
+    member_ids: IntArray
+    groups: IntArray
+    replicas: IntArray
     uniforms: Uniforms | None
-    temperature: NDArray[np.float32] | None
+    temperature: Float32Array | None
     base: bool
     stop: Stop
     settings: Sequence[TaskSettings] = ()
@@ -235,7 +235,7 @@ def play_episodes(
         t = t + 1
 
 
-def position_in_group(groups: NDArray[np.int64]) -> NDArray[np.int64]:
+def position_in_group(groups: IntArray) -> IntArray:
     """Return the position `[n]` of each row among the rows of its group."""
     order = np.argsort(groups, kind="stable")
     ordered = groups[order]
@@ -250,8 +250,8 @@ def _act(
     spec: PolicySpec,
     inputs: PolicyInput,
     request: EpisodeRequest,
-    rows: NDArray[np.int64],
-    t: NDArray[np.int64],
+    rows: IntArray,
+    t: IntArray,
 ) -> SampledActions:
     """Return the actions of one policy for rows `[m]` at their steps `t` `[m]`."""
     uniforms = None
@@ -278,16 +278,16 @@ def _act(
     )
 
 
-def fits_float32(values: NDArray[np.floating[Any]]) -> NDArray[np.bool_]:
+def fits_float32(values: NDArray[np.floating[Any]]) -> BoolArray:
     """Return True for finite values that float32 can represent, in which policies compute."""
     if values.dtype.itemsize <= 4:
-        fits: NDArray[np.bool_] = np.isfinite(values)
+        fits: BoolArray = np.isfinite(values)
     else:
         fits = np.abs(values) <= FLOAT32_LIMIT
     return fits
 
 
-def check_finite(inputs: PolicyInput, seeds: NDArray[np.int64], t: NDArray[np.int64]) -> None:
+def check_finite(inputs: PolicyInput, seeds: IntArray, t: IntArray) -> None:
     """Raise ValueError for the first observation `[m, ...]` that is not finite.
 
     Args:
@@ -302,7 +302,7 @@ def check_finite(inputs: PolicyInput, seeds: NDArray[np.int64], t: NDArray[np.in
             raise _not_finite("observation", leaf[row].tolist(), agent, seeds[row], t[row])
 
 
-def check_finite_rewards(step: VectorStep, seeds: NDArray[np.int64], t: NDArray[np.int64]) -> None:
+def check_finite_rewards(step: VectorStep, seeds: IntArray, t: IntArray) -> None:
     """Raise ValueError for the first reward that is not finite.
 
     Args:

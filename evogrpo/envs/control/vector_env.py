@@ -22,7 +22,7 @@ from evogrpo.envs.control.single_env import (
     noise_seed,
 )
 from evogrpo.interruption import NEVER, Stop
-from evogrpo.records import DEFAULT_POLICY
+from evogrpo.records import DEFAULT_POLICY, BoolArray, FloatArray, IntArray
 
 
 class PolicyInput(NamedTuple):
@@ -40,8 +40,8 @@ class PolicyInput(NamedTuple):
     """
 
     observations: Leaves
-    action_masks: NDArray[np.bool_] | None
-    positions: NDArray[np.int64] | None = None
+    action_masks: BoolArray | None
+    positions: IntArray | None = None
     agents: Sequence[str] = ()
 
 
@@ -58,12 +58,12 @@ class VectorStep(NamedTuple):
         components: `[k]` lists of the values of the reward components; empty = not computed.
     """
 
-    rewards: NDArray[np.float64]
-    terminated: NDArray[np.bool_]
-    truncated: NDArray[np.bool_]
-    positions: NDArray[np.int64] | None = None
+    rewards: FloatArray
+    terminated: BoolArray
+    truncated: BoolArray
+    positions: IntArray | None = None
     agents: Sequence[str] = ()
-    totals: NDArray[np.float64] | None = None
+    totals: FloatArray | None = None
     components: Sequence[list[Any]] = ()
 
 
@@ -93,11 +93,11 @@ class VectorEnv(ABC):
         """
 
     @abstractmethod
-    def select(self, positions: NDArray[np.int64]) -> None:
+    def select(self, positions: IntArray) -> None:
         """Keep the episodes at these positions, in this order, and drop the others."""
 
     @abstractmethod
-    def finished(self) -> NDArray[np.bool_]:
+    def finished(self) -> BoolArray:
         """Return `[m]` True where the episode has ended and must not be stepped again."""
 
     @abstractmethod
@@ -154,7 +154,7 @@ class SerialVectorEnv(VectorEnv):
         results = self._reset(envs, seeds, replicas, options)
         self._running[first:] = zip(envs, results, strict=True)
 
-    def select(self, positions: NDArray[np.int64]) -> None:
+    def select(self, positions: IntArray) -> None:
         """See `VectorEnv`."""
         # Environments of dropped episodes are kept for later ones, unless each needs a new one.
         kept = positions.tolist()
@@ -213,7 +213,7 @@ class GymnasiumVectorEnv(SerialVectorEnv):
         results = self._call("reset", envs, zip(seeds, options, strict=True))
         return [(observation, False, mask) for observation, *_, mask, _ in results]
 
-    def finished(self) -> NDArray[np.bool_]:
+    def finished(self) -> BoolArray:
         """See `VectorEnv`."""
         return np.array([over for _, (_, over, _) in self._running], dtype=np.bool_)
 

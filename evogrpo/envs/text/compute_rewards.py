@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from evogrpo.envs.text.reward_functions import (
     OnRewardError,
@@ -22,6 +21,7 @@ from evogrpo.envs.text.reward_functions import (
 from evogrpo.envs.text.reward_runner import Outcome, RewardRunner
 from evogrpo.envs.text.user_functions import CallFailedError
 from evogrpo.interruption import NEVER, Stop
+from evogrpo.records import FloatArray
 from evogrpo.text import class_name, escaped_prints, shown, text_of
 from evogrpo.validation import FLOAT32_LIMIT, float32_number, plain_list
 from evogrpo.warnings import warn
@@ -42,9 +42,9 @@ class RewardResult:
         feedback: Reasons of each completion by function; empty mappings where none was given.
     """
 
-    rewards: NDArray[np.float64]
-    components: dict[str, NDArray[np.float64]]
-    weights: NDArray[np.float64]
+    rewards: FloatArray
+    components: dict[str, FloatArray]
+    weights: FloatArray
     steps: dict[str, list[StepRewards | None]] = field(default_factory=dict)
     feedback: tuple[dict[str, str], ...] = ()
 
@@ -103,7 +103,7 @@ def compute_rewards(
     on_error: OnRewardError,
     runner: RewardRunner | None = None,
     *,
-    weights: NDArray[np.float64] | None = None,
+    weights: FloatArray | None = None,
     retry: bool = False,
     started: Sequence[StartedCall] = (),
     known: KnownValues | None = None,
@@ -144,7 +144,7 @@ def compute_rewards(
         calls += [RewardCall(reward, group) for group in reward.groups(inputs, rows)]
     values |= _values_of_calls(run, calls, started, inputs, on_error, retry=retry)
     # 2. Check the values.
-    components: dict[str, NDArray[np.float64]] = {}
+    components: dict[str, FloatArray] = {}
     steps: dict[str, list[StepRewards | None]] = {}
     failures: dict[int, RewardError] = {}
     feedback: tuple[dict[str, str], ...] = tuple({} for _ in inputs.texts)
@@ -235,9 +235,7 @@ def _values_of_calls(
     return values
 
 
-def _weighted_sum(
-    values: NDArray[np.float64], weights: NDArray[np.float64], inputs: RewardInputs
-) -> NDArray[np.float64]:
+def _weighted_sum(values: FloatArray, weights: FloatArray, inputs: RewardInputs) -> FloatArray:
     """Return the `[n]` sum over the functions that apply; NaN if none applies.
 
     Args:

@@ -8,7 +8,6 @@ from typing import Any, Unpack
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from evogrpo.envs.protocol import SPLITS, Split, shuffled_starts
@@ -25,14 +24,12 @@ from evogrpo.envs.text.templates import (
     question_of,
 )
 from evogrpo.extras import require
-from evogrpo.records import single_turn_conversations
+from evogrpo.records import BoolArray, single_turn_conversations
 from evogrpo.text import shown
 from evogrpo.validation import lists_options, names_unknown, refuse_unknown, whole_between
 
 PromptTensors = dict[str, Tensor]
-StepResult = tuple[
-    list[PromptTensors], Tensor, NDArray[np.bool_], NDArray[np.bool_], dict[str, Any]
-]
+StepResult = tuple[list[PromptTensors], Tensor, BoolArray, BoolArray, dict[str, Any]]
 TRAIN_SIZE = 2000  # questions generated for training by default
 
 

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from evogrpo.envs.protocol import REPLY, Scores
 from evogrpo.envs.text.compute_rewards import (
@@ -24,7 +23,7 @@ from evogrpo.envs.text.reward_runner import RewardRunner
 from evogrpo.envs.text.templates import Tokenizer, question_of
 from evogrpo.extras import require
 from evogrpo.interruption import NEVER, Stop
-from evogrpo.records import Conversation
+from evogrpo.records import Conversation, FloatArray
 from evogrpo.text import printable, shown
 from evogrpo.validation import FLOAT32_LIMIT, float32_number
 
@@ -252,7 +251,7 @@ class SingleTurnBatch:
 
     def _step_rewards(
         self, result: RewardResult, inputs: RewardInputs, conversations: Sequence[Conversation]
-    ) -> NDArray[np.float64]:
+    ) -> FloatArray:
         """Return the `[n, t]` weighted reward at each sampled token.
 
         Rewards of whole completions are at the last one.

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import torch
 from gymnasium import spaces
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from evogrpo.chat_templates import end_of_turn_ids
@@ -61,6 +60,7 @@ from evogrpo.records import (
     DEFAULT_POLICY,
     Conversation,
     Experience,
+    FloatArray,
     Rollout,
     SamplingBatch,
     unpadded,
@@ -353,7 +353,7 @@ class LanguageMembers(BankMembers):
 
     def evaluate(
         self, env: GroupEnvironment, request: EvaluationRequest
-    ) -> tuple[NDArray[np.float64], tuple[int, ...]]:
+    ) -> tuple[FloatArray, tuple[int, ...]]:
         """Complete held-out prompts greedily, or sampled at temperature 1.
 
         Token t of answer a to a question uses number `[a, t]` of the stream (seed, purpose,

@@ -10,20 +10,18 @@ from typing import Any
 import numpy as np
 import torch
 from gymnasium import spaces
-from numpy.typing import NDArray
 from torch import Tensor
 
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.members.bank import LossFunction, PolicyVersion, RepeatStep, Update
 from evogrpo.members.networks.networks import ModuleNetwork
 from evogrpo.members.networks.train_states import (
-    IntArray,
     Layout,
     Stack,
     StackedTrainStates,
     lay_out,
 )
-from evogrpo.records import Batch, SampledActions, map_tensors
+from evogrpo.records import Batch, Float32Array, IntArray, SampledActions, map_tensors
 
 Layouts = list[tuple[Stack, Layout]]
 
@@ -81,10 +79,10 @@ class StackedBank(StackedTrainStates):
     def act(
         self,
         observations: Any,
-        member_ids: NDArray[np.int64],
+        member_ids: IntArray,
         *,
-        uniforms: NDArray[np.float32] | None,
-        temperature: NDArray[np.float32] | None = None,
+        uniforms: Float32Array | None,
+        temperature: Float32Array | None = None,
         action_mask: Any = None,
         base: bool = False,
     ) -> SampledActions:

@@ -20,11 +20,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import logsigmoid, softplus
 
+from evogrpo.records import BoolArray, Float32Array
 from evogrpo.spaces import check_action_space, leaf_spaces
 
-Legal = NDArray[np.bool_] | None
+Legal = BoolArray | None
 """`[m, o]` True for legal actions; None = all are legal."""
-Samples = tuple[NDArray[Any], NDArray[np.float32]]
+Samples = tuple[NDArray[Any], Float32Array]
 """Actions `[m, ...]` and their log-probabilities `[m]`."""
 
 # Probability 0 beside any finite logit.
@@ -57,9 +58,9 @@ class Distribution(ABC):
     @abstractmethod
     def sample(
         self,
-        outputs: NDArray[np.float32],
-        uniforms: NDArray[np.float32] | None,
-        temperature: NDArray[np.float32] | None,
+        outputs: Float32Array,
+        uniforms: Float32Array | None,
+        temperature: Float32Array | None,
         legal: Legal,
     ) -> Samples:
         """Sample one action per row.
@@ -153,9 +154,9 @@ class Categorical(Distribution):
 
     def sample(
         self,
-        outputs: NDArray[np.float32],
-        uniforms: NDArray[np.float32] | None,
-        temperature: NDArray[np.float32] | None,
+        outputs: Float32Array,
+        uniforms: Float32Array | None,
+        temperature: Float32Array | None,
         legal: Legal,
     ) -> Samples:
         """Sample one action per row; see `Distribution`."""
@@ -242,9 +243,9 @@ class Bernoulli(Distribution):
 
     def sample(
         self,
-        outputs: NDArray[np.float32],
-        uniforms: NDArray[np.float32] | None,
-        temperature: NDArray[np.float32] | None,
+        outputs: Float32Array,
+        uniforms: Float32Array | None,
+        temperature: Float32Array | None,
         legal: Legal,
     ) -> Samples:
         """Sample one action per row; see `Distribution`."""
@@ -320,9 +321,9 @@ class DiagonalGaussian(Distribution):
 
     def sample(
         self,
-        outputs: NDArray[np.float32],
-        uniforms: NDArray[np.float32] | None,
-        temperature: NDArray[np.float32] | None,
+        outputs: Float32Array,
+        uniforms: Float32Array | None,
+        temperature: Float32Array | None,
         legal: Legal,
     ) -> Samples:
         """Sample one action per row; see `Distribution`."""
@@ -330,7 +331,7 @@ class DiagonalGaussian(Distribution):
         mean = outputs[:, : self.outputs]
         log_std = outputs[:, self.outputs :]
         if uniforms is None:
-            noise: NDArray[np.float32] = np.zeros_like(mean)
+            noise: Float32Array = np.zeros_like(mean)
         else:
             # Map [0, 1] to [2^-25, 1 - 2^-25]: at 0 and 1 the inverse of the normal distribution is
             # infinite.
@@ -465,9 +466,9 @@ class Product(Distribution):
 
     def sample(
         self,
-        outputs: NDArray[np.float32],
-        uniforms: NDArray[np.float32] | None,
-        temperature: NDArray[np.float32] | None,
+        outputs: Float32Array,
+        uniforms: Float32Array | None,
+        temperature: Float32Array | None,
         legal: Legal,
     ) -> Samples:
         """Sample one action per row; see `Distribution`."""
@@ -529,8 +530,8 @@ class Product(Distribution):
 
 
 def _greedy_and_divisor(
-    temperature: NDArray[np.float32] | None,
-) -> tuple[NDArray[np.bool_] | None, NDArray[np.float32] | None]:
+    temperature: Float32Array | None,
+) -> tuple[BoolArray | None, Float32Array | None]:
     """Return the rows of temperature 0 (None = no row), and what to divide logits by (None = 1)."""
     if temperature is None or (temperature == 1).all():
         return None, None

@@ -43,7 +43,7 @@ from evogrpo.members.requests import (
 )
 from evogrpo.members.space_json import space_from_json, space_to_json
 from evogrpo.randomness import generator
-from evogrpo.records import DEFAULT_POLICY, Batch, Experience
+from evogrpo.records import DEFAULT_POLICY, Batch, Experience, Float32Array, FloatArray
 from evogrpo.spaces import leaf_spaces, unflatten
 from evogrpo.storage.checkpoint import CheckpointError
 from evogrpo.text import class_name
@@ -222,9 +222,7 @@ class NetworkMembers(BankMembers):
             observed=(observed,) if observed else (),
         )
 
-    def evaluate(
-        self, env: Any, request: EvaluationRequest
-    ) -> tuple[NDArray[np.float64], tuple[int, ...]]:
+    def evaluate(self, env: Any, request: EvaluationRequest) -> tuple[FloatArray, tuple[int, ...]]:
         """Play held-out starts, sampled at temperature 1 or greedy.
 
         Rewards are undiscounted returns or the score.
@@ -243,7 +241,7 @@ class NetworkMembers(BankMembers):
         )
 
         # Rows are numbered within their slot, so that all slots use the same random numbers.
-        def uniforms(agents: Any, rows: Any, t: Any) -> NDArray[np.float32]:
+        def uniforms(agents: Any, rows: Any, t: Any) -> Float32Array:
             return noise(agents, rows % request.rows_per_slot, t)
 
         greedy = request.answers is None

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 from gymnasium import spaces
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import conv2d
@@ -22,7 +21,7 @@ from torch.nn.functional import conv2d
 from evogrpo.config.network import Activation, Convolution, NetworkConfig
 from evogrpo.members.networks.architecture import Parameters
 from evogrpo.randomness import generator
-from evogrpo.records import map_tensors
+from evogrpo.records import Float32Array, map_tensors
 from evogrpo.spaces import describe_input, flatten, leaf_spaces, preprocess_observation, unflatten
 from evogrpo.text import class_name, one_line
 from evogrpo.warnings import warn
@@ -387,8 +386,8 @@ class DefaultNetwork:
         return values
 
     def outputs_in_numpy(
-        self, parameters: Mapping[str, NDArray[np.float32]], features: NDArray[np.float32]
-    ) -> NDArray[np.float32]:
+        self, parameters: Mapping[str, Float32Array], features: Float32Array
+    ) -> Float32Array:
         """Return outputs `[q, w, o]` for features `[q, w, f]`, in numpy.
 
         Measured with 8 members, 32 rows each and two layers of 64: 40 microseconds; 105 in torch,
@@ -404,7 +403,7 @@ class DefaultNetwork:
             values += parameters[f"{name}.bias"][:, None]
             # `values` is a view of it.
             self._activate(hidden)
-        outputs: NDArray[np.float32] = np.matmul(values, parameters["output.weight"])
+        outputs: Float32Array = np.matmul(values, parameters["output.weight"])
         outputs += parameters["output.bias"][:, None]
         self._workspaces.append(workspace)
         return outputs

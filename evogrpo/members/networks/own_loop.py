@@ -23,7 +23,7 @@ from evogrpo.envs.control.normalisation import ObservationStatistics
 from evogrpo.envs.control.rollout import fits_float32
 from evogrpo.members.networks.policy import StackedPolicy
 from evogrpo.members.requests import Learner
-from evogrpo.records import Batch
+from evogrpo.records import Batch, BoolArray, FloatArray
 from evogrpo.spaces import action_form, flatten, leaf_spaces, unflatten
 from evogrpo.text import class_name, shown
 from evogrpo.validation import FLOAT32_LIMIT
@@ -206,9 +206,7 @@ def as_step_batch(
     return replace(batch, sampler_log_probs=None, truncated=None), observed
 
 
-def _side_by_side(
-    space: spaces.Space[Any], actions: Any, present: NDArray[np.bool_]
-) -> NDArray[Any]:
+def _side_by_side(space: spaces.Space[Any], actions: Any, present: BoolArray) -> NDArray[Any]:
     """Return actions of a Dict or Tuple `[starts, g, t, k]` as a policy counts them.
 
     Args:
@@ -243,7 +241,7 @@ def _checked_parts(experiences: StepExperiences) -> StepExperiences:
     )
 
 
-def _check_steps(present: NDArray[np.bool_], rewards: NDArray[np.float64]) -> None:
+def _check_steps(present: BoolArray, rewards: FloatArray) -> None:
     """Raise ValueError unless these are steps and rewards of whole groups of episodes."""
     # 1. Shapes.
     if present.ndim != 3 or rewards.shape != present.shape or present.shape[1] < 2:
@@ -273,8 +271,8 @@ def _check_steps(present: NDArray[np.bool_], rewards: NDArray[np.float64]) -> No
 
 
 def _legal(
-    masks: Any, chosen: NDArray[Any], present: NDArray[np.bool_], space: spaces.Space[Any]
-) -> NDArray[np.bool_]:
+    masks: Any, chosen: NDArray[Any], present: BoolArray, space: spaces.Space[Any]
+) -> BoolArray:
     """Return legal actions `[n, t, k]`; all are legal where no step was taken."""
     sizes = mask_sizes(space)
     if isinstance(masks, tuple):  # one array for each component

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import torch
 from gymnasium import spaces
-from numpy.typing import NDArray
 from torch import nn
 
 from evogrpo.config.agent import JointSettings, NetworkSettings
@@ -19,7 +18,14 @@ from evogrpo.envs.control.normalisation import ObservationStatistics, normalised
 from evogrpo.evolution.history import ArchitectureChange
 from evogrpo.members.networks.bank import StackedBank, to_tensors
 from evogrpo.members.networks.networks import ModuleNetwork, split
-from evogrpo.records import Batch, ObservationInputs, SampledActions
+from evogrpo.records import (
+    Batch,
+    BoolArray,
+    Float32Array,
+    IntArray,
+    ObservationInputs,
+    SampledActions,
+)
 from evogrpo.spaces import flatten, preprocess_observation, unflatten
 
 
@@ -85,9 +91,7 @@ class StackedPolicy:
             extra_stats=extra_stats,
         )
 
-    def act(
-        self, observations: Any, member_ids: NDArray[np.int64], **options: Any
-    ) -> SampledActions:
+    def act(self, observations: Any, member_ids: IntArray, **options: Any) -> SampledActions:
         """Choose actions for raw observations; see `evogrpo.records.Actor`."""
         return self.bank.act(self.normalise(observations, member_ids), member_ids, **options)
 
@@ -123,7 +127,7 @@ class StackedPolicy:
             values = np.concatenate([later.count[:, None], later.mean, later.m2], axis=1)
             self.bank.extra_stats.copy_(torch.from_numpy(values))
 
-    def normalise(self, observations: Any, member_ids: NDArray[np.int64]) -> Any:
+    def normalise(self, observations: Any, member_ids: IntArray) -> Any:
         """Normalise raw observations `[m, ...]` with the statistics of the members `[m]`."""
         statistics = self.statistics
         if statistics is None:
@@ -133,7 +137,7 @@ class StackedPolicy:
         return unflatten(self.observation_space, statistics.normalise(leaves, numbers, member_ids))
 
     def batch(
-        self, episodes: PolicyEpisodes, members: NDArray[np.int64], temperature: NDArray[np.float32]
+        self, episodes: PolicyEpisodes, members: IntArray, temperature: Float32Array
     ) -> tuple[Batch, ObservationStatistics | None]:
         """Return rows to learn from, one per agent and episode, and observation statistics.
 
@@ -322,8 +326,8 @@ def _episode_statistics(
     members: int,
     leaves: Leaves,
     numbers: Sequence[int],
-    present: NDArray[np.bool_],
-    member_ids: NDArray[np.int64],
+    present: BoolArray,
+    member_ids: IntArray,
 ) -> ObservationStatistics:
     """Return the statistics of the raw observations of these episodes.
 

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 from gymnasium import spaces
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
@@ -42,9 +41,8 @@ from evogrpo.members.networks.networks import (
     join,
     split,
 )
+from evogrpo.records import Float32Array, IntArray
 from evogrpo.validation import dump
-
-IntArray = NDArray[np.int64]
 
 # A multiple of the width of vector instructions.
 ROW_MULTIPLE = 64
@@ -218,9 +216,7 @@ class Stack:
 
         return self._with_free(outputs, flat), backward
 
-    def outputs_in_numpy(
-        self, rows: IntArray, features: NDArray[np.float32]
-    ) -> NDArray[np.float32]:
+    def outputs_in_numpy(self, rows: IntArray, features: Float32Array) -> Float32Array:
         """Return `outputs` under the weights for features `[q, w, f]`, faster on a CPU."""
         # Callers check `reads_features`.
         assert isinstance(self.network, DefaultNetwork)
@@ -254,7 +250,7 @@ class Stack:
         return torch.cat([outputs, free], dim=2)
 
     @cached_property
-    def _arrays(self) -> dict[str, NDArray[np.float32]]:
+    def _arrays(self) -> dict[str, Float32Array]:
         """Views of the weights in numpy: by parameter, and all free parameters together."""
         arrays = {name: values.numpy() for name, values in self._views["weights"].items()}
         arrays[FREE] = self.tensors["weights"][:, self._free].numpy()
