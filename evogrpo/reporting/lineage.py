@@ -123,7 +123,6 @@ def best_schedule(summary: RunSummary) -> BestSchedule:
             hyperparameters = replace(hyperparameters, lr=calibrated[0])
         samples = generations[number - 1].samples_per_step or 0
         steps: tuple[int, ...] = (ends[number] - ends[number - 1],)
-        # Generations with equal settings are one stage.
         if stages:
             last = stages[-1]
             if last.hyperparameters == hyperparameters and last.samples_per_step == samples:

@@ -202,7 +202,6 @@ def _compared(best: ValueEffect, others: ValueEffect) -> tuple[ValueEffect | Non
     if best.standard_error is not None and others.standard_error is not None:
         error = math.hypot(best.standard_error, others.standard_error)
     # 2. The evidence. Members count if each has a lineage of its own.
-    # 2. The evidence. Members count if each has a lineage of its own.
     unit = "lineages"
     if (best.lineages, others.lineages) == (best.members, others.members):
         unit = "members"

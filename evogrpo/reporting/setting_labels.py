@@ -98,7 +98,6 @@ class SettingLabels:
         texts = {}
         for name, (old, new) in changes.items():
             short = self.name(name)
-            # The label of a numbered text begins with the name, which stands before it.
             first = self.text(name, old).removeprefix(f"{short} ")
             texts[short] = (first, self.text(name, new))
         return texts

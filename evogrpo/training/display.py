@@ -156,7 +156,6 @@ class RunDisplay(Callback):
         state = self._trainer.run_state
         last = state.step_in_generation == state.steps_per_generation
         due = time.monotonic() - self._last_line_at >= SECONDS_BETWEEN_LINES
-        # A log gets a line at the end of each generation, and few in between.
         if not self._is_log or not (last or due):
             return
         number = f"{report.step + 1}"

@@ -438,7 +438,6 @@ class Limits:
         #    member and the base, at the cost per answer of the evaluation or, without validation,
         #    at most at the cost per sample of a learning step.
         clock = run.clock
-        # The test measures the best member and the untrained base.
         tested = 2 * self._schedule.questions("test", run.env)
         members = len(run.population)
         if run.fitness.uses_validation:

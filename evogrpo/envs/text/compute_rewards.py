@@ -131,7 +131,8 @@ def compute_rewards(
             completion.
     """
     runner = runner or RewardRunner(rewards)
-    run = partial(_run, inputs=inputs, runner=runner, stop=stop, stop_at_first=on_error == "raise")
+    stop_at_first = on_error == "raise"
+    run = partial(_run, inputs=inputs, runner=runner, stop=stop, stop_at_first=stop_at_first)
     values: KnownValues = dict(known or {})
     # 1. Call all functions; those that run in the background start first.
     done = set(values)
@@ -139,15 +140,16 @@ def compute_rewards(
         done.update((call.reward.name, row) for row in call.rows)
     calls = []
     # Calls in this thread block it, so calls in the background are started before them.
+    numbers_of_texts = range(len(inputs.texts))
     for reward in sorted(rewards, key=lambda each: not runner.in_background(each.name)):
-        rows = [row for row in range(len(inputs.texts)) if (reward.name, row) not in done]
+        rows = [row for row in numbers_of_texts if (reward.name, row) not in done]
         calls += [RewardCall(reward, group) for group in reward.groups(inputs, rows)]
     values |= _values_of_calls(run, calls, started, inputs, on_error, retry=retry)
     # 2. Check the values.
     components: dict[str, FloatArray] = {}
     steps: dict[str, list[StepRewards | None]] = {}
     failures: dict[int, RewardError] = {}
-    feedback: tuple[dict[str, str], ...] = tuple({} for _ in inputs.texts)
+    feedback = tuple(dict[str, str]() for _ in inputs.texts)
     for reward in rewards:
         numbers = np.full(len(inputs.texts), np.nan)
         given: list[StepRewards | None] = [None] * len(inputs.texts)
@@ -172,11 +174,12 @@ def compute_rewards(
         # Without step rewards the reward of a completion is a scalar everywhere.
         if any(given):
             steps[reward.name] = given
-    # 3. Combine them.
-    # The only place where weights enter.
+    # 3. Combine them. This is the only place where weights enter.
     if weights is None:
-        weights = np.array([[reward.weight for reward in rewards]] * len(inputs.texts))
-    total = _weighted_sum(np.stack(list(components.values()), axis=1), weights, inputs)
+        own_weights = [reward.weight for reward in rewards]
+        weights = np.array([own_weights] * len(inputs.texts))
+    table = np.stack(list(components.values()), axis=1)
+    total = _weighted_sum(table, weights, inputs)
     if failures:
         total[list(failures)] = np.nan
         first = failures[min(failures)]
@@ -247,7 +250,9 @@ def _weighted_sum(values: FloatArray, weights: FloatArray, inputs: RewardInputs)
         RewardError: If a sum is too large for float32.
     """
     # nansum alone is 0 where no function applies.
-    total = np.where(np.isnan(values).all(axis=1), np.nan, np.nansum(weights * values, axis=1))
+    without_reward = np.isnan(values).all(axis=1)
+    sums = np.nansum(weights * values, axis=1)
+    total = np.where(without_reward, np.nan, sums)
     too_large = np.flatnonzero(np.abs(total) > FLOAT32_LIMIT)
     if len(too_large):
         row = too_large[0]
@@ -280,7 +285,8 @@ def _run(
             for call in calls:
                 in_worker = runner.in_worker(call.reward.name)
                 arguments = call.reward.arguments(inputs, call.rows, in_worker=in_worker)
-                running.append((call, runner.submit(call.reward.name, arguments, stop)))
+                outcome = runner.submit(call.reward.name, arguments, stop)
+                running.append((call, outcome))
                 if stop_at_first and _any_failed(running[-1:]):
                     break
             # The wait is cut into short ones, so that a stop request is seen.
@@ -291,7 +297,8 @@ def _run(
                 if stop_at_first and _any_failed(running):
                     break
         # After a failure the others may be unfinished; they are left out.
-        return [(call, _result(call, outcome)) for call, outcome in running if outcome.done()]
+        finished = [(call, outcome) for call, outcome in running if outcome.done()]
+        return [(call, _result(call, outcome)) for call, outcome in finished]
     finally:
         runner.cancel([outcome for _, outcome in running])
 
@@ -368,4 +375,5 @@ def _reward_error(name: str, error: BaseException, text: str, note: str = "") ->
 def _batch_error(call: RewardCall, error: BaseException, inputs: RewardInputs) -> RewardError:
     """Return the error of a call that fails on a batch, but on none of its completions alone."""
     note = f" (on a batch of {len(call.rows)} completions, not on single ones)"
-    return _reward_error(call.reward.name, error, inputs.texts[call.rows[0]], note=note)
+    text = inputs.texts[call.rows[0]]
+    return _reward_error(call.reward.name, error, text, note=note)

@@ -182,7 +182,8 @@ def check_row(row: Mapping[str, Any], columns: Sequence[str], row_name: str) -> 
         # Data frames have NaN for missing values. Answers may be empty.
         missing = value is None or (isinstance(value, float) and math.isnan(value))
         blank = isinstance(value, str) and not value.strip()
-        if missing or (blank and not (name == "answer" and value == "")):
+        is_empty_answer = name == "answer" and value == ""
+        if missing or (blank and not is_empty_answer):
             raise ValueError(f"{row_name} has no {name}, got {shown(value)}. Remove the row.")
 
 
@@ -266,7 +267,8 @@ class RowHashes:
     def position(self, seed: int) -> float:
         """Return a position in [0, 1) that depends on the question and the seed alone."""
         # 48 bits of a hash of seed and question, as a fraction.
-        digest = hashlib.sha256(f"{seed} ".encode() + self.question).digest()
+        salted = f"{seed} ".encode() + self.question
+        digest = hashlib.sha256(salted).digest()
         return int.from_bytes(digest[:6], "big") / 2**48
 
 
@@ -362,7 +364,8 @@ def make_splits(
         if split not in tables:
             drawn.append(split)
             continue
-        splits[split], filtered[split] = _clean(tables[split], max_prompt_length, held_out_prompts)
+        table = tables[split]
+        splits[split], filtered[split] = _clean(table, max_prompt_length, held_out_prompts)
         held_out_prompts.update(splits[split].keys)
         if not splits[split].rows:
             limit = ""
@@ -403,7 +406,8 @@ def make_splits(
     parts = [f"{split}: {filtered[split]}" for split in SPLITS if filtered[split] != Filtered()]
     if parts:
         warn(f"rows were left out of the prompt datasets ({'; '.join(parts)})")
-    return {split: splits[split] for split in SPLITS}, {split: filtered[split] for split in SPLITS}
+    in_order = {split: splits[split] for split in SPLITS}
+    return in_order, {split: filtered[split] for split in SPLITS}
 
 
 def _draw(
@@ -421,7 +425,8 @@ def _draw(
     count = size
     if count is None:
         candidates = sum(distance < HELD_OUT_FRACTION for distance, _ in depth.values())
-        count = min(most, max(2, min(DEFAULT_SIZES[split], candidates)))
+        at_most_default = min(DEFAULT_SIZES[split], candidates)
+        count = min(most, max(2, at_most_default))
     if not 1 <= count <= most:
         raise ValueError(
             f"{split}_size must be in [1, {most}], got {count}. Pass {split}_dataset or more rows."
@@ -437,7 +442,9 @@ def extend_train(
     Rows are left out for the same reasons as in `make_splits`.
     """
     train = splits["train"]
-    held_out = {key for split in SPLITS[1:] for key in splits[split].keys}
+    held_out = set[bytes]()
+    for split in SPLITS[1:]:
+        held_out.update(splits[split].keys)
     new, filtered = _clean(rows, max_prompt_length, held_out, set(train.row_keys))
     extended = replace(
         train,

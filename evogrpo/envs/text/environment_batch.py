@@ -328,7 +328,8 @@ class EnvironmentBatch(SingleTurnBatch):
         for number, part in enumerate(conversation.turns):
             text = self._text(list(part))
             if number % 2:
-                text = "\n".join(message["content"] for message in results[number // 2])
+                messages = results[number // 2]
+                text = "\n".join(message["content"] for message in messages)
             texts.append(text)
         return texts
 
@@ -366,8 +367,9 @@ def _reward_value(value: Any, conversation: Conversation) -> Any:
             f" {completions}."
         )
     # Turns alternate completions and replies.
-    ends = np.cumsum([len(part) for part in conversation.turns])[::2]
-    positions = [max(0, int(end) - 1) for end in ends[: len(value)]]
+    ends = np.cumsum([len(part) for part in conversation.turns])
+    ends_of_completions = ends[::2]
+    positions = [max(0, int(end) - 1) for end in ends_of_completions[: len(value)]]
     return StepRewards([_number(each) for each in value], positions)
 
 

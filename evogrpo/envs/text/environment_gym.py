@@ -80,9 +80,11 @@ class ObservedTable:
         """Return a row; as in TRL an observation is appended to its last message."""
         row = dict(self.table[number])
         # Without a prompt, the observation is the whole message of the user.
-        messages = check_messages(row.get("prompt", [{"role": "user", "content": ""}]), "prompt")
+        prompt = row.get("prompt", [{"role": "user", "content": ""}])
+        messages = check_messages(prompt, "prompt")
         if observation is not None:
-            messages[-1] = {**messages[-1], "content": messages[-1]["content"] + observation}
+            last = messages[-1]
+            messages[-1] = {**last, "content": last["content"] + observation}
         return {**row, "prompt": messages}
 
 
@@ -362,7 +364,8 @@ class EnvironmentGym(PromptEnvironment):
     def _unobserved(self, split: Split, start: int) -> Mapping[str, Any]:
         """Return the row of a start as it is in the dataset."""
         questions = self._splits[split]
-        row: Mapping[str, Any] = questions.table.table[questions.rows[start]]
+        number = questions.rows[start]
+        row: Mapping[str, Any] = questions.table.table[number]
         return row
 
     def _observations(
@@ -379,8 +382,10 @@ class EnvironmentGym(PromptEnvironment):
             # An environment is reset once for each start and its values.
             if taken and key not in self._observed:
                 missing[key] = partial(self._first_observation, row, taken)
-            found.append((key, questions.table.observations[questions.rows[start]]))
-        for key, observation in zip(missing, self._pool.run(list(missing.values())), strict=True):
+            number = questions.rows[start]
+            found.append((key, questions.table.observations[number]))
+        observations = self._pool.run(list(missing.values()))
+        for key, observation in zip(missing, observations, strict=True):
             _check_observation(observation, f"A row of {split} with {shown(key[2:])}")
             self._observed[key] = observation
         return [self._observed.get(key, configured) for key, configured in found]
@@ -418,7 +423,8 @@ class EnvironmentGym(PromptEnvironment):
         The environment's name is left out.
         """
         name = self._name(row)
-        arguments = {**self._taken(name, self._settings), **row, **self._taken(name, values)}
+        configured = self._taken(name, self._settings)
+        arguments = {**configured, **row, **self._taken(name, values)}
         if self._several:
             del arguments[ENVIRONMENT_COLUMN]
         return arguments
@@ -451,9 +457,9 @@ class EnvironmentGym(PromptEnvironment):
                 )
         if not self._pool.factories:
             return ObservedTable(table=table, observations=[None] * len(rows))
-        # 2. Get the observations.
-        # Threads overlap, as environments may be servers.
-        observations = self._pool.run([partial(self._first_observation, row, {}) for row in rows])
+        # 2. Get the observations. Threads overlap, as environments may be servers.
+        tasks = [partial(self._first_observation, row, {}) for row in rows]
+        observations = self._pool.run(tasks)
         for number, observation in enumerate(observations):
             _check_observation(observation, numbered(number, where))
         return ObservedTable(table=table, observations=observations)
@@ -487,7 +493,8 @@ def _check_tool_template(tokenizer: Tokenizer, options: Options, schemas: Sequen
     name = "name_of_a_tool"
     content = "result_of_a_tool"
     result = {"role": "tool", "name": name, "content": content}
-    before, after = render_reply([QUESTION, tool_call(name)], [result], tokenizer, options)
+    conversation = [QUESTION, tool_call(name)]
+    before, after = render_reply(conversation, [result], tokenizer, options)
     # Equal texts: the template ignores tools.
     without_tools = render_chat(tokenizer, [QUESTION], **{**options, "tools": None})
     with_tools = render_chat(tokenizer, [QUESTION], **{**options, "tools": schemas or None})

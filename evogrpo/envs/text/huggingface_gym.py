@@ -331,7 +331,8 @@ class HuggingFaceGym(PromptEnvironment):
         sizes = {len(group) for group in completion_ids}
         # Members learn from differences within a group; a greedy answer is alone.
         smallest = 2 if cursor.split == "train" else 1
-        if len(completion_ids) != len(batch.prompts) or len(sizes) != 1 or min(sizes) < smallest:
+        of_other_size = len(sizes) != 1 or min(sizes) < smallest
+        if len(completion_ids) != len(batch.prompts) or of_other_size:
             raise ValueError(
                 f"completion_ids must be {len(batch.prompts)} groups of equal size of at least"
                 f" {smallest}, got shapes {[tuple(group.shape) for group in completion_ids]}."
@@ -440,7 +441,8 @@ def _reasoning_questions(
     """
     require(f"Task {name!r}", "reasoning_gym")
     refuse_unknown("split in sizes", sizes, SPLITS)
-    refuse_unknown("reasoning-gym task", [name], import_module("reasoning_gym.factory").DATASETS)
+    known = import_module("reasoning_gym.factory").DATASETS
+    refuse_unknown("reasoning-gym task", [name], known)
     # One dataset for all splits, so that they have different questions.
     counts: dict[Split, int] = {"train": TRAIN_SIZE, **DEFAULT_SIZES, **sizes}
     total = sum(counts.values())

@@ -1,5 +1,6 @@
 """Test of the user's functions on made-up completions, before a run starts."""
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -71,5 +72,6 @@ def sample_rewards(batch: SingleTurnBatch, hint: str) -> dict[str, float | None]
             raise RewardError(
                 f"Reward function {reward.name!r} must return a number, got None for all samples."
             )
-        rewards[reward.name] = None if np.isnan(values[0]) else float(values[0])
+        first = float(values[0])
+        rewards[reward.name] = None if math.isnan(first) else first
     return rewards

@@ -56,7 +56,8 @@ class RewardLog:
             raise ValueError(
                 f"log_extra needs {len(rows)} values, got {len(values)} for {shown(column)}."
             )
-        self.columns.setdefault(str(column), {}).update(zip(rows, values, strict=True))
+        values_by_row = self.columns.setdefault(str(column), {})
+        values_by_row.update(zip(rows, values, strict=True))
 
     def log_metric(self, rows: Sequence[int], name: str, value: Any) -> None:
         """Add a value of a metric of these rows."""

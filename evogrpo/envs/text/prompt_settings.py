@@ -159,7 +159,9 @@ def check_data_weights(
             f"data_weights.{min(values)} needs data_column, the column that has these values."
         )
     refuse_unknown(f"value in column {column} for data_weights:", values, starts)
-    if all(min(values.get(value, [1.0]), key=float) == 0 for value in starts):
+    # The smallest weight that each value may get; 1 without a data weight.
+    smallest = [min(map(float, values.get(value, [1.0]))) for value in starts]
+    if not any(smallest):
         raise ValueError(
             f"data_weights of all values of {column} may be 0 at once. Leave one value out, or give"
             " it weights above 0."

@@ -62,7 +62,8 @@ class StepRewards:
                 f'unit of StepRewards must be "token" or "character", got {shown(self.unit)}.'
             )
         if len(values) != len(positions):
-            found = f"{pluralize(len(values), 'value')} and {pluralize(len(positions), 'position')}"
+            counts = [pluralize(len(values), "value"), pluralize(len(positions), "position")]
+            found = " and ".join(counts)
             raise ValueError(f"StepRewards needs one position per value: got {found}.")
         # Values of numpy and torch become plain numbers, so that records compare equal.
         whole = [whole_between("positions of StepRewards", each, 0) for each in positions]
@@ -237,7 +238,9 @@ class RewardInputs:
         if isinstance(self.rows[row]["prompt"], str):
             return self.texts[row]
         # Completions have the form of prompts: a prompt of messages gets messages.
-        return as_messages([self.texts[row]] if self.turns is None else self.turns[row])
+        if self.turns is None:
+            return as_messages([self.texts[row]])
+        return as_messages(self.turns[row])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,7 +285,7 @@ class Reward:
         if self._takes_any:
             return list(names)
         by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-        known = [name for name, each in self._parameters.items() if each.kind in by_name]
+        known = {name for name, each in self._parameters.items() if each.kind in by_name}
         return [name for name in names if name in known]
 
     def _accepts(self, /, *args: Any, **keywords: Any) -> bool:
@@ -391,7 +394,8 @@ class Reward:
                 )
         # As in TRL, columns are passed by name, except for those that its own arguments replace.
         passed = [column for column in columns if column not in REPLACED_COLUMNS]
-        names = self._accepted(dict.fromkeys((*TRL_ARGUMENTS, *passed, *from_trainer)))
+        offered = dict.fromkeys((*TRL_ARGUMENTS, *passed, *from_trainer))
+        names = self._accepted(offered)
         if names and self._accepts(**dict.fromkeys(names)):
             return
         message = f"Reward function {self.name!r} takes {self.signature}."
@@ -465,7 +469,8 @@ class Reward:
         # 2. Lists of the arguments that the function takes.
         columns = [name for name in inputs.rows[rows[0]] if name not in REPLACED_COLUMNS]
         arguments: dict[str, Any] = {}
-        for name in self._accepted(dict.fromkeys((*TRL_ARGUMENTS, *columns, *available))):
+        offered = dict.fromkeys((*TRL_ARGUMENTS, *columns, *available))
+        for name in self._accepted(offered):
             if name in available:
                 arguments[name] = available[name]
             elif name == "completions":
@@ -474,7 +479,8 @@ class Reward:
                 arguments[name] = [list(inputs.token_ids[row]) for row in rows]
             else:
                 column = "prompt" if name == "prompts" else name
-                arguments[name] = [own_copy(inputs.rows[row][column], column) for row in rows]
+                values = [inputs.rows[row][column] for row in rows]
+                arguments[name] = [own_copy(value, column) for value in values]
         return arguments
 
 

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import combinations_with_replacement
 from typing import Any
 
 from evogrpo.envs.protocol import TEST_SIZE, VALIDATION_SIZE, Split
@@ -34,7 +35,8 @@ def final_number(text: str) -> float | None:
     # Commas between thousands are no decimal point.
     value = float(number[0].replace(",", ""))
     # A few characters decide whether a minus is a sign.
-    before = text[max(0, number.start() - 16) : number.start()]
+    start = number.start()
+    before = text[max(0, start - 16) : start]
     return -value if _MINUS.search(before) else value
 
 
@@ -82,8 +84,7 @@ def two_digit_questions(seed: int) -> list[dict[str, str]]:
     """
     rng = generator(seed, "two_digit_sums")
     # Each unordered pair once, so that exchanged terms are not in two splits.
-    numbers = range(10, 100)
-    pairs = [(a, b) for a in numbers for b in numbers if a <= b]
+    pairs = list(combinations_with_replacement(range(10, 100), 2))
     # Twice in a row: as a sum and as a difference.
     exchange = rng.random(2 * len(pairs)) < 0.5
     rows = []
@@ -91,9 +92,13 @@ def two_digit_questions(seed: int) -> list[dict[str, str]]:
         a, b = pairs[number // 2]
         if exchange[number]:
             a, b = b, a
-        problem = f"{a} - {b}" if number % 2 else f"{a} + {b}"
+        problem = f"{a} + {b}"
+        answer = a + b
+        if number % 2:
+            problem = f"{a} - {b}"
+            answer = a - b
         question = f"State the final answer to the following arithmetic problem: {problem} ="
-        rows.append({"question": question, "answer": str(a - b if number % 2 else a + b)})
+        rows.append({"question": question, "answer": str(answer)})
     return rows
 
 
@@ -112,7 +117,7 @@ def three_digit_questions(seed: int) -> list[dict[str, str]]:
     rng = generator(seed, "three_digit_sums")
     pairs: dict[frozenset[int], tuple[int, int]] = {}
     while len(pairs) < THREE_DIGIT_QUESTIONS:
-        a, b = (int(number) for number in rng.integers(100, 500, size=2))
+        a, b = rng.integers(100, 500, size=2).tolist()
         pairs.setdefault(frozenset((a, b)), (a, b))
     rows = []
     for a, b in pairs.values():
@@ -138,7 +143,7 @@ def sequence_questions(seed: int) -> list[dict[str, str]]:
     for number in rng.permutation(99 * len(differences)):
         first = 1 + number // len(differences)
         step = differences[number % len(differences)]
-        *terms, answer = (first + step * place for place in range(5))
+        *terms, answer = range(first, first + 5 * step, step)
         question = f"State the next number of this sequence: {', '.join(map(str, terms))}"
         rows.append({"question": question, "answer": str(answer)})
     return rows
@@ -152,7 +157,8 @@ def split_rows(
     Raises:
         ValueError: If a size is not positive or leaves no training question.
     """
-    if validation_size < 1 or test_size < 1 or validation_size + test_size >= len(rows):
+    held_out = validation_size + test_size
+    if min(validation_size, test_size) < 1 or held_out >= len(rows):
         sizes = f"{validation_size} and {test_size}"
         raise ValueError(
             f"validation_size and test_size must be at least 1, together below {len(rows)}, got"

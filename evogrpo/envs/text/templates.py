@@ -94,7 +94,9 @@ def fill_template(template: Sequence[Message], values: Mapping[str, Any]) -> lis
     """
 
     def fill(match: re.Match[str]) -> str:
-        return str(values[match[1]]) if match[1] else match[0][0]
+        name = match[1]
+        # Without a name: an escaped brace.
+        return str(values[name]) if name else match[0][0]
 
     return [{**message, "content": _FIELD.sub(fill, message["content"])} for message in template]
 
@@ -123,7 +125,8 @@ def check_messages(messages: object, where: str) -> list[Message]:
         parts = plain_list(fields.get("content"))
         if parts:
             fields["content"] = "".join(_text_of_part(part, where) for part in parts)
-        if not all(isinstance(fields.get(key), str) for key in ("role", "content")):
+        is_text = [isinstance(fields.get(key), str) for key in ("role", "content")]
+        if not all(is_text):
             raise ValueError(f"{rule}, got the message {shown(message, 200)}.")
         refuse_unknown(f"role in {where}:", [fields["role"]], ROLES)
         plain.append(fields)
@@ -339,7 +342,8 @@ def check_options(options: object, where: str) -> Options:
     """
     if options is None:
         return {}
-    if not isinstance(options, Mapping) or not all(isinstance(key, str) for key in options):
+    are_names = isinstance(options, Mapping) and all(isinstance(key, str) for key in options)
+    if not are_names:
         example = '{"enable_thinking": False}'
         raise ValueError(
             f"{where} must be a mapping of keyword arguments, such as {example}, got"
@@ -416,7 +420,8 @@ def tokenize(
     for first in range(0, len(prompts), _CHUNK):
         # 1. Render and tokenize.
         texts = []
-        for row, (prompt, options) in enumerate(prompts[first : first + _CHUNK], first):
+        chunk = prompts[first : first + _CHUNK]
+        for row, (prompt, options) in enumerate(chunk, first):
             text = _text(prompt, tokenizer, options, numbered(row, where))
             if check and not isinstance(prompt, str):
                 changes.check(row, prompt, options, text)
@@ -450,7 +455,9 @@ def _warn_of_unused_options(
     # A word of a template may be the name of an option; words of all templates count.
     templates = set()
     for prompt, options in prompts:
-        names.update(name for name, value in options.items() if value is not None)
+        for name, value in options.items():
+            if value is not None:
+                names.add(name)
         if not isinstance(prompt, str):
             used_by = "the chat template does not contain"
             templates.add(str(options.get("chat_template") or tokenizer.chat_template))
@@ -642,9 +649,11 @@ def _contains(text: str, content: str) -> bool:
     """Return True if a text contains a content, without spaces around it or as a JSON string."""
     # Templates strip contents, or write arguments and results as JSON.
     stripped = content.strip()
-    as_json = json.dumps(stripped)[1:-1]
-    as_unicode_json = json.dumps(stripped, ensure_ascii=False)[1:-1]
-    return any(form in text for form in (stripped, as_json, as_unicode_json))
+    as_json = json.dumps(stripped)
+    as_unicode_json = json.dumps(stripped, ensure_ascii=False)
+    # Without the quotation marks.
+    forms = (stripped, as_json[1:-1], as_unicode_json[1:-1])
+    return any(form in text for form in forms)
 
 
 def _text(prompt: Prompt, tokenizer: Tokenizer, options: Options, where: str) -> str:

@@ -136,7 +136,8 @@ def parse_completion(
         template = hermes_template(tokenizer)
         # Some chat templates begin the thinking part, so that the completion only ends it.
         thought, ends, _ = text.partition("</think>")
-        opening = str(tokenizer.decode(list(prefix[-10:]))).rstrip()
+        end_of_prefix = str(tokenizer.decode(list(prefix[-10:])))
+        opening = end_of_prefix.rstrip()
         if opening.endswith("<think>") or (ends and "<think>" not in thought):
             text = f"<think>{text}"
     try:

@@ -331,7 +331,6 @@ class AdapterStates:
         else:
             initial = initial_adapter.flat(trained.targets)
         initial = initial.to(device)
-        # Moments of a new member are 0 everywhere.
         zero = initial.new_zeros(())
         stats = torch.tensor(INITIAL_RUNNING_STATS, dtype=torch.float64)
         self.weights_key = "adapter"

@@ -292,7 +292,7 @@ class VLLMSampler(VLLMBase):
             "return_token_ids": True,
             "cache_salt": salt,
         }
-        # 2. Send it; load the adapter again if the server was restarted.
+        # 2. Send it.
         limit = MAX_ANSWER + sum(map(len, prompts)) * BYTES_PER_PROMPT_TOKEN
         limit += len(numbers) * rows.max_new_tokens * BYTES_PER_TOKEN
         status, content = server.call("/v1/completions", body, ended=ended, limit=limit)
