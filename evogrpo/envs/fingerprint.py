@@ -199,7 +199,9 @@ class _Description:
         else:
             self._add_source(definition.node, definition.functions, scope)
         # 2. Default values: by their source, and by value if they depend on arguments alone.
-        values = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+        positional = function.__defaults__ or ()
+        by_name = function.__kwdefaults__ or {}
+        values = (*positional, *by_name.values())
         if definition is None:
             for value in values:
                 self.add(value)
@@ -398,5 +400,9 @@ def _outer_names(node: ast.AST) -> list[str]:
     # A name that is bound anywhere inside counts as a local variable.
     used = {each.id for each in nodes if isinstance(each, ast.Name)}
     arguments = {each.arg for each in nodes if isinstance(each, ast.arg)}
-    declared = {name for each in nodes if isinstance(each, ast.Global) for name in each.names}
-    return sorted((used - stored_names(node) - arguments) | declared)
+    declared = set[str]()
+    for each in nodes:
+        if isinstance(each, ast.Global):
+            declared.update(each.names)
+    read = used - stored_names(node) - arguments
+    return sorted(read | declared)

@@ -136,13 +136,16 @@ def find_function(code: CodeType, scope: Mapping[str, Any]) -> Definition | None
     found = _definitions(tree).get(code.co_qualname, [])
     # Several functions may have one name, and several lambdas one line. An instruction of a lambda
     # begins where its body begins.
-    positions = {(line, column) for line, _, column, _ in code.co_positions()}
+    starts = {(line, column) for line, _, column, _ in code.co_positions()}
     for definition in found:
         node = definition.node
         if isinstance(node, ast.Lambda):
-            if (node.body.lineno, node.body.col_offset) in positions:
+            if (node.body.lineno, node.body.col_offset) in starts:
                 return definition
-        elif code.co_firstlineno in {line.lineno for line in (node, *node.decorator_list)}:
+            continue
+        # A decorated function begins at its first decorator, or at itself.
+        first_lines = {part.lineno for part in (node, *node.decorator_list)}
+        if code.co_firstlineno in first_lines:
             return definition
     return found[-1] if found else None
 
@@ -204,7 +207,10 @@ def bindings(scope: ast.Module | FunctionNode) -> Mapping[str, list[ast.stmt]]:
         if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             names = {statement.name}
         elif isinstance(statement, ast.Import | ast.ImportFrom):
-            names = {alias.asname or alias.name.partition(".")[0] for alias in statement.names}
+            names = set()
+            for alias in statement.names:
+                # `import a.b` binds a.
+                names.add(alias.asname or alias.name.partition(".")[0])
         else:
             names = stored_names(statement)
         for name in names:
@@ -222,8 +228,11 @@ def arguments(function: FunctionNode) -> set[str]:
 
 def nonlocal_names(function: FunctionNode) -> set[str]:
     """Return the variables of a function that its inner functions bind again."""
-    nodes = ast.walk(function)
-    return {name for each in nodes if isinstance(each, ast.Nonlocal) for name in each.names}
+    names = set[str]()
+    for node in ast.walk(function):
+        if isinstance(node, ast.Nonlocal):
+            names.update(node.names)
+    return names
 
 
 @lru_cache(maxsize=1024)
@@ -297,4 +306,5 @@ def constant_attributes(classes: Iterable[ast.AST]) -> list[str]:
             # 2. Other methods, and attributes that they set on any object.
             else:
                 changing |= stored_names(statement)
-    return sorted(name[1:] for name in given - changing if name.startswith("."))
+    constant = given - changing
+    return sorted(name[1:] for name in constant if name.startswith("."))

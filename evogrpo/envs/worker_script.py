@@ -19,7 +19,8 @@ CHECK_SECONDS = 1.0  # between checks that the parent process still runs
 
 def write_message(stream: BinaryIO, number: int, content: bytes) -> None:
     """Write a message."""
-    stream.write(number.to_bytes(8, "big") + len(content).to_bytes(8, "big"))
+    length = len(content)
+    stream.write(number.to_bytes(8, "big") + length.to_bytes(8, "big"))
     stream.write(content)
     stream.flush()
 

@@ -69,21 +69,21 @@ class ActionNoise:
                 purpose = f"{self._purpose} for {agent}" if agent else self._purpose
                 # Each chunk is twice as long as the last, so that few are drawn.
                 length = _FIRST_CHUNK << part
-                chunk = np.concatenate(
-                    [
-                        generator(self._seed, purpose, *name, part).random(
-                            (count, length, width), dtype=np.float32
-                        )
-                        for name, count in self._streams
-                    ]
-                )
-                table = self._tables[agent] = (
-                    chunk if table is None else np.concatenate([table, chunk], axis=1)
-                )
+                chunks = []
+                for name, count in self._streams:
+                    rng = generator(self._seed, purpose, *name, part)
+                    chunks.append(rng.random((count, length, width), dtype=np.float32))
+                chunk = np.concatenate(chunks)
+                if table is None:
+                    table = chunk
+                else:
+                    table = np.concatenate([table, chunk], axis=1)
+                self._tables[agent] = table
                 self._chunks[agent] += 1
         # 2. Look them up.
         result: Float32Array = self._tables[names[0]][rows, t]
         for agent in names[1:]:
             selected = np.array(agents) == agent
-            result[selected] = self._tables[agent][rows[selected], t[selected]]
+            table = self._tables[agent]
+            result[selected] = table[rows[selected], t[selected]]
         return result

@@ -57,7 +57,8 @@ class ClassicControl(VectorEnv):
         """See `VectorEnv`. Replicas and options are not used: there is no noise, and no option."""
         # The episodes of a group share their seed: draw its start once, as creating a generator
         # costs as much as a hundred steps.
-        distinct, episode = np.unique(np.asarray(seeds, dtype=np.int64), return_inverse=True)
+        as_integers = np.asarray(seeds, dtype=np.int64)
+        distinct, episode = np.unique(as_integers, return_inverse=True)
         starts = [self._start(int(seed)) for seed in distinct]
         states = np.array([state for state, _ in starts])
         state = states.T[:, episode]
@@ -267,14 +268,17 @@ def _derivatives(state: Sequence[FloatArray], torque: FloatArray) -> tuple[Float
     theta1, theta2, dtheta1, dtheta2 = state
     cos2 = np.cos(theta2)
     sin2 = np.sin(theta2)
+    # d1: moment of inertia of both links about the first joint; d2: coupling of the joints.
     d1 = _HALF**2 + (1.0 + _HALF**2 + 2 * _HALF * cos2) + 1.0 + 1.0
     d2 = (_HALF**2 + _HALF * cos2) + 1.0
-    phi2 = _HALF * _ACROBOT_GRAVITY * np.cos(theta1 + theta2 - pi / 2.0)
+    angle = theta1 + theta2 - pi / 2.0
+    phi2 = _HALF * _ACROBOT_GRAVITY * np.cos(angle)
     centrifugal = -_HALF * np.float_power(dtheta2, 2) * sin2
     coriolis = dtheta2 * dtheta1 * sin2
     gravity = (_HALF + 1.0) * _ACROBOT_GRAVITY * np.cos(theta1 - pi / 2)
     phi1 = centrifugal - coriolis + gravity + phi2
-    numerator = torque + d2 / d1 * phi1 - _HALF * np.float_power(dtheta1, 2) * sin2 - phi2
+    reaction = _HALF * np.float_power(dtheta1, 2) * sin2
+    numerator = torque + d2 / d1 * phi1 - reaction - phi2
     denominator = _HALF**2 + 1.0 - np.float_power(d2, 2) / d1
     ddtheta2 = numerator / denominator
     ddtheta1 = -(d2 * ddtheta2 + phi1) / d1
@@ -337,7 +341,8 @@ class MountainCar(ClassicControl):
         """
         position, velocity = self._state
         push = actions.astype(np.int64) - 1
-        acceleration = push * _CAR_FORCE + _cosines(3 * position) * -_CAR_GRAVITY
+        push_acceleration = push * _CAR_FORCE
+        acceleration = push_acceleration + _cosines(3 * position) * -_CAR_GRAVITY
         velocity = np.clip(velocity + acceleration, -_CAR_MAX_SPEED, _CAR_MAX_SPEED)
         position = np.clip(position + velocity, _LOWEST, _HIGHEST)
         # The left wall stops the car.
@@ -372,7 +377,8 @@ class MountainCarContinuous(ClassicControl):
         # 1. Velocity.
         force = np.asarray(actions, dtype=np.float32)[:, 0]
         single = position.astype(np.float32)  # exact except in first steps
-        pull = _CAR_GRAVITY * _cosines(np.where(first, 3 * position, 3 * single))
+        steepness = np.where(first, 3 * position, 3 * single)
+        pull = _CAR_GRAVITY * _cosines(steepness)
         inside = np.clip(force, -1.0, 1.0)
         push_of_float32 = inside * np.float32(_POWER) - pull.astype(np.float32)
         push_of_float64 = inside.astype(float) * _POWER - pull
@@ -388,7 +394,8 @@ class MountainCarContinuous(ClassicControl):
         lowest = _rounded(first, _LOWEST)
         position = np.clip(position, lowest, _rounded(first, _HIGHEST))
         velocity[(position == lowest) & (velocity < 0)] = 0
-        terminated = (position >= _rounded(first, _GOAL_CONTINUOUS)) & (velocity >= 0)
+        at_goal = position >= _rounded(first, _GOAL_CONTINUOUS)
+        terminated = at_goal & (velocity >= 0)
         # float32 as gymnasium stores it; widened again so that one array serves first and later
         # steps.
         state = np.stack([position, velocity]).astype(np.float32)

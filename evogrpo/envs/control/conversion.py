@@ -67,8 +67,8 @@ def action_parts(space: spaces.Space[Any], actions: Array) -> list[Array]:
     for leaf in leaf_spaces(space):
         shape = leaf.shape or ()
         end = first + int(np.prod(shape))
-        values = actions[:, first:end].reshape(len(actions), *shape)
-        parts.append(values.astype(leaf.dtype))
+        values = actions[:, first:end].astype(leaf.dtype)
+        parts.append(values.reshape(len(actions), *shape))
         first = end
     return parts
 
@@ -153,7 +153,8 @@ def legal_actions(space: spaces.Space[Any], masks: list[Any]) -> Array | None:
             f"action_mask needs discrete actions, or discrete parts, got {space}. Remove the mask."
         )
     # 2. Fill in one row per environment; without a mask, all values are legal.
-    legal = np.ones((len(masks), sum(sizes)), dtype=np.bool_)
+    shape = (len(masks), sum(sizes))
+    legal = np.ones(shape, dtype=np.bool_)
     for row, mask in zip(legal, masks, strict=True):
         if mask is None:
             continue

@@ -190,7 +190,8 @@ class EpisodeRecorder:
             weighted: `[k]` training rewards; None = those of the environment.
         """
         self._lengths[rows] = t + 1
-        self._earned[rows] += step.rewards if step.totals is None else step.totals
+        earned = step.rewards if step.totals is None else step.totals
+        self._earned[rows] += earned
         training = step.rewards if weighted is None else weighted
         # With several agents there is one reward for each agent, in its environment's position.
         if step.positions is not None and step.totals is not None:
@@ -224,7 +225,8 @@ class EpisodeRecorder:
         else:  # a single agent
             totals = rewards
             returns = [{AGENT: total} for total in self._earned.tolist()]
-        sums = np.zeros((len(agents) * n, len(self._names)))
+        entries_in_all = len(agents) * n
+        sums = np.zeros((entries_in_all, len(self._names)))
         for entries, terms in self._terms:
             np.add.at(sums, entries, terms)
         policies = [policy for policy in self._mapping.specs if policy in self._columns]
@@ -277,7 +279,8 @@ class EpisodeRecorder:
         acting = np.flatnonzero(acted.any(axis=1)).tolist()
         numbers = np.array(sorted(acting, key=rank))
         # `[groups, agents]` True if the agent acts in an episode of the group.
-        appears = np.zeros((1 + self._groups.max(), len(numbers)), dtype=np.bool_)
+        group_count = 1 + self._groups.max()
+        appears = np.zeros((group_count, len(numbers)), dtype=np.bool_)
         np.logical_or.at(appears, self._groups, acted[numbers].T)
         rows, columns_of_rows = np.nonzero(appears[self._groups])
         numbers_of_rows = numbers[columns_of_rows]
@@ -317,9 +320,10 @@ class EpisodeRecorder:
 
 def _completed(masks: list[Any], entries: list[IntArray]) -> list[BoolArray]:
     """Return the masks of all steps, or [] if none has one. In others all actions are legal."""
-    width = next((mask.shape[1] for mask in masks if mask is not None), None)
-    if width is None:
+    given = [mask for mask in masks if mask is not None]
+    if not given:
         return []
+    width = given[0].shape[1]
     completed = []
     for mask, step in zip(masks, entries, strict=True):
         all_legal = np.ones((len(step), width), dtype=np.bool_)
@@ -358,7 +362,8 @@ def _table(parts: Sequence[StepRewards], shape: tuple[int, int]) -> FloatArray:
     result = np.zeros(shape)
     # One assignment for all steps.
     if parts:
-        rows, t, rewards = (np.concatenate(column) for column in zip(*parts, strict=True))
+        columns = zip(*parts, strict=True)
+        rows, t, rewards = (np.concatenate(column) for column in columns)
         result[rows, t] = rewards
     return result
 

@@ -304,7 +304,8 @@ def check_wrapper(wrap: object, name: str, options: Mapping[str, Any] | None = N
         name: Name in messages.
         options: Further keyword arguments.
     """
-    if not callable(wrap) or (isinstance(wrap, type) and not issubclass(wrap, gymnasium.Wrapper)):
+    other_class = isinstance(wrap, type) and not issubclass(wrap, gymnasium.Wrapper)
+    if not callable(wrap) or other_class:
         raise ValueError(
             f"wrapper {name} must be a subclass of gymnasium.Wrapper or a function, got"
             f" {shown(wrap)}."

@@ -142,7 +142,8 @@ class JointEnv:
                 all_actions[agent] = actions[name]
             else:
                 space = self.env.action_space(agent)
-                blank = np.zeros((1, *(space.shape or ())), dtype=space.dtype)
+                shape = (1, *(space.shape or ()))
+                blank = np.zeros(shape, dtype=space.dtype)
                 all_actions[agent] = plain_action(to_environment(space, blank)[0])
         # 2. Step the environment.
         with EndForkedChildren():
@@ -160,8 +161,10 @@ class JointEnv:
         self._steps += 1
         # 3. Find the agents that ended: by a flag, without a flag, or at the step limit.
         active = {str(agent): agent for agent in self.env.agents}
-        terminated = acting & {str(agent) for agent, flag in terminations.items() if flag}
-        truncated = acting & {str(agent) for agent, flag in truncations.items() if flag}
+        ended = {str(agent) for agent, flag in terminations.items() if flag}
+        cut = {str(agent) for agent, flag in truncations.items() if flag}
+        terminated = acting & ended
+        truncated = acting & cut
         truncated -= terminated
         terminated |= acting - set(active) - truncated  # agents that left without a flag
         # Some environments still list agents that have ended.
@@ -206,8 +209,10 @@ class JointEnv:
     def _check_agents(self, kind: str, values: AgentValues) -> None:
         """Raise ValueError if values name anything else than agents that act, ended or may come."""
         possible = getattr(self.env, "possible_agents", None) or ()
-        known = {*self._ids, *self._ended, *map(str, (*self.env.agents, *possible))}
-        refuse_unknown(f"agent in {kind} of {self.env.unwrapped}", map(str, values), known)
+        to_come = map(str, (*self.env.agents, *possible))
+        known = {*self._ids, *self._ended, *to_come}
+        what = f"agent in {kind} of {self.env.unwrapped}"
+        refuse_unknown(what, map(str, values), known)
 
     def _latest(self, observations: AgentValues, infos: AgentValues, **results: Any) -> JointStep:
         """Return observations and masks of the active agents, with the results of a step."""
@@ -268,7 +273,8 @@ class JointVectorEnv(SerialVectorEnv):
 
     def finished(self) -> BoolArray:
         """See `VectorEnv`; an episode has ended when no agent is active."""
-        return np.array([not latest.observations for _, latest in self._running], dtype=np.bool_)
+        over = [not latest.observations for _, latest in self._running]
+        return np.array(over, dtype=np.bool_)
 
     def inputs(self, mapping: PolicyMapping) -> Mapping[str, PolicyInput]:
         """See `VectorEnv`."""
@@ -305,7 +311,8 @@ class JointVectorEnv(SerialVectorEnv):
         # 1. Collect the actions of each environment.
         chosen: list[dict[str, Any]] = [{} for _ in self._running]
         for policy, policy_actions in actions.items():
-            for (position, agent), action in zip(self._acting[policy], policy_actions, strict=True):
+            pairs = zip(self._acting[policy], policy_actions, strict=True)
+            for (position, agent), action in pairs:
                 chosen[position][agent] = plain_action(action)
         # 2. Step the environments, and list the rewards and ends of all agents.
         stepped = []

@@ -94,9 +94,10 @@ def choose_score(score: Score, agents: Sequence[str]) -> tuple[ScoreFunction, st
     def total(returns: Mapping[str, float]) -> float:
         """Return the sum of the returns of the named agents."""
         # Tested by prefix again, because agents may be born that were not known in advance.
-        counted = [
-            value for agent, value in returns.items() if agent in named or prefix_of(agent) in named
-        ]
+        counted = []
+        for agent, value in returns.items():
+            if agent in named or prefix_of(agent) in named:
+                counted.append(value)
         return float(sum(counted))
 
     return total, f"returns of {', '.join(sorted(named))}"
@@ -280,7 +281,8 @@ class PettingZooGroups(SeededGroups):
         """Warn once if scores are equal and returns are not, as in a competition."""
         if self._constant_score_named or len(values) < _MIN_SCORES:
             return
-        different = any(dict(returns) != dict(played.returns[0]) for returns in played.returns)
+        first = dict(played.returns[0])
+        different = any(dict(returns) != first for returns in played.returns)
         if different and np.allclose(values, values[0], rtol=1e-9, atol=1e-9):
             self._constant_score_named = True
             warn(

@@ -67,11 +67,12 @@ class PolicySpec:
         if not self.has_mask:
             return self.env_space
         assert isinstance(self.env_space, spaces.Dict)
-        others = {key: part for key, part in self.env_space.spaces.items() if key != ACTION_MASK}
+        parts = dict(self.env_space.spaces)
+        del parts[ACTION_MASK]
         # In PettingZoo's form the other entry is "observation"; a policy sees its array itself.
-        if len(others) == 1:
-            return next(iter(others.values()))
-        return spaces.Dict(others)
+        if len(parts) == 1:
+            return next(iter(parts.values()))
+        return spaces.Dict(parts)
 
     def split_mask(self, observation: Any) -> tuple[Any, Any]:
         """Return an observation, or a batch, without its action mask; and the mask.
@@ -104,8 +105,10 @@ class PolicySpec:
         # A vector gets one more entry for each agent. Any other space is paired with the flags.
         count = len(self.agents)
         if _is_vector(space):
-            low = np.concatenate([space.low, np.zeros(count, space.dtype)])
-            high = np.concatenate([space.high, np.ones(count, space.dtype)])
+            zeros = np.zeros(count, space.dtype)
+            ones = np.ones(count, space.dtype)
+            low = np.concatenate([space.low, zeros])
+            high = np.concatenate([space.high, ones])
             return spaces.Box(low, high, dtype=space.dtype)
         flags = spaces.Box(0.0, 1.0, (count,), np.float32)
         return spaces.Tuple((space, flags))
@@ -118,9 +121,8 @@ class PolicySpec:
                 was not known in advance.
         """
         space = self.agent_space
-        leaves = stack(
-            self.leaf_spaces, [flatten(space, observation) for observation in observations]
-        )
+        flat = [flatten(space, observation) for observation in observations]
+        leaves = stack(self.leaf_spaces, flat)
         if not self.agent_ids:
             return leaves
         unknown = sorted(set(agents) - set(self.agents))
@@ -129,11 +131,12 @@ class PolicySpec:
                 "With agent_ids, possible_agents must list all agents. Missing:"
                 f" {', '.join(unknown)}."
             )
-        flags: NDArray[Any] = np.eye(len(self.agents), dtype=np.float32)[
-            [self.agents.index(name) for name in agents]
-        ]
+        numbers = [self.agents.index(name) for name in agents]
+        one_hot: NDArray[Any] = np.eye(len(self.agents), dtype=np.float32)
+        flags = one_hot[numbers]
         if _is_vector(space):
-            return [np.concatenate([leaves[0], flags.astype(leaves[0].dtype)], axis=1)]
+            vectors = leaves[0]
+            return [np.concatenate([vectors, flags.astype(vectors.dtype)], axis=1)]
         return [*leaves, flags]
 
 

@@ -138,7 +138,9 @@ def random_action(
             low = np.float64(space.low)
             high = np.float64(space.high)
             bounded = (np.abs(low) < _USABLE_BOUND) & (np.abs(high) < _USABLE_BOUND)
-            within = rng.uniform(np.where(bounded, low, 0.0), np.where(bounded, high, 1.0))
+            least = np.where(bounded, low, 0.0)
+            most = np.where(bounded, high, 1.0)
+            within = rng.uniform(least, most)
             chosen = np.where(bounded, within, rng.standard_normal(low.shape))
         case spaces.Dict() | spaces.Tuple():
             pairs = zip(leaf_spaces(space), masks_of_parts(space, mask), strict=True)
@@ -243,14 +245,15 @@ def warn_if_options_are_equal(
         ValueError: If an episode fails.
     """
     try:
-        replays = [list(_replay(env, mapping, _SEEDS, _STEPS, each)) for each in (one, other)]
+        first = list(_replay(env, mapping, _SEEDS, _STEPS, one))
+        second = list(_replay(env, mapping, _SEEDS, _STEPS, other))
     except Exception as error:  # user code may raise any
         raise _failure(name, error) from error
-    equal = _first_difference(*replays) is None
+    equal = _first_difference(first, second) is None
     if equal:
         warn(
             f"{name}: the reset options {shown(dict(one))} and {shown(dict(other))} make no"
-            f" difference in {len(replays[0])} observations of random play. Check that the"
+            f" difference in {len(first)} observations of random play. Check that the"
             " environment uses them."
         )
     return equal

@@ -121,7 +121,8 @@ class RewardComponents:
         result = np.empty((len(step.rewards), len(self.weights)))
         result[:, 0] = step.rewards
         for row, of_row in enumerate(step.components):
-            for column, (name, value) in enumerate(zip(self.components, of_row, strict=True), 1):
+            pairs = zip(self.components, of_row, strict=True)
+            for column, (name, value) in enumerate(pairs, start=1):
                 number = float32_number(value)
                 if number is None:
                     position = row if step.positions is None else step.positions[row]

@@ -191,7 +191,8 @@ def play_episodes(
             new = queue[:free]
             queue = queue[free:]
             own_options = [options[row] for row in new]
-            env.add(request.seeds[new].tolist(), request.replicas[new].tolist(), own_options)
+            new_seeds = request.seeds[new].tolist()
+            env.add(new_seeds, request.replicas[new].tolist(), own_options)
             rows = np.concatenate([rows, new])
             t = np.concatenate([t, np.zeros_like(new)])
             order = np.lexsort((rows, members[rows]))
@@ -201,7 +202,8 @@ def play_episodes(
             continue
         # 3. A running episode counts as the fraction of its maximum length.
         ended = total - len(queue) - len(rows)
-        progress.set(ended + int(t.sum()) / (max_episode_steps or math.inf))
+        fraction = int(t.sum()) / (max_episode_steps or math.inf)
+        progress.set(ended + fraction)
         if not len(rows):
             return recorder.finish()
         request.stop.check()
@@ -296,10 +298,14 @@ def check_finite(inputs: PolicyInput, seeds: IntArray, t: IntArray) -> None:
         t: `[m]` steps.
     """
     for leaf in inputs.observations:
-        if leaf.dtype.kind == "f" and not fits_float32(leaf).all():
-            row = int(np.argwhere(~fits_float32(leaf))[0][0])
+        if leaf.dtype.kind != "f":
+            continue
+        fitting = fits_float32(leaf)
+        if not fitting.all():
+            row = int(np.argwhere(~fitting)[0][0])
             agent = inputs.agents[row] if inputs.agents else ""
-            raise _not_finite("observation", leaf[row].tolist(), agent, seeds[row], t[row])
+            value = leaf[row].tolist()
+            raise _not_finite("observation", value, agent, seeds[row], t[row])
 
 
 def check_finite_rewards(step: VectorStep, seeds: IntArray, t: IntArray) -> None:
@@ -315,8 +321,9 @@ def check_finite_rewards(step: VectorStep, seeds: IntArray, t: IntArray) -> None
         row = int(np.argmin(finite))
         position = row if step.positions is None else step.positions[row]
         agent = step.agents[row] if step.agents else ""
+        seed = seeds[position]
         steps = t[position] + 1
-        raise _not_finite("reward", float(step.rewards[row]), agent, seeds[position], steps)
+        raise _not_finite("reward", float(step.rewards[row]), agent, seed, steps)
 
 
 def _not_finite(kind: str, value: Any, agent: str, seed: int, t: int) -> ValueError:

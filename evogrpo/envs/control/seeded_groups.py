@@ -163,8 +163,8 @@ class SeededGroups(NamesMissing, ABC):
         return enforced
 
     def __repr__(self) -> str:
-        sizes = ", ".join(f"{split} {self.size(split)}" for split in SPLITS)
-        return f"{type(self).__name__}({self.name!r}, {sizes} starts)"
+        sizes = [f"{split} {self.size(split)}" for split in SPLITS]
+        return f"{type(self).__name__}({self.name!r}, {', '.join(sizes)} starts)"
 
     def __enter__(self) -> Self:
         return self
@@ -219,12 +219,16 @@ class SeededGroups(NamesMissing, ABC):
         check_starts(split, starts, self.size(split))
         # An odd multiplier permutes the range: no seed repeats, and a larger split keeps the
         # smaller one's seeds.
-        factor, shift = generator(self.seed, "reset seeds", SPLITS.index(split)).integers(
-            SEEDS_PER_SPLIT, size=2
-        )
-        base = SPLITS.index(split) * SEEDS_PER_SPLIT
-        odd = int(factor) | 1
-        return tuple(base + (odd * int(start) + int(shift)) % SEEDS_PER_SPLIT for start in starts)
+        number = SPLITS.index(split)
+        rng = generator(self.seed, "reset seeds", number)
+        factor, shift = rng.integers(SEEDS_PER_SPLIT, size=2).tolist()
+        odd = factor | 1
+        base = number * SEEDS_PER_SPLIT
+        seeds = []
+        for start in starts:
+            place = (odd * int(start) + shift) % SEEDS_PER_SPLIT
+            seeds.append(base + place)
+        return tuple(seeds)
 
     @property
     def rewards_are_metric(self) -> bool:

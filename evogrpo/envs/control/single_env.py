@@ -239,7 +239,8 @@ class ReseededNoise(gymnasium.Wrapper[Any, Any, Any, Any]):
             return self.env.reset(seed=None, options=options)
         replica, start = divmod(seed, 1 << _SEED_BITS)
         result = self.env.reset(seed=start, options=options)
-        noise = int(generator(self._seed, "noise", start, replica).integers(2**63))
+        rng = generator(self._seed, "noise", start, replica)
+        noise = int(rng.integers(2**63))
         # Environments expect this class of generators.
         self.env.unwrapped.np_random, _ = seeding.np_random(noise)
         return result

@@ -169,7 +169,8 @@ class SerialVectorEnv(VectorEnv):
 
     def close(self) -> None:
         """Close all environments."""
-        envs = [*self._idle, *(env for env, _ in self._running)]
+        running = [env for env, _ in self._running]
+        envs = [*self._idle, *running]
         self._idle = []
         self._running = []
         close_all(envs)
@@ -215,7 +216,8 @@ class GymnasiumVectorEnv(SerialVectorEnv):
 
     def finished(self) -> BoolArray:
         """See `VectorEnv`."""
-        return np.array([over for _, (_, over, _) in self._running], dtype=np.bool_)
+        ended = [over for _, (_, over, _) in self._running]
+        return np.array(ended, dtype=np.bool_)
 
     def inputs(self, mapping: PolicyMapping) -> Mapping[str, PolicyInput]:
         """See `VectorEnv`; a mask in the observation replaces that of the info."""
@@ -291,7 +293,8 @@ class ProcessVectorEnv(GymnasiumVectorEnv):
 
     def close(self) -> None:
         """Close all environments and end their processes."""
-        for env in [*self._idle, *(env for env, _ in self._running)]:
+        running = [env for env, _ in self._running]
+        for env in (*self._idle, *running):
             env.end()  # all at the same time
         super().close()
 

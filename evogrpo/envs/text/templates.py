@@ -342,8 +342,7 @@ def check_options(options: object, where: str) -> Options:
     """
     if options is None:
         return {}
-    are_names = isinstance(options, Mapping) and all(isinstance(key, str) for key in options)
-    if not are_names:
+    if not isinstance(options, Mapping) or not all(isinstance(key, str) for key in options):
         example = '{"enable_thinking": False}'
         raise ValueError(
             f"{where} must be a mapping of keyword arguments, such as {example}, got"
