@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         args.overrides = [*args.overrides, *rest]
     # 2. Prepare output, environment variables and import path. The import is here so that `--help`
     #    stays fast.
-    from evogrpo.training.console import clean_warnings, ignore_output_errors, print_error
+    from evogrpo.training.console import ignore_output_errors
 
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # replace characters that its encoding cannot represent
@@ -85,37 +85,46 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.runs_user_code:
         # Last, so that modules of the user do not shadow installed ones.
         sys.path.append(str(Path.cwd()))
-    # 3. Run the command; errors become a message and an exit code.
-    module, name = args.command.split(":")
-    with ignore_output_errors():
-        try:
-            if args.opens_run:
-                check_folder(args.run_dir)
-            with clean_warnings():
-                return int(getattr(importlib.import_module(module), name)(args))
-        except (ValueError, OSError, SystemExit) as error:
-            if args.traceback:
-                raise
-            if isinstance(error, ValueError):
-                print_error(str(error))
-                # `cli.running` sets `args.training` when training starts. A later ValueError is not
-                # a wrong setting.
-                if getattr(args, "training", False):
-                    return FAILED
-                return USAGE
-            if isinstance(error, OSError):
-                message = str(error.strerror or error)
-                if error.filename:
-                    message += f": {error.filename}"
-                print_error(message)
-            else:  # SystemExit, which only user code raises
-                print_error(
-                    f"User code ended the program: SystemExit({shown(error.code)}) was raised"
-                )
+    # 3. Run the command. Those that do not run code of the user are over once their reader is.
+    with ignore_output_errors(quiet_pipe=not args.runs_user_code) as lost:
+        code = _run(args)
+        # A run goes on without its output. Other commands exist for it.
+        if code == OK and lost() and not getattr(args, "training", False):
             return FAILED
-        except KeyboardInterrupt:
-            print_error("stopped by Ctrl-C")
-            return INTERRUPTED
+        return code
+
+
+def _run(args: argparse.Namespace) -> int:
+    """Run a command and return its exit code; errors become a message."""
+    from evogrpo.training.console import clean_warnings, print_error
+
+    module, name = args.command.split(":")
+    try:
+        if args.opens_run:
+            check_folder(args.run_dir)
+        with clean_warnings():
+            return int(getattr(importlib.import_module(module), name)(args))
+    except (ValueError, OSError, SystemExit) as error:
+        if args.traceback:
+            raise
+        if isinstance(error, ValueError):
+            print_error(str(error))
+            # `cli.running` sets `args.training` when training starts. A later ValueError is not
+            # a wrong setting.
+            if getattr(args, "training", False):
+                return FAILED
+            return USAGE
+        if isinstance(error, OSError):
+            message = str(error.strerror or error)
+            if error.filename:
+                message += f": {error.filename}"
+            print_error(message)
+        else:  # SystemExit, which only user code raises
+            print_error(f"User code ended the program: SystemExit({shown(error.code)}) was raised")
+        return FAILED
+    except KeyboardInterrupt:
+        print_error("stopped by Ctrl-C")
+        return INTERRUPTED
 
 
 class _Parser(argparse.ArgumentParser):

@@ -6,7 +6,7 @@ import shlex
 import shutil
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
@@ -167,9 +167,11 @@ def print_warning(message: str, console: Console | None = None) -> None:
 class _ErrorIgnoringStream:
     """Stream that discards output after the first error of the wrapped stream."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, *, quiet_pipe: bool) -> None:
         self._stream = stream
+        self._quiet_pipe = quiet_pipe
         self.failure = ""
+        self.lost = False  # output was discarded, and not because the reader closed its pipe
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -192,24 +194,43 @@ class _ErrorIgnoringStream:
     def _give_up(self, error: Exception) -> None:
         """Discard all further output, and warn if stdout was lost."""
         self.failure = str(getattr(error, "strerror", None) or error)
+        closed_pipe = isinstance(error, BrokenPipeError)
+        self.lost = not closed_pipe
         # At exit Python flushes its buffer, which would fail again.
         with suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+        if closed_pipe and self._quiet_pipe:
+            return
         # Warn, on stderr, if this is stdout: the original one, or one that has replaced it.
         if self._stream is sys.__stdout__ or getattr(sys.stdout, "failure", None):
             print_warning(f"Output stopped, because it cannot be written: {self.failure}")
 
 
 @contextmanager
-def ignore_output_errors() -> Iterator[None]:
-    """Ignore errors of writing to stdout and stderr, such as a closed pipe or a full disk."""
+def ignore_output_errors(*, quiet_pipe: bool) -> Iterator[Callable[[], bool]]:
+    """Ignore errors of writing to stdout and stderr, such as a closed pipe or a full disk.
+
+    Yield a function that returns True once output to stdout was lost for another reason than a
+    closed pipe.
+
+    Args:
+        quiet_pipe: Do not warn of a closed pipe.
+    """
     stdout = sys.stdout
     stderr = sys.stderr
     # Programs without a console have None.
-    sys.stdout = stdout and _ErrorIgnoringStream(stdout)
-    sys.stderr = stderr and _ErrorIgnoringStream(stderr)
+    output = stdout and _ErrorIgnoringStream(stdout, quiet_pipe=quiet_pipe)
+    sys.stdout = output
+    sys.stderr = stderr and _ErrorIgnoringStream(stderr, quiet_pipe=True)
+
+    def lost() -> bool:
+        if output is None:
+            return False
+        output.flush()  # a short output has not been written yet
+        return output.lost
+
     try:
-        yield
+        yield lost
     finally:
         sys.stdout = stdout
         sys.stderr = stderr

@@ -1,7 +1,7 @@
 """Fitness of members, choice of the best one, and warnings about missing learning signals."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -343,6 +343,11 @@ class GreedyGapCheck:
 CHECKED_STEPS = 3
 """Number of first learning steps that are checked for a learning signal."""
 
+FLOAT32_RESOLUTION = 2.0**-23
+"""Relative distance of neighbouring numbers in float32, in which rewards are stored."""
+
+LARGE_REWARD = 1e5
+"""Size above which equal rewards may differ by amounts that float32 loses."""
 
 SAMPLER_MISMATCH = 0.2
 """Mean |trainer - sampler| log-probability, in nats, above which a run warns; rounding in bfloat16
@@ -423,6 +428,7 @@ class LearningSignalCheck(_FirstStepsCheck):
         self._filters = filters
         self._hint = hint
         self._rewards_differ = False
+        self._resolution_named = False
         self._all_truncated = True  # samples of steps in which rewards differ
 
     def update(self, learned: Mapping[int, LearnReport]) -> None:
@@ -433,6 +439,7 @@ class LearningSignalCheck(_FirstStepsCheck):
         if self._left == 0 or not learned:
             return
         reports = learned.values()
+        self._check_resolution(reports)
         # One advantage that is not 0 is a learning signal: nothing more is checked.
         if any(
             advantage and not math.isnan(advantage)
@@ -470,6 +477,20 @@ class LearningSignalCheck(_FirstStepsCheck):
         equal = "all rewards within each group were equal"
         fix = f"Use partial credit, an easier task, or a larger group_size. {self._hint}".strip()
         warn(f"{began}: {equal}. {fix}")
+
+    def _check_resolution(self, reports: Collection[LearnReport]) -> None:
+        """Warn once if rewards are so large that rounding to float32 changes their differences."""
+        for report in reports:
+            size = abs(report.metrics.get("reward", 0.0))
+            resolution = size * FLOAT32_RESOLUTION
+            spread = report.metrics.get("reward_std", 0.0)
+            if not self._resolution_named and size > LARGE_REWARD and spread < 10 * resolution:
+                self._resolution_named = True
+                warn(
+                    f"Rewards are about {size:.2g} in size, where float32 loses differences below"
+                    f" {resolution:.1g}. Subtract a constant from them, so that their differences"
+                    " count."
+                )
 
 
 class ConstantRewardCheck(_FirstStepsCheck):

@@ -55,6 +55,15 @@ def test_a_failing_stdout_does_not_end_the_run(project, workdir, kind, error):
     assert ended(workdir / "run")
 
 
+@pytest.mark.parametrize(("kind", "code"), [("full disk", 1), ("closed pipe", 0)])
+def test_a_command_whose_output_is_lost_fails(workdir, kind, code):
+    """As `cat` does: an output that cannot be written is a failure, a reader that left is not."""
+    process = Forked(with_stdout, kind, "schema", cwd=workdir)
+    _, errors = process.communicate(timeout=100)
+    assert process.returncode == code, errors
+    assert errors.count("\n") == code
+
+
 def test_an_unwritable_checkpoint_stops_the_run_and_names_what_is_saved(project, workdir):
     process = command(
         "train", project / "tiny.yaml", "--run-dir", "run", *SHORT, cwd=workdir, file_bytes=30_000

@@ -112,6 +112,15 @@ def test_constant_components_of_an_environment_are_named():
         )
 
 
+@pytest.mark.parametrize("size", [1e8, 1e12])
+def test_rewards_too_large_for_their_differences_are_named(size):
+    def large(completions, **_):
+        return [size + len(completion) for completion in completions]
+
+    with pytest.warns(UserWarning, match="float32 loses differences"):
+        evolve(tiny_population(1), tiny_env(reward_funcs=large), **BRIEF).finish()
+
+
 def test_tools_that_no_conversation_calls_are_told():
     env = gym(TOOLS_TEMPLATE)
     model = tiny_language_model(len(env.tokenizer))
