@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from evogrpo.algorithms.population import Population
+from evogrpo.algorithms.population import Population, check_settings
+from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.distributed import RunStop
 from evogrpo.envs.control.reward_components import OWN_REWARD
 from evogrpo.envs.fingerprint import fingerprint_of
@@ -506,6 +507,7 @@ class Trainer:
         strategy_state = self.strategy.state()
         try:
             plan = self.population.plan(self.strategy, self.run_state.history)
+            self._check_new_settings(plan)
             if self.shared_run_dir is not None:
                 # Raises an error if it cannot be stored.
                 dump_json(self.strategy.state(), what="the state of the strategy")
@@ -520,6 +522,15 @@ class Trainer:
         except BaseException:
             self.strategy.load_state(strategy_state)
             raise
+
+    def _check_new_settings(self, plan: Plan) -> None:
+        """Check the task settings of children that no member has had, such as misspelt ones."""
+        known = set(self.population.space.task_settings)
+        for settings in self.population.task_settings.values():
+            known |= set(settings)
+        children = [child.hyperparameters for child in plan.children]
+        new = [each for each in children if not known.issuperset(each.task_settings)]
+        check_settings(self.env, HyperparameterConfig(), new)
 
     def record_proposal(self, proposal: Proposal) -> None:
         """Write a proposal to the journal, before it is used."""

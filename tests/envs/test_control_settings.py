@@ -274,6 +274,14 @@ def test_task_settings_are_checked_before_training():
             env.check_settings(values)
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"), [("task.pul", "task.pull"), ("reward_weights.tim", "reward_weights.time")]
+)
+def test_unknown_settings_of_a_member_are_refused(name, meant):
+    with pytest.raises(ValueError, match=f"'{meant}'"):
+        GymnasiumGroups(Walk, **WALK).make_batch("train", [0], [TaskSettings({name: 1.0})])
+
+
 def test_fingerprints_contain_components_weights_and_options():
     plain = GymnasiumGroups(Walk)
     fingerprints = [fingerprint_of(plain)]

@@ -223,6 +223,16 @@ def test_settings_that_nothing_reads_are_refused(tokenizer, values, message):
 
 
 @pytest.mark.parametrize(
+    ("name", "message"),
+    [("task.styl", "task.style"), ("reward_weights.lengt", "length"), ("data_weights.hrd", "hard")],
+)
+def test_unknown_settings_of_a_member_are_refused(tokenizer, name, message):
+    env = single(tokenizer, settings=STYLE, data_column="level")
+    with pytest.raises(ValueError, match=message):
+        env.make_batch("train", [0], [TaskSettings({name: 1.0})])
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"data_column": "levl"}, "data_column"),

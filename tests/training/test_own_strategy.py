@@ -198,6 +198,23 @@ def test_a_failing_strategy_loses_no_training(tmp_path, monkeypatch):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Invents(Fixed):
+    """Gives a child a task setting that its environment does not have."""
+
+    def plan(self, history, rng):
+        first = history.last.slots[0].member.hyperparameters
+        child = first.with_values({"reward_weights.rewards": 2.0})
+        return Plan.from_choices(history, [Choice(parent=0, hyperparameters=child, reason="")] * 2)
+
+
+def test_settings_that_a_strategy_invents_are_refused_before_sampling():
+    run = step_run(None, size=2, strategy=Invents(), generations=2)
+    with pytest.raises(StrategyError, match=r"Invents cannot plan.*'reward_weights\.reward'"):
+        finish(run)
+    assert run.run_state.step == 2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Numpy(Fixed):
     """Replaces the last member by a clone of a random one, and has the given value in its plan."""
 

@@ -1,7 +1,7 @@
 """Base class of environments whose starts are reset seeds: splits and parallel episodes."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import closing, suppress
 from typing import Any, Self, TypeVar
 
@@ -243,16 +243,19 @@ class SeededGroups(NamesMissing, ABC):
         Raises:
             ValueError: If there is no such component or setting, or an episode fails with a value.
         """
-        terms = [f"reward_weights.{name}" for name in self.components.weights]
-        options = [f"task.{name}" for name in self.settings]
-        refuse_unknown(f"task setting of {self.name}", values, [*terms, *options])
-        for name in options:
-            option = name.removeprefix("task.")
-            own = values.get(name, ())
+        self._check_names(values)
+        for option in self.settings:
+            own = values.get(f"task.{option}", ())
             for value in own:
                 self._check_options({option: value})
             if len(own) > 1:
                 self._compare_options(option, own[0], own[-1])
+
+    def _check_names(self, names: Iterable[str]) -> None:
+        """Raise ValueError for task settings that this environment does not have."""
+        terms = [f"reward_weights.{name}" for name in self.components.weights]
+        options = [f"task.{name}" for name in self.settings]
+        refuse_unknown(f"task setting of {self.name}", names, [*terms, *options])
 
     def _check_copied_options(self) -> None:
         """Warn of configured options without effect, if `reset` copies all that it gets."""
@@ -314,8 +317,9 @@ class SeededGroups(NamesMissing, ABC):
             settings: Task settings of the member that plays from each start; empty = none.
 
         Raises:
-            ValueError: If the split or a start does not exist.
+            ValueError: If the split, a start or a setting does not exist.
         """
+        self._check_names(set().union(*settings))
         seeds = self._reset_seeds(split, starts)
         if split != "train" or (self.components.is_default and not any(settings)):
             return StartBatch(env=self, seeds=seeds)

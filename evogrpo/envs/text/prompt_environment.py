@@ -1,7 +1,7 @@
 """PromptEnvironment: base class of environments with a prompt dataset and reward functions."""
 
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from itertools import islice
 from typing import Any, ClassVar
@@ -34,6 +34,7 @@ from evogrpo.envs.text.preflight import Preflight, sample_rewards
 from evogrpo.envs.text.prompt_batch import SingleTurnBatch
 from evogrpo.envs.text.prompt_settings import (
     check_data_weights,
+    check_full_names,
     check_names,
     select_by_weights,
     starts_by_value,
@@ -421,6 +422,7 @@ class PromptEnvironment:
         self, split: Split, starts: Sequence[int], settings: Sequence[TaskSettings]
     ) -> dict[str, Any]:
         """Return the fields of `SingleTurnBatch` for prompts of a split."""
+        self._check_names(set().union(*settings))
         values = self._values(split, starts, settings)
         rows = self._rows(split, starts, values)
         held_out = split != "train"
@@ -522,25 +524,15 @@ class PromptEnvironment:
             ValueError: If a setting is not declared or not read, there is no such reward function
                 or value of `data_column`, or a prompt cannot be rendered.
         """
+        # 1. Names, and data weights.
+        self._check_names(values)
         groups: dict[str, dict[str, Sequence[SettingValue]]] = {}
         for full_name, possible in values.items():
             group, _, name = full_name.partition(".")
             groups.setdefault(group, {})[name] = possible
-        # 1. Names.
-        names = [reward.name for reward in self._rewards]
-        refuse_unknown(
-            "reward function in reward_weights:", groups.get("reward_weights", ()), names
-        )
         check_data_weights(groups.get("data_weights", {}), self._by_value, self._data_column)
         own = groups.get("task", {})
         for name in own:
-            if name not in self._settings:
-                similar = close_match(name, self._settings)
-                meant = "" if similar is None else f" Did you mean task.{similar}?"
-                raise ValueError(
-                    f"task.{name} is no setting of this environment.{meant} Give its configured"
-                    f" value: settings={{{name!r}: ...}}."
-                )
             self._check_read(name, self._rewards)
         # 2. Texts of prompts: render the first question with each, and all with the longest.
         in_prompt = {name: own[name] for name in own if name in self._prompt_settings}
@@ -563,6 +555,11 @@ class PromptEnvironment:
             settings = [TaskSettings({"task": longest})] * len(starts)
             prompts_of_split = self.make_batch(split, starts, settings).prompts
             self.longest_of_members = max(self.longest_of_members, *map(len, prompts_of_split))
+
+    def _check_names(self, names: Iterable[str]) -> None:
+        """Raise ValueError for task settings that this environment does not have."""
+        functions = [reward.name for reward in self._rewards]
+        check_full_names(names, functions, self._by_value, self._data_column, self._settings)
 
     def _check_read(self, name: str, functions: Sequence[Reward]) -> None:
         """Raise ValueError unless a prompt or one of these functions reads a task setting."""

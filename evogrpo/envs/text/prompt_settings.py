@@ -1,6 +1,6 @@
 """Options of prompt environments; names and data weights of their task settings."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, TypedDict
 
 import numpy as np
@@ -20,6 +20,7 @@ from evogrpo.envs.text.reward_functions import (
 )
 from evogrpo.envs.text.templates import TEMPLATE_OPTIONS, Options
 from evogrpo.randomness import generator
+from evogrpo.synonyms import close_match
 from evogrpo.text import shown
 from evogrpo.validation import refuse_unknown
 
@@ -92,6 +93,40 @@ def check_names(settings: Iterable[str]) -> None:
             raise ValueError(
                 "settings must have names that fields and arguments can have, got"
                 f" {shown(name)}. Rename it."
+            )
+
+
+def check_full_names(
+    names: Iterable[str],
+    functions: Sequence[str],
+    starts: Mapping[str, Sequence[int]],
+    column: str | None,
+    settings: Collection[str],
+) -> None:
+    """Check the full names of task settings.
+
+    Args:
+        names: The names, such as `reward_weights.NAME`.
+        functions: Names of the reward functions.
+        starts: Training starts by value of the column.
+        column: Name of the column that data weights are about; None = not configured.
+        settings: Names of the configured settings.
+
+    Raises:
+        ValueError: If the environment does not have one.
+    """
+    for full_name in names:
+        group, _, name = full_name.partition(".")
+        if group == "reward_weights":
+            refuse_unknown("reward function in reward_weights:", [name], functions)
+        elif group == "data_weights":
+            check_data_weights({name: (1.0,)}, starts, column)
+        elif name not in settings:
+            similar = close_match(name, settings)
+            meant = "" if similar is None else f" Did you mean task.{similar}?"
+            raise ValueError(
+                f"task.{name} is no setting of this environment.{meant} Give its configured"
+                f" value: settings={{{name!r}: ...}}."
             )
 
 
