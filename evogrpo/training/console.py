@@ -219,7 +219,7 @@ def ignore_output_errors(*, quiet_pipe: bool) -> Iterator[Callable[[], bool]]:
     stdout = sys.stdout
     stderr = sys.stderr
     # Programs without a console have None.
-    output = stdout and _ErrorIgnoringStream(stdout, quiet_pipe=quiet_pipe)
+    output = None if stdout is None else _ErrorIgnoringStream(stdout, quiet_pipe=quiet_pipe)
     sys.stdout = output
     sys.stderr = stderr and _ErrorIgnoringStream(stderr, quiet_pipe=True)
 
