@@ -249,7 +249,8 @@ class Arm:
     """One way to spend the environment steps.
 
     Attributes:
-        weights: "drawn" (all members differ), "zero", "one", or "found": the best fixed ones.
+        weights: Of the first member: "drawn", "zero", "one", or "found", the best fixed ones. The
+            others are drawn.
         strategy: Rule of selection and mutation.
         members: Number of members.
         episodes: Episodes of a member and learning step.
@@ -275,6 +276,7 @@ ARMS: dict[str, Arm] = {
     "narrowing": Arm(strategy=Narrowing),
     "PBT": Arm(strategy=TruncationPBT),
     "optuna": Arm(members=1),
+    "halving, metric first": Arm(weights="zero", strategy=SuccessiveHalving),
     "best fixed": Arm(weights="found", members=1),
 }
 

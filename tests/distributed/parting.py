@@ -55,8 +55,10 @@ def compare_sharded(folder: str, *architectures: str) -> None:
             options = group._get_backend(torch.device("cpu")).options
             assert options._timeout == timedelta(minutes=timeout_minutes())
         assert kept <= 0.6 * sum(weights.numel() for weights in layers_of(whole).parameters())
-        compare_learning_steps(base, whole, architecture, micro_batch_tokens=48)
-        compare_with_idle_ranks(base, whole, architecture)
+        for recompute in (False, True):
+            options = {"micro_batch_tokens": 48, "gradient_checkpointing": recompute}
+            compare_learning_steps(base, whole, architecture, **options)
+            compare_with_idle_ranks(base, whole, architecture, gradient_checkpointing=recompute)
         stop_on_one_rank(base, architecture)
     check_refused_calls(base)
 
@@ -96,10 +98,10 @@ def compare_learning_steps(
 
 
 def compare_with_idle_ranks(
-    base: PreTrainedModel, whole: PreTrainedModel, architecture: str
+    base: PreTrainedModel, whole: PreTrainedModel, architecture: str, **more: Any
 ) -> None:
     """Divide one group and one question: a rank without work joins the passes of others."""
-    options: dict[str, Any] = {"group_size": 2, **TALK}
+    options: dict[str, Any] = {"group_size": 2, **TALK, **more}
     together = sharded_population(1, base, architecture, **options)
     agent_of_whole = tiny_agent(actor_network=whole, **options)
     env = GuessTwice(tokenizer=shared_tokenizer())
