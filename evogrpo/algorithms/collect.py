@@ -140,7 +140,7 @@ def resample_groups(
     used: dict[int, int],
     starts_per_step: int,
     max_rounds: int,
-    stop: Stop = NEVER,
+    stop: Stop,
 ) -> RolloutBatch:
     """Replace groups without learning signal, in at most `max_rounds` rounds.
 

@@ -368,9 +368,7 @@ def perturbation_to_json(perturbation: Perturbation | None) -> dict[str, Any] | 
     return settings
 
 
-def perturbation_from_json(
-    values: Any, custom: Callable[..., Any] | None = None
-) -> Perturbation | None:
+def perturbation_from_json(values: Any, custom: Callable[..., Any] | None) -> Perturbation | None:
     """Build a perturbation from the result of `perturbation_to_json`; None for None.
 
     Args:

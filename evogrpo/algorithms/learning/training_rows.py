@@ -29,7 +29,7 @@ class TrainingRows:
         tokens: Tokens processed by all passes, by slot.
     """
 
-    def __init__(self, bank: PolicyBank, batch: Batch, *, trust_sampler: bool = False) -> None:
+    def __init__(self, bank: PolicyBank, batch: Batch, *, trust_sampler: bool) -> None:
         self._bank = bank
         self.tokens = dict[int, int]()
         self.batch = batch

@@ -127,7 +127,7 @@ class EpisodeRecorder:
         terms: Names of the terms of the training reward; empty = the environment's reward alone.
     """
 
-    def __init__(self, mapping: PolicyMapping, groups: IntArray, terms: Sequence[str] = ()) -> None:
+    def __init__(self, mapping: PolicyMapping, groups: IntArray, terms: Sequence[str]) -> None:
         self._mapping = mapping
         self._groups = groups
         self._names = terms

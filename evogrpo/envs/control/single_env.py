@@ -90,7 +90,7 @@ def call_env(
     env: "gymnasium.Env[Any, Any]",
     method: Method,
     value: Any,
-    components: "RewardComponents | None" = None,
+    components: "RewardComponents | None",
 ) -> EnvResult:
     """Reset an environment with a seed and options, or step it with an action.
 

@@ -275,7 +275,7 @@ class ProcessVectorEnv(GymnasiumVectorEnv):
         *,
         recreate_env: bool,
         reseed: bool,
-        rewards: RewardComponents | None = None,
+        rewards: RewardComponents | None,
     ) -> None:
         # Each process recreates its own environment, which is faster than a new process per
         # episode.

@@ -411,7 +411,7 @@ class FastLlama:
         present: Tensor,
         hook: LoraHook | None,
         *,
-        recompute: bool = False,
+        recompute: bool,
     ) -> tuple[Tensor, Tensor]:
         """Run prompts and completions in one pass, which halves the number of matrix products.
 

@@ -133,7 +133,7 @@ def sample_conversations(
     max_tokens: int | None,
     context: int | None,
     device: torch.device,
-    base: bool = False,
+    base: bool,
 ) -> tuple[Rollout, tuple[Conversation, ...]]:
     """Sample one conversation for each row.
 

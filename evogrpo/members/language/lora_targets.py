@@ -64,9 +64,7 @@ class LoraTargets:
         return f"{len(self.targets)} linear layers of {class_name(model)}, without {without}"
 
 
-def choose_targets(
-    model: PreTrainedModel, config: LoraConfig, *, outline: bool = False
-) -> LoraTargets:
+def choose_targets(model: PreTrainedModel, config: LoraConfig, *, outline: bool) -> LoraTargets:
     """Return the modules that `config` adapts, so that PEFT loads an export onto the same modules.
 
     Args:

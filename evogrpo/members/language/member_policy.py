@@ -16,7 +16,7 @@ class MemberPolicy(nn.Module):
         base: Use the base model without adapters.
     """
 
-    def __init__(self, bank: AdapterSampler, slot: int, *, base: bool = False) -> None:
+    def __init__(self, bank: AdapterSampler, slot: int, *, base: bool) -> None:
         super().__init__()
         # In a tuple, so that the base does not become a submodule.
         self._bank = (bank,)

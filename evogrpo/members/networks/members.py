@@ -85,10 +85,10 @@ class NetworkMembers(BankMembers):
         mapping: PolicyMapping,
         size: int,
         settings: NetworkSettings,
-        hp_config: HyperparameterConfig | None = None,
+        hp_config: HyperparameterConfig | None,
         *,
-        module: nn.Module | None = None,
-        device: torch.device | str = "cpu",
+        module: nn.Module | None,
+        device: torch.device | str,
     ) -> None:
         self.mapping = mapping
         self.settings = settings

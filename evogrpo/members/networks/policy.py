@@ -58,8 +58,8 @@ class StackedPolicy:
         size: int,
         settings: NetworkSettings,
         *,
-        module: nn.Module | None = None,
-        device: torch.device | str = "cpu",
+        module: nn.Module | None,
+        device: torch.device | str,
     ) -> None:
         if module is not None and settings.evolve_network is not None:
             raise ValueError(
