@@ -468,6 +468,11 @@ def refuse_unknown(kind: str, names: Iterable[object], valid: Iterable[str]) -> 
             raise unknown_name_error(kind, name, known)
 
 
+def without_none(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that are not None, by name."""
+    return {name: value for name, value in values.items() if value is not None}
+
+
 def plain_scalar(value: Any) -> Any:
     """Return a scalar of numpy or torch as a Python number; other values stay."""
     try:

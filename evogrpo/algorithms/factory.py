@@ -41,7 +41,7 @@ from evogrpo.members.devices import autocast_context, choose_device
 from evogrpo.members.members import Members
 from evogrpo.members.networks.members import NetworkMembers
 from evogrpo.text import class_name, shown
-from evogrpo.validation import flag, instance, refuse_unknown, whole_between
+from evogrpo.validation import flag, instance, refuse_unknown, whole_between, without_none
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -333,7 +333,7 @@ def auto_space(
         ranges = NETWORK_RANGES
         defaults = NETWORK_DEFAULTS
     # 2. The hyperparameters that are set, and the first member's values of all others.
-    given = {name: value for name, value in options.items() if value is not None}
+    given = without_none(options)
     objective = kind(**_named(kind.__dataclass_fields__, given)).objective
     chosen = _named(HYPERPARAMETER_FIELDS, given)
     values = dict(chosen)

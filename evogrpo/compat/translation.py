@@ -11,7 +11,7 @@ from evogrpo.config.optimizer import Optimizer
 from evogrpo.records import SamplingOptions, changed_options
 from evogrpo.synonyms import unknown_name_error
 from evogrpo.text import shown
-from evogrpo.validation import finite_number, whole_between, whole_number
+from evogrpo.validation import finite_number, whole_between, whole_number, without_none
 
 SETTINGS = {
     "samples_per_step": "schedule",
@@ -195,8 +195,7 @@ class Translation:
         for section, values in computed.items():
             arguments[section].update(values)
         for section, values in arguments.items():
-            given = {name: value for name, value in values.items() if value is not None}
-            arguments[section] = given
+            arguments[section] = without_none(values)
         # 2. Build all records before an error is raised, which then lists every problem. Each
         #    hyperparameter is a record of its own.
         settings = arguments["settings"]

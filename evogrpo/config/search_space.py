@@ -28,6 +28,7 @@ from evogrpo.validation import (
     plain,
     settings,
     whole_between,
+    without_none,
 )
 
 __all__ = [
@@ -175,7 +176,7 @@ class RLParameter:
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields that describe this range or these choices."""
-        fields = {name: value for name, value in plain(self).items() if value is not None}
+        fields = without_none(plain(self))
         if self.choices is not None:
             del fields["scale"]
         if not self.proposed:
@@ -351,8 +352,7 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
                 settings = {name: value[name] for name in value if is_task_setting(name)}
                 value = {name: each for name, each in value.items() if name not in settings}
             found = {**parameters(value), **settings}
-            evolving = {name: each for name, each in found.items() if each is not None}
-            return cls(**evolving)
+            return cls(**without_none(found))
 
         return core_schema.no_info_wrap_validator_function(
             read,

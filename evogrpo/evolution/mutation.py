@@ -384,8 +384,8 @@ def perturbation_from_json(values: Any, custom: Callable[..., Any] | None) -> Pe
         return other
     if "name" not in values:
         return build_from_settings(Mutation, "Mutation", values)
-    name = values["name"]
-    settings = {key: value for key, value in values.items() if key != "name"}
+    settings = dict(values)
+    name = settings.pop("name")
     if custom is None:
         raise ValueError(
             f"The custom mutation {name} was saved by its name only, and names in a checkpoint are"

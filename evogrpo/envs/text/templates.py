@@ -11,7 +11,7 @@ from typing import Any
 
 from evogrpo.chat_templates import ANSWER, QUESTION, closing_token, render_chat
 from evogrpo.text import pluralize, shown
-from evogrpo.validation import plain_list, refuse_unknown
+from evogrpo.validation import plain_list, refuse_unknown, without_none
 from evogrpo.warnings import warn, warn_of_literal_newline
 
 ROLES = (
@@ -118,7 +118,7 @@ def check_messages(messages: object, where: str) -> list[Message]:
         fields = {}
         if isinstance(message, Mapping):
             # Arrow tables give every message the keys of all messages, with None for missing ones.
-            fields = {key: value for key, value in message.items() if value is not None}
+            fields = without_none(message)
         # A message that only calls tools may have no text.
         if fields.get("tool_calls"):
             fields.setdefault("content", "")
@@ -331,7 +331,7 @@ def row_options(row: Mapping[str, Any]) -> Options:
     Arrow tables give every row the keys of all rows, with None for missing ones.
     """
     options = row.get(TEMPLATE_OPTIONS) or {}
-    return {name: value for name, value in options.items() if value is not None}
+    return without_none(options)
 
 
 def check_options(options: object, where: str) -> Options:

@@ -55,8 +55,8 @@ def strategy_from_json(
     Raises:
         ValueError: If the name or a setting is unknown, missing or invalid.
     """
-    name = values.get("name")
-    settings = {key: value for key, value in values.items() if key != "name"}
+    settings = dict(values)
+    name = settings.pop("name", None)
     if isinstance(name, str):
         kind = BUILT_IN.get(name, custom)
     else:

@@ -24,7 +24,7 @@ from evogrpo.training.configuration.sections import (
     TaskSection,
 )
 from evogrpo.training.schedule import Schedule, check_schedule
-from evogrpo.validation import build, is_text, json_schema
+from evogrpo.validation import build, is_text, json_schema, without_none
 
 if TYPE_CHECKING:
     from evogrpo.evolution.strategies import Strategy
@@ -51,7 +51,7 @@ def parse_config(values: Mapping[str, Any], strategy: "Strategy | None" = None) 
             with its full path.
     """
     # 1. Sections that need no torch. A section that is null has its defaults.
-    given = {name: value for name, value in values.items() if value is not None}
+    given = without_none(values)
     given, auto = _without_auto(given)
     misplaced = partial(_misplaced, task=given.get("task"), task_settings=_declared_settings(given))
     sections = build(

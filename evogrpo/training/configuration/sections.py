@@ -79,14 +79,15 @@ def _sampler(value: Any) -> Any:
     # 1. Write all forms as a mapping with a name. `vllm: URL` stands for a name and a URL.
     values = {"name": value} if isinstance(value, str) else value
     if isinstance(values, Mapping) and VLLM in values and "name" not in values:
-        others = {key: each for key, each in values.items() if key != VLLM}
-        values = {"name": VLLM, "url": values[VLLM], **others}
+        others = dict(values)
+        values = {"name": VLLM, "url": others.pop(VLLM), **others}
     if not isinstance(values, Mapping) or not isinstance(values.get("name"), str):
         raise ValueError(f"must be a name, or a mapping of name and settings, got {shown(value)}.")
     factory = named_sampler(values["name"])
     # 2. Check the settings of vLLM here, because the sampler is made after the weights are loaded.
     if values["name"] in BUILT_IN_SAMPLERS:
-        settings = {key: each for key, each in values.items() if key != "name"}
+        settings = dict(values)
+        del settings["name"]
         refuse_unknown("setting", settings, BUILT_IN_SAMPLERS[values["name"]])
         if values["name"] == VLLM and not {"url", "adapters_dir"} <= settings.keys():
             raise ValueError(f"needs {VLLM} (or url) and adapters_dir. Add what is missing.")

@@ -206,8 +206,8 @@ def make_sampler(values: Mapping[str, Any], population: "Population") -> "Sample
     Raises:
         ValueError: If there is no such factory, or it raises an exception.
     """
-    name = str(values["name"])
-    options = {key: value for key, value in values.items() if key != "name"}
+    options = dict(values)
+    name = str(options.pop("name"))
     factory = named_sampler(name)
     with _errors_of(f"the sampler {name!r}"):
         return factory(population, **options)
