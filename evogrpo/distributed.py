@@ -420,7 +420,8 @@ def _connect(timeout: timedelta) -> None:
         dist.init_process_group("gloo", timeout=timeout)
         return
     store, rank, size = next(rendezvous("env://", timeout=timeout))
-    prefix = agree_on_prefix(store, rank, size, until=time.monotonic() + timeout.total_seconds())
+    until = time.monotonic() + timeout.total_seconds()
+    prefix = agree_on_prefix(store, rank, size, until)
     dist.init_process_group(
         "gloo", store=PrefixStore(prefix, store), rank=rank, world_size=size, timeout=timeout
     )

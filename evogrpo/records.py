@@ -446,7 +446,10 @@ class Batch:
         """
         width = max(self.actions.shape[1], other.actions.shape[1])
         fields: dict[str, Any] = {}
-        for name in (each.name for each in dataclasses.fields(self) if each.name not in _NOT_ROWS):
+        for field_of_rows in dataclasses.fields(self):
+            name = field_of_rows.name
+            if name in _NOT_ROWS:
+                continue
             parts = [getattr(self, name), getattr(other, name)]
             known = next((part for part in parts if part is not None), None)
             if known is None:

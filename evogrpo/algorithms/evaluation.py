@@ -203,6 +203,7 @@ def measure_fitness(
             running = [running[row] for row in left]
             # The last member races against the best member so far.
             if len(running) == 1 and rival is not None:
+                # NaN where the rival has no score.
                 rival_scores = [rival.by_key.get(question, np.nan) for question in range(count)]
                 if clearly_behind(np.array(rival_scores), scores[running[0]], error):
                     break
@@ -213,7 +214,8 @@ def measure_fitness(
         questions_answered = np.flatnonzero(answered).tolist()
         measured.append(Fitness.from_scores(row[answered].tolist(), questions_answered))
     # 4. Estimate, for all questions, the fitness of members that left the race early.
-    leader = max((measured[row] for row in running), key=lambda fitness: fitness.mean)
+    still_running = [measured[row] for row in running]
+    leader = max(still_running, key=lambda fitness: fitness.mean)
     fitness = [on_all_questions(each, leader) for each in measured]
     return dict(zip(slots, fitness, strict=True)), tokens
 
@@ -271,6 +273,7 @@ def t_quantile(probability: float, degrees: int) -> float:
         (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
         (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
     )
+    # A series in 1 / degrees, from the normal distribution on.
     return math.fsum(term / degrees**power for power, term in enumerate(terms))
 
 
@@ -325,7 +328,8 @@ def common_questions(rewards: FloatArray, evaluated: BoolArray, split: Split) ->
     """
     any_member = np.any(evaluated, axis=0)
     # Members that have lost the race have no rewards for later questions, and do not count there.
-    kept: BoolArray = np.logical_and(any_member, np.all(np.isfinite(rewards) | ~evaluated, axis=0))
+    answered = np.isfinite(rewards) | ~evaluated
+    kept: BoolArray = any_member & answered.all(axis=0)
     total = int(any_member.sum())
     left = int(kept.sum())
     if 2 * left < total:

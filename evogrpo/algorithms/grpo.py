@@ -466,7 +466,8 @@ class EvolvableAlgorithm(Agent, AgileRLMethods):
             )
             for _ in range(loop)
         ]
-        return float(np.mean([common_scores(rewards, split).mean() for rewards in rounds]))
+        means = [common_scores(rewards, split).mean() for rewards in rounds]
+        return float(np.mean(means))
 
     # ---- the network
 

@@ -460,5 +460,6 @@ def _mean_group_rewards(sampled: RolloutBatch, settings: int) -> dict[int, dict[
             groups.setdefault((slot, start), []).append(reward)
     means: dict[int, dict[int, float]] = {}
     for (slot, start), rewards in groups.items():
-        means.setdefault(slot, {})[start] = math.fsum(rewards) / len(rewards)
+        mean = math.fsum(rewards) / len(rewards)
+        means.setdefault(slot, {})[start] = mean
     return means

@@ -268,8 +268,8 @@ def video(args: argparse.Namespace) -> int:
         if agents:
             result += f" ({', '.join(agents)})"
         path = printable(str(episode.path))
-        line = Text.assemble(path, (f"  {result}, {episode.length} steps", "dim"))
-        console.print(line, soft_wrap=True)
+        details = f"  {result}, {episode.length} steps"
+        console.print(Text.assemble(path, (details, "dim")), soft_wrap=True)
     return OK
 
 
@@ -437,7 +437,8 @@ def _fitted_table(columns: Sequence[Sequence[str | Text]], width: int) -> Table 
         words = chain.from_iterable(map(_WORDS.findall, texts))
         least.append(max(map(cell_len, words), default=0))
     # Take from the widest column that is wider than its longest word.
-    for _ in range(sum(widths) + _GAP * len(columns) - width):
+    too_wide = sum(widths) + _GAP * len(columns) - width
+    for _ in range(too_wide):
         wider = [number for number, own in enumerate(widths) if own > least[number]]
         if not wider:
             return None
@@ -529,8 +530,8 @@ def _export_member(run_dir: Path, folder: Path) -> None:
     prompt = _system_prompt(run_dir, settings)
     if prompt is not None:
         write_synced(folder / "system_prompt.txt", prompt.encode("utf-8"))
-    line = f"wrote member #{index} to {folder}, {exported.what} {base}; {checked}"
-    console.print(Text(line), soft_wrap=True)
+    written = f"wrote member #{index} to {folder}, {exported.what} {base}"
+    console.print(Text(f"{written}; {checked}"), soft_wrap=True)
     loading = exported.loader.format(repr(str(folder)))
     console.print(Text.assemble(("load it with ", "dim"), (loading, "cyan")), soft_wrap=True)
     if prompt is not None:

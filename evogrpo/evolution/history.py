@@ -223,7 +223,8 @@ class History:
         if not self.generations:
             raise ValueError("generations must hold at least one generation, got none.")
         for before, after in pairwise(self.generations):
-            if after.number != before.number + 1 or len(after.slots) != len(before.slots):
+            is_next = after.number == before.number + 1
+            if not is_next or len(after.slots) != len(before.slots):
                 raise ValueError(
                     "generations must be consecutive, with equal numbers of slots, got generation"
                     f" {after.number} with {len(after.slots)} after {before.number} with"

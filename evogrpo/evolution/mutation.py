@@ -249,7 +249,8 @@ def relative_position(parameter: RLParameter, value: float) -> float:
         below = sum(choice < clipped for choice in parameter.numbers)
         return below / (len(parameter.numbers) - 1)
     if parameter.scale == "log":
-        return math.log(clipped / low) / math.log(high / low)
+        span = math.log(high / low)
+        return math.log(clipped / low) / span
     return (clipped - low) / (high - low)
 
 

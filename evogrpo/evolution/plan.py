@@ -252,7 +252,8 @@ class Plan:
                 " failed members another parent, or retire them."
             )
         indices = [child.index for child in self.children]
-        if indices != list(range(history.next_index, history.next_index + len(indices))):
+        first = history.next_index
+        if indices != list(range(first, first + len(indices))):
             raise ValueError(
                 f"children must have consecutive indices from {history.next_index}, got {indices}."
             )

@@ -192,7 +192,8 @@ def batch_std_advantages(
     """
     centred, _, _ = _centred(rewards, group_ids)
     member, members = consecutive_ids(member_ids)
-    std = group_statistics(rewards, ~rewards.isnan(), member, members).std[member]
+    statistics = group_statistics(rewards, ~rewards.isnan(), member, members)
+    std = statistics.std[member]
     return (centred / (std + eps)).to(rewards.dtype)
 
 
@@ -384,7 +385,8 @@ def timestep_return_advantages(
     group_of_action = group[:, None] * width + time_step
     totals = _returns(step_rewards, mask, gamma)
     # Also steps after an episode's end, with their return of 0, unless no reward applies to it.
-    applies = (mask & ~step_rewards.isnan()).any(1, keepdim=True).expand_as(mask)
+    rewarded = mask & ~step_rewards.isnan()
+    applies = rewarded.any(1, keepdim=True).expand_as(mask)
     standard = _standardised(totals, applies, group_of_action, groups * width, eps)
     return torch.where(applies & mask, standard, 0.0).to(step_rewards.dtype)
 

@@ -69,7 +69,8 @@ def chunked_log_probs(
             log_p = scale_logits(head(hidden), temperature, forbidden, forbidden_ids).log_softmax(1)
             # H = -sum(p log p). A forbidden token has log p = -inf, and 0 * -inf would be NaN.
             entropies = -(log_p.exp() * log_p.clamp(min=-1e30)).sum(1)
-            return log_p.gather(1, targets[:, None])[:, 0], entropies
+            of_targets = log_p.gather(1, targets[:, None])
+            return of_targets[:, 0], entropies
 
         columns = [values.split(chunk) for values in (hidden, targets, temperature, forbidden)]
         parts = [
@@ -219,9 +220,11 @@ class _ChunkedLogProbs(torch.autograd.Function):
     def backward(ctx: FunctionCtx, *out_grads: Tensor) -> tuple[Tensor | None, ...]:
         """Scale the gradients, which `forward` has computed so that logits need not be stored."""
         grads, entropy_grads = ctx.saved_tensors  # type: ignore[attr-defined]
-        grad = grads * out_grads[0][:, None].to(grads.dtype)
+        factors = out_grads[0].to(grads.dtype)
+        grad = grads * factors[:, None]
         if entropy_grads is not None:
-            grad += entropy_grads * out_grads[1][:, None].to(grads.dtype)
+            factors = out_grads[1].to(grads.dtype)
+            grad += entropy_grads * factors[:, None]
         return grad, *[None] * 7
 
 

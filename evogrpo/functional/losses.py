@@ -397,7 +397,8 @@ def high_entropy_mask(
             continue
         # The 1 - quantile point by linear interpolation lies just below this order statistic (or on
         # it).
-        rank = math.ceil((1.0 - quantile) * (len(values) - 1) - 1e-9)
+        last = len(values) - 1
+        rank = math.ceil((1.0 - quantile) * last - 1e-9)
         threshold = values.kthvalue(rank + 1).values - ROUNDING
         selected |= member_actions & (entropies >= threshold)
     return selected

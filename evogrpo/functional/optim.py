@@ -73,7 +73,8 @@ def clipped_adamw_steps_(
 
     # 3. Decay the weights and update the moments.
     if weight_decay:
-        weights.mul_(_column([1.0 - lr * weight_decay for lr in rates], weights))
+        decays = [1.0 - lr * weight_decay for lr in rates]
+        weights.mul_(_column(decays, weights))
     exp_avg.lerp_(gradients, 1.0 - betas[0])
     exp_avg_sq.mul_(betas[1]).addcmul_(gradients, gradients, value=1.0 - betas[1])
 

@@ -261,7 +261,8 @@ class _Colours:
             inherited = sum(point.generation <= last for point in points)
             # Points up to the birth of the next ancestor belong to the best member's lineage.
             if inherited:
-                best.append(Line(index=index, colour=BEST, points=tuple(points[:inherited])))
+                own = tuple(points[:inherited])
+                best.append(Line(index=index, colour=BEST, points=own))
             # What follows starts at the last point of the lineage, so that the line has no gap.
             if inherited < len(points):
                 rest = tuple(points[max(0, inherited - 1) :])
@@ -279,7 +280,8 @@ def _fitness_chart(summary: RunSummary, colours: _Colours) -> Chart:
         if first.parent is None and summary.start is not None:
             # A founder starts as the untrained base, one generation before its first result.
             before = first.generation - 1
-            points.append(Point(before, summary.start.mean, before, summary.start.standard_error))
+            start = summary.start
+            points.append(Point(before, start.mean, before, start.standard_error))
         for result in (history.origin, *history.results):
             # A founder has no origin.
             if result is None:

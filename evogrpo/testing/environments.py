@@ -234,7 +234,8 @@ class PromptEnvironmentTestCase(GroupEnvironmentTestCase):
 
     def test_replies_depend_on_their_conversation_alone(self, env: Any) -> None:
         start_of_row = [0, 1, 2, 3, 0, 1]
-        together = self.converse(env, env.make_batch("train", range(4)), start_of_row, range(6))
+        batch = env.make_batch("train", range(4))
+        together = self.converse(env, batch, start_of_row, range(6))
         batch = env.make_batch("train", range(4))
         for row in (5, 3, 0, 4, 1, 2):
             alone = self.converse(env, batch, start_of_row, [row])

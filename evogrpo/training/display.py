@@ -304,7 +304,10 @@ class RunDisplay(Callback):
         bar = ProgressBar(
             total=1.0, completed=self.fraction(), complete_style="cyan", finished_style="green"
         )
-        times = ", ".join(filter(None, (duration_text(self._elapsed()), self._left_text())))
+        times = duration_text(self._elapsed())
+        left = self._left_text()
+        if left:
+            times += f", {left}"
         row = Table.grid(padding=(0, 1, 0, 0), expand=True)
         row.add_column(no_wrap=True)
         row.add_column(no_wrap=True)

@@ -391,7 +391,8 @@ class Clock:
         """Return the seconds left; infinity without a limit."""
         if self._limit is None:
             return math.inf
-        return self._limit - self._run_state.seconds - (self.now() - self._since)
+        since = self.now() - self._since
+        return self._limit - self._run_state.seconds - since
 
     @property
     def expired(self) -> bool:

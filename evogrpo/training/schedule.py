@@ -453,6 +453,7 @@ def check_schedule(
         largest = max(largest, int(space["group_size"].bounds[1]))
     # Fitness uses the training rewards of a generation's last steps; see
     # `RunState.training_fitness`.
-    scores = schedule.samples_per_step // largest * math.ceil(schedule.steps_per_generation / 2)
+    steps = math.ceil(schedule.steps_per_generation / 2)
+    scores = schedule.samples_per_step // largest * steps
     if scores < 2:
         raise ValueError(f"{TOO_FEW}, got {scores} with group_size {largest}. {REMEDY}")

@@ -136,7 +136,9 @@ class Trackers:
             configuration: Plain values, which new trackers store.
         """
         for given in self.given:
-            name = given if isinstance(given, str) else getattr(given, "name", type(given).__name__)
+            name = given
+            if not isinstance(given, str):
+                name = getattr(given, "name", type(given).__name__)
             is_new = name not in ids
             try:
                 tracker = self._started(given, ids, step)

@@ -327,6 +327,8 @@ def lossless_fps(fps: float, frames: int) -> float:
     down.
     """
     # The total is a sum of rounded durations of frames, added up here as moviepy does.
-    while int(sum([1.0 / fps] * frames) * fps) < frames:
+    while True:
+        total = sum([1.0 / fps] * frames)
+        if int(total * fps) >= frames:
+            return fps
         fps = math.nextafter(fps, math.inf)
-    return fps

@@ -369,7 +369,8 @@ def _warn_equal_steps(kind: str, batch: Batch) -> None:
     """Warn if advantage 'process' is 0 everywhere because every step earned the same."""
     if kind != "process" or batch.step_rewards is None:
         return
-    step_rewards = batch.step_rewards[_in_statistics(batch) & ~batch.step_rewards.isnan()]
+    rewarded = _in_statistics(batch) & ~batch.step_rewards.isnan()
+    step_rewards = batch.step_rewards[rewarded]
     group, count = consecutive_ids(batch.group_ids)
     differ = not bool(zero_variance_groups(batch.rewards, group, count).all())
     if differ and len(step_rewards) and bool(step_rewards.min() == step_rewards.max()):

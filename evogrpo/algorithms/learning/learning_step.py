@@ -423,7 +423,8 @@ def _update(
     if first:
         known = [slot for slot in rows_by_slot if slot in step.repeats]
         for slot in known:
-            _record_step(step, totals, slot, step.repeats[slot](hyperparameters[slot]))
+            report = step.repeats[slot](hyperparameters[slot])
+            _record_step(step, totals, slot, report)
         rows_by_slot = {slot: rows for slot, rows in rows_by_slot.items() if slot not in known}
         hyperparameters = {slot: hyperparameters[slot] for slot in rows_by_slot}
         if not rows_by_slot:
@@ -486,7 +487,8 @@ def _update(
         step.training_rows.store_old(computed_rows, update.log_probs)
     sums = step.losses.measure(computed_rows, update)
     totals.sums.index_add_(0, part.member_ids.cpu(), sums.cpu())
-    totals.action_counts.index_add_(0, member_ids.cpu(), mask.sum(1).double().cpu())
+    action_counts = mask.sum(1).double()
+    totals.action_counts.index_add_(0, member_ids.cpu(), action_counts.cpu())
     if first:
         totals.keep_first(step.repeats.keys() & rows_by_slot.keys())
 
@@ -568,7 +570,8 @@ def _report(step: _Step, totals: _Totals, slot: int, step_size: Mapping[str, flo
             actions = float(episodes.action_mask.sum())
         metrics["kl"] = sums["kl"] / (actions or math.nan)  # NaN = not measured
         if objective.kl_target is not None:
-            metrics["kl_coef"] = beta * float(step.bank.running_stats[slot, 0])
+            factor = float(step.bank.running_stats[slot, 0])
+            metrics["kl_coef"] = beta * factor
 
     # 3. Collect the reasons why the member has failed.
     failures = list[str]()

@@ -50,7 +50,8 @@ def sample_metrics(batch: Batch) -> dict[str, float]:
     # 2. Measure lengths. A sample that is masked out of the loss has no action in the mask.
     counted = batch.action_mask.sum(1)
     # Samples that are left out of the loss have a length too.
-    lengths = torch.where(counted > 0, counted, batch.chosen.sum(1)).double()
+    chosen = batch.chosen.sum(1)
+    lengths = torch.where(counted > 0, counted, chosen).double()
     for name, value in _min_mean_max(lengths).items():
         result[f"completions/{name}_length"] = value
     if batch.truncated is not None:

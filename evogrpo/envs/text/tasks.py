@@ -121,7 +121,8 @@ def three_digit_questions(seed: int) -> list[dict[str, str]]:
         pairs.setdefault(frozenset((a, b)), (a, b))
     rows = []
     for a, b in pairs.values():
-        rows.append({"question": f"{a} + {b} =", "answer": str(a + b)})
+        question = f"{a} + {b} ="
+        rows.append({"question": question, "answer": str(a + b)})
     return rows
 
 

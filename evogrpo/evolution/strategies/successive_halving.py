@@ -104,7 +104,8 @@ class SuccessiveHalving(Stateless):
         # later generation.
         generations = history.generations
         steps = [len(each.members) * each.steps_per_generation for each in generations]
-        allowed = len(first.members) * first.steps_per_generation * (len(generations) + 1)
+        per_generation = len(first.members) * first.steps_per_generation
+        allowed = per_generation * (len(generations) + 1)
         left = allowed - sum(steps)
         return max(1, left // members), last.samples_per_step
 

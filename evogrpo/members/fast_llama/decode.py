@@ -235,7 +235,8 @@ class FastDecoding:
             rotation.append(torch.cat([columns_of_queries, columns_of_keys]))
         # 4. All layers. Tokens are columns, and the residual stream is in float32.
         hidden = self._passes.embed(tokens).float().T.contiguous()
-        for layer, own, shared in zip(layout.layers, self._own, self._shared, strict=True):
+        layers = zip(layout.layers, self._own, self._shared, strict=True)
+        for layer, own, shared in layers:
             self._layer(layer, hidden, rotation, biases[layer.window], own, shared)
         return _normed(hidden, layout.decoder.norm).T.contiguous()
 
@@ -282,7 +283,8 @@ class FastDecoding:
         (out,) = self._projected(attended.T, [layer.output])
         hidden += out
         # 3. MLP.
-        gate, up = self._projected(_normed(hidden, layer.before_mlp), layer.gates)
+        normed = _normed(hidden, layer.before_mlp)
+        gate, up = self._projected(normed, layer.gates)
         gated = silu(gate, inplace=True).mul_(up)
         (down,) = self._projected(gated, [layer.down])
         hidden += down

@@ -434,7 +434,8 @@ class FastLlama:
         mask = torch.cat([prompt_mask[rows], present], dim=1)  # [n, P + t]
         of_prompts = self.embed(prompt_ids).flatten(0, 1)
         of_rows = self.embed(ids).flatten(0, 1)
-        padding = padding_rows(len(of_prompts) + len(of_rows), of_rows.dtype, ids.device)
+        tokens = len(of_prompts) + len(of_rows)
+        padding = padding_rows(tokens, of_rows.dtype, ids.device)
         hidden = torch.cat([of_prompts, of_rows, *_zeros(padding, of_rows)])
         rotations = [self.rotations(prompt_mask, prompt_t), self.rotations(mask, t)]
         # 2. Attention: prompts within themselves, rows on top of the prompts' keys and values
@@ -586,7 +587,8 @@ class FastLlama:
         hidden = hidden + added
         # 4. MLP.
         # Gate and up projections share a product with the adapters' A.
-        gate, up = projected(_normed(hidden, layer.before_mlp), layer.gates, hook)
+        normed = _normed(hidden, layer.before_mlp)
+        gate, up = projected(normed, layer.gates, hook)
         (added,) = projected(gated_unit(gate, up), [layer.down], hook)
         return hidden + added
 

@@ -267,7 +267,8 @@ class AdapterBank(AdapterSampler):
             # Every row runs its own copy of the prompt.
             pairs = [pairs[number] for number in pair_of_row.tolist()]
         for slot, prompt in pairs:
-            tokens[slot] = tokens.get(slot, 0) + len(prompts[prompt])
+            length = len(prompts[prompt])
+            tokens[slot] = tokens.get(slot, 0) + length
         for slot, length in zip(member_ids.tolist(), lengths, strict=True):
             tokens[slot] += length
         return tokens
@@ -437,9 +438,9 @@ class AdapterBank(AdapterSampler):
         members = []
         last: dict[int, int] = {}
         for number, (part, _) in enumerate(parts):
-            present = member_ids[part.run].unique().tolist()
-            members.append(present)
-            last |= dict.fromkeys(present, number)
+            slots_of_part = member_ids[part.run].unique().tolist()
+            members.append(slots_of_part)
+            last |= dict.fromkeys(slots_of_part, number)
         losses = dict.fromkeys(slots, 0.0)
         gradients = dict[int, Tensor]()
         # Backward passes accumulate into buffers that this object points gradients to.
@@ -451,7 +452,8 @@ class AdapterBank(AdapterSampler):
                 if slot not in last:
                     yield slot, torch.zeros_like(self.weights[slot]), 0.0
             # 3. Backward: accumulate into the gradients of the members present.
-            for number, ((part, factor), present) in enumerate(zip(parts, members, strict=True)):
+            for number, (part, factor) in enumerate(parts):
+                present = members[number]
                 for slot in present:
                     if slot not in gradients:
                         gradients[slot] = torch.zeros_like(self.weights[slot])

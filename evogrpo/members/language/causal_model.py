@@ -366,11 +366,13 @@ class CausalModel:
         while common < limit and low[common] == high[common]:
             common += 1
         # 2. In lockstep, the number of passes must not depend on the prompts of a rank.
-        if self.lockstep or common < self._min_shared_tokens or len(members) == len(prompts):
+        saves_work = common >= self._min_shared_tokens and len(members) < len(prompts)
+        if self.lockstep or not saves_work:
             return None, torch.arange(len(prompts)), prompts
         # 3. Run it.
         beginnings = [prompts[0][:common]] * len(members)
-        cache = self._run_on(None, torch.arange(len(members)), beginnings, make_hook(members))
+        own_rows = torch.arange(len(members))
+        cache = self._run_on(None, own_rows, beginnings, make_hook(members))
         rests = [prompt[common:] for prompt in prompts]
         return cache, rows.to(self.device), rests
 
@@ -580,7 +582,8 @@ def _gather_rows(parts: Sequence[KVCache], part_of: Tensor, row_of: Tensor) -> K
     for of_parts in zip(*(part.layers for part in used), strict=True):
         every_keys, every_values = zip(*of_parts, strict=True)
         layers.append((joined(every_keys, 2), joined(every_values, 2)))
-    return KVCache(layers=tuple(layers), mask=joined([part.mask for part in used], 1))
+    mask = joined([part.mask for part in used], 1)
+    return KVCache(layers=tuple(layers), mask=mask)
 
 
 @contextmanager

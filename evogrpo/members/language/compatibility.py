@@ -417,7 +417,8 @@ def check_padding(
                 f" architecture, or set config.max_position_embeddings to at most {size // 2}."
             )
     # 2. Run a sequence of a few tokens, with and without padding.
-    pattern = torch.tensor([3, 1, 2, 1, 0], device=next(model.parameters()).device)
+    device = next(model.parameters()).device
+    pattern = torch.tensor([3, 1, 2, 1, 0], device=device)
     repeated = pattern.repeat(length // len(pattern) + 1)
     ids = repeated[None, :length] % vocabulary_of(model)
     padded = pad(ids, (padding, 0), value=pad_id)

@@ -57,7 +57,8 @@ def rewarded_batch(
         sampled = rollout.action_mask
         lengths = 1 + positions_in_turn(sampled)
         # Last tokens of turns: a reply has at least one token.
-        ends = sampled & ~pad(sampled, (0, 1))[:, 1:]
+        next_is_sampled = pad(sampled, (0, 1))[:, 1:]
+        ends = sampled & ~next_is_sampled
         by_turn = overlong_penalty(lengths, settings.max_output_tokens, buffer).double()
         by_turn = torch.where(ends, by_turn, 0.0)
         penalty = torch.where(rewards.isnan(), torch.nan, by_turn.sum(1))

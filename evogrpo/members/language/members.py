@@ -255,8 +255,9 @@ class LanguageMembers(BankMembers):
                 )
             for text in self._stop_strings.texts:
                 warn_of_literal_newline("stop_strings", text)
-        largest = getattr(env, "largest_token", max(max(prompt) for prompt in batch.prompts))
-        longest = getattr(env, "longest_prompt", max(len(prompt) for prompt in batch.prompts))
+        # Environments that know more than this batch say so.
+        largest = getattr(env, "largest_token", max(map(max, batch.prompts)))
+        longest = getattr(env, "longest_prompt", max(map(len, batch.prompts)))
         check_token_ids(self.bank.base.model, [largest], "tokens of prompts")
         check_context(self.bank.base.context, longest + self.settings.max_output_tokens)
 

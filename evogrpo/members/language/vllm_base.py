@@ -172,7 +172,8 @@ class VLLMBase:
         )
         scored = bank.log_probs(batch, base=True).cpu()
         # 3. Compare.
-        difference = float((rollout.log_probs - scored)[rollout.present].abs().mean())
+        differences = (rollout.log_probs - scored)[rollout.present]
+        difference = float(differences.abs().mean())
         largest = HALF_PRECISION_DIFFERENCE
         precision = ""
         if bank.base.exact and not is_quantised(bank.base.model):

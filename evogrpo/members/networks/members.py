@@ -256,8 +256,9 @@ class NetworkMembers(BankMembers):
             base=request.base,
             stop=request.stop,
         )
-        steps = played.actions.reshape(len(request.slots), request.rows_per_slot).sum(axis=1)
-        return played.rewards, tuple(steps.tolist())
+        actions = played.actions.reshape(len(request.slots), request.rows_per_slot)
+        steps = actions.sum(axis=1).tolist()
+        return played.rewards, tuple(steps)
 
     def _width_of(self, agent: str) -> int:
         """Return the number of uniforms per action of an agent."""
@@ -354,7 +355,8 @@ class NetworkMembers(BankMembers):
                 masks = [action_mask]
             else:
                 masks = _rows_of(action_mask, count)
-        return self._actions(DEFAULT_POLICY, learner, arrays, rng, masks, base), count is not None
+        actions = self._actions(DEFAULT_POLICY, learner, arrays, rng, masks, base)
+        return actions, count is not None
 
     def _choose_for_team(
         self,
@@ -381,7 +383,8 @@ class NetworkMembers(BankMembers):
         unmasked = {}
         for agent, observation in observations.items():
             policy = self.mapping.policy_of(str(agent))
-            unmasked[agent], mask = self.mapping.specs[policy].split_mask(observation)
+            spec = self.mapping.specs[policy]
+            unmasked[agent], mask = spec.split_mask(observation)
             if mask is None and action_masks is not None:
                 mask = action_masks.get(agent)
             if can_act(mask):

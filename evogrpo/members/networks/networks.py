@@ -571,7 +571,9 @@ class ModuleNetwork:
                 "actor_network must not change its buffers, as all members share them, but"
                 f" {self.name} changed {changed}. Remove the change from its forward."
             )
-        if not torch.allclose(output, again[[0, -1]], rtol=1e-4, atol=1e-5, equal_nan=True):
+        # Rows of the same two observations, among many.
+        repeated = again[[0, -1]]
+        if not torch.allclose(output, repeated, rtol=1e-4, atol=1e-5, equal_nan=True):
             raise ValueError(
                 "actor_network must compute each row from one observation, without randomness, but"
                 f" two outputs of {self.name} for the same observation differ. Change its forward."

@@ -260,7 +260,8 @@ def _check_steps(present: BoolArray, rewards: FloatArray) -> None:
         )
     # 3. Each episode has a first step, and no step after one that was not taken.
     empty = ~present.any(2)
-    resumed = (np.diff(present.astype(np.int8), axis=2) > 0).any(2)
+    changes = np.diff(present.astype(np.int8), axis=2)
+    resumed = (changes > 0).any(2)
     wrong = np.argwhere(empty | resumed)
     if len(wrong):
         start, episode = wrong[0]

@@ -566,7 +566,8 @@ class StackedTrainStates:
                     lrs.append(None)
                     max_norms.append(math.inf)
                 else:
-                    lrs.append(own.lr * settings.factor(self._steps[slot]))
+                    factor = settings.factor(self._steps[slot])
+                    lrs.append(own.lr * factor)
                     max_norms.append(own.max_grad_norm)
             # 2. Clip the gradients and take AdamW steps.
             norms = clipped_adamw_steps_(
@@ -583,7 +584,8 @@ class StackedTrainStates:
             )
             # 3. Reports. One sum finds any NaN or infinity in a member's weights.
             finite = stack.tensors["weights"].sum(1).isfinite().tolist()
-            for slot, lr, norm, healthy in zip(stack.slots, lrs, norms, finite, strict=True):
+            results = zip(stack.slots, lrs, norms, finite, strict=True)
+            for slot, lr, norm, healthy in results:
                 if lr is None:
                     continue
                 # A step that was not taken is not counted.

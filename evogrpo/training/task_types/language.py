@@ -323,17 +323,19 @@ class LanguageTask:
         schedule = config.schedule
         samples = schedule.samples_per_step
         longest = max(lengths)
-        row = max_row_tokens(config.agent, turns, min(lengths), context_of(self.outline.model))
+        context = context_of(self.outline.model)
+        row = max_row_tokens(config.agent, turns, min(lengths), context)
         # 1. One pass over the samples of a member; the completions of a group share their prompt.
         groups = samples // min(possible_values(config, "group_size"))
         one_pass = groups * longest + samples * row
         # 2. Sampling, where dynamic sampling may resample all groups.
         tokens = (1 + config.agent.objective.dynamic_sampling) * one_pass
         # 3. Updates. A group that is split between two optimizer steps runs its prompt twice.
-        splits = math.ceil(samples / min(possible_values(config, "batch_size"))) - 1
-        tokens += max(possible_values(config, "update_epochs")) * (one_pass + splits * longest)
-        # 4. The pass of the reference policy.
-        # KL needs a pass of the reference.
+        smallest_batch = min(possible_values(config, "batch_size"))
+        splits = math.ceil(samples / smallest_batch) - 1
+        epochs = max(possible_values(config, "update_epochs"))
+        tokens += epochs * (one_pass + splits * longest)
+        # 4. The pass of the reference policy, which KL needs.
         if config.hyperparameters.beta > 0 or "beta" in config.search_space:
             tokens += one_pass
         tokens *= config.population.size
@@ -545,7 +547,8 @@ def peak_memory(
         learning = learning_bytes(model, tokens, logits_rows, precision, recompute=True)
     # 3. Sampling: KV caches of the rows of all members that are sampled at once.
     rows = members * max(samples, validation)
-    cached = width * min(rows, rows_at_once(width, device.partition(":")[0]))
+    device_type = device.partition(":")[0]
+    cached = width * min(rows, rows_at_once(width, device_type))
     if turns > 1:  # the caches kept from the last turn, and those kept for the next one
         cached += 2 * min(width * rows, CACHED_TOKENS)
     return Memory(
