@@ -208,7 +208,7 @@ class Agent(NamesMissing, HyperparameterAttributes):
         return clone
 
     def copy_with_state(
-        self, state: Mapping[str, Tensor], *, index: int | None, wrap: bool = True
+        self, state: Mapping[str, Tensor], *, index: int | None = None, wrap: bool = True
     ) -> Self:
         """Return an independent copy of this agent with another train state.
 

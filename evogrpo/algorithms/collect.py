@@ -108,7 +108,8 @@ def sample_groups(
     def sample() -> RolloutBatch | None:
         """Return the samples of this rank's rows; None if it has none."""
         if len(rows):
-            return _moved(members.sample(env, starts, request.select(rows)), "cpu")
+            sampled = members.sample(env, starts, request.select(rows))
+            return _moved(sampled, "cpu")
         return None
 
     # 5. Merge the rows of all ranks, in order.
@@ -220,7 +221,8 @@ def _rows_with_refills(
     rows = torch.arange(len(batch), device=batch.group_ids.device)
     useless = groups_without_signal(new, kinds)
     for slot, useless_groups in useless.items():
-        drawn_groups = new.group_ids[new.member_ids == slot].unique().tolist()
+        own = new.member_ids == slot
+        drawn_groups = new.group_ids[own].unique().tolist()
         useful = [group for group in drawn_groups if group not in useless_groups]
         # New groups with signal take the places of old ones without.
         for old_group, new_group in zip(without_signal[slot], useful, strict=False):
@@ -302,7 +304,8 @@ def _select(rollout: RolloutBatch, rows: Tensor) -> RolloutBatch:
 def merge_rollouts(parts: Sequence[RolloutBatch]) -> RolloutBatch:
     """Return the rows of several rollouts of one learning step, one after another."""
     experience = {}
-    for policy in dict.fromkeys(policy for part in parts for policy in part.experience):
+    policies = dict.fromkeys(chain.from_iterable(part.experience for part in parts))
+    for policy in policies:
         batches = [part.experience[policy] for part in parts if policy in part.experience]
         experience[policy] = _concatenate_batches(batches)
     tokens: dict[int, int] = {}

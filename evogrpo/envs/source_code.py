@@ -114,6 +114,7 @@ def _definitions(tree: ast.Module) -> Mapping[str, list[Definition]]:
     def visit(node: ast.AST, prefix: str, functions: tuple[FunctionNode, ...]) -> None:
         """Add the definitions inside a node, which is inside `functions`, the innermost first."""
         for child in ast.iter_child_nodes(node):
+            # Definitions may be inside of any statement.
             if not isinstance(child, _DEFINITIONS):
                 visit(child, prefix, functions)
                 continue

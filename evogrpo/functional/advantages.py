@@ -224,7 +224,8 @@ def gdpo_advantages(
     """
     # 1. Standardise each reward function, then sum.
     columns = components.double().unbind(1)
-    standard = torch.stack([group_advantages(column, group_ids, eps) for column in columns], 1)
+    standard_columns = [group_advantages(column, group_ids, eps) for column in columns]
+    standard = torch.stack(standard_columns, 1)
     if weights is not None:
         standard = standard * weights.to(standard)
     total = standard.sum(1)
@@ -278,7 +279,8 @@ def _returns(step_rewards: Tensor, mask: Tensor, gamma: float | Tensor) -> Tenso
 
     At an uncounted action it is that of the next counted one, or 0 after the last.
     """
-    totals = torch.where(mask & ~step_rewards.isnan(), step_rewards.double(), 0.0)
+    rewarded = mask & ~step_rewards.isnan()
+    totals = torch.where(rewarded, step_rewards.double(), 0.0)
     discount = torch.as_tensor(gamma, dtype=torch.float64, device=mask.device)
     decays = torch.where(mask, discount, 1.0)
     span = 1

@@ -66,9 +66,12 @@ def chunked_log_probs(
             hidden: Tensor, targets: Tensor, temperature: Tensor, forbidden: Tensor
         ) -> tuple[Tensor, Tensor]:
             """Return log-probabilities and entropies of a chunk."""
-            log_p = scale_logits(head(hidden), temperature, forbidden, forbidden_ids).log_softmax(1)
+            scaled = scale_logits(head(hidden), temperature, forbidden, forbidden_ids)
+            log_p = scaled.log_softmax(1)
             # H = -sum(p log p). A forbidden token has log p = -inf, and 0 * -inf would be NaN.
-            entropies = -(log_p.exp() * log_p.clamp(min=-1e30)).sum(1)
+            # 0 * -inf would be NaN.
+            finite = log_p.clamp(min=-1e30)
+            entropies = -(log_p.exp() * finite).sum(1)
             of_targets = log_p.gather(1, targets[:, None])
             return of_targets[:, 0], entropies
 
@@ -331,7 +334,8 @@ def sample_inverse_cdf(weights: Tensor, uniforms: Tensor, block: int = 256) -> T
     # 2. Choose a block, then a category inside it with what is left of the threshold.
     threshold = uniforms.to(weights.dtype) * sums.sum(1)
     chosen, rest = _first_exceeding(sums, threshold)
-    inside = blocks[torch.arange(count, device=weights.device), chosen]
+    rows = torch.arange(count, device=weights.device)
+    inside = blocks[rows, chosen]
     offset, _ = _first_exceeding(inside, rest)
     return chosen * block + offset
 
@@ -348,7 +352,8 @@ def _first_exceeding(weights: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor
     cumulative = weights.cumsum(1)
     # If rounding put the threshold at or above the total, take the last category of positive
     # weight.
-    below = torch.nextafter(cumulative[:, -1], torch.zeros_like(threshold))
+    zeros = torch.zeros_like(threshold)
+    below = torch.nextafter(cumulative[:, -1], zeros)
     threshold = torch.minimum(threshold, below)
     chosen = torch.searchsorted(cumulative, threshold[:, None], right=True)
     # Only rows with NaN exceed the range; callers report them.

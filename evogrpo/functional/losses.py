@@ -196,7 +196,9 @@ def loss_weights(
     # 1. Count actions and completions of each member.
     mode = aggregation or LOSS_TYPES[loss_type].aggregation
     lengths = mask.sum(1)
-    members = int(member_ids.max()) + 1 if len(member_ids) else 0
+    members = 0
+    if len(member_ids):
+        members = int(member_ids.max()) + 1
     zeros = torch.zeros(members, dtype=torch.float64, device=mask.device)
     ones = torch.ones_like(lengths, dtype=torch.float64)
     completions = zeros.index_add(0, member_ids, ones)[member_ids]

@@ -101,7 +101,8 @@ def clipped_adamw_steps_(
 def _column(values: Sequence[float], like: Tensor) -> Tensor:
     """Return `[p, 1]` of one value per row, in the dtype and on the device of a tensor."""
     numbers = [_in_range(value, like) for value in values]
-    return torch.tensor(numbers, dtype=like.dtype, device=like.device)[:, None]
+    row = torch.tensor(numbers, dtype=like.dtype, device=like.device)
+    return row[:, None]
 
 
 def _in_range(value: float, like: Tensor) -> float:

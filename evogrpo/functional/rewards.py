@@ -56,7 +56,8 @@ def group_statistics(
     # The mean of eight 0.1s can differ from 0.1 by rounding. Divided by a small deviation, that
     # would be noise.
     mean = torch.where(low == high, low, mean)
-    square = zeros.index_add(0, groups, (values - mean[groups]) ** 2)
+    deviations = values - mean[groups]
+    square = zeros.index_add(0, groups, deviations**2)
     return GroupStatistics(amount, mean, square)
 
 
@@ -186,7 +187,8 @@ def zero_variance_groups(rewards: Tensor, groups: Tensor, count: int) -> Tensor:
     Returns:
         `[count]` booleans.
     """
-    return group_statistics(rewards, ~rewards.isnan(), groups, count).square == 0
+    statistics = group_statistics(rewards, ~rewards.isnan(), groups, count)
+    return statistics.square == 0
 
 
 def update_running_statistics(running: Tensor, rewards: Tensor, member_ids: Tensor) -> Tensor:

@@ -242,6 +242,7 @@ def text_changes(summary: RunSummary) -> Iterator[TextChange]:
     """Yield the text changes of a run, in the order of births."""
     for birth in summary.births:
         for name, (old, new) in birth.changes.items():
+            # Numbers and names of choices are no texts; founders change nothing.
             texts = isinstance(old, str) and isinstance(new, str)
             if not texts or not is_task_setting(name) or birth.parent is None:
                 continue

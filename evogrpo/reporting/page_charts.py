@@ -136,6 +136,7 @@ def _lineage_plot(run: RunCharts, details: Details) -> Plot:
                 "hoverinfo": "skip",
             }
         )
+    # One row for each slot, up to a height.
     slots = chart.limits[1] + 0.5
     plot["layout"]["height"] = min(130 + 32 * slots, 480)
     return plot

@@ -630,9 +630,7 @@ def _member_table(
 def _value_text(member: MemberReport, name: str, labels: SettingLabels) -> Text:
     """Return a hyperparameter of a member; it is highlighted if it changed at its birth."""
     value = labels.text(name, member.hyperparameters.get(name))
-    if name in member.changes:
-        return Text(value, "bold cyan")
-    return Text(value)
+    return Text(value, "bold cyan" if name in member.changes else "")
 
 
 def member_note(
@@ -673,7 +671,6 @@ def plan_lines(report: GenerationReport, labels: SettingLabels = NO_LABELS) -> l
         origin = origin_text(child.parent, labels.changes(child.changes))
         lines.append(Text.assemble((f"selection: {birth}", "cyan"), f", a {origin}"))
     # 4. Otherwise the reasons why members stay, without details; the best one always does.
-    # Tell why no member was replaced.
     if not lines:
         reasons: dict[str, None] = {}
         for member in report.members:

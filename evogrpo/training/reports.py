@@ -228,6 +228,7 @@ def _best_and_worst(
     """
     owners = collected.member_ids.tolist()
     own = [row for row, owner in enumerate(owners) if owner == slot]
+    # Without signal, its first completion.
     rows = next(iter(_extremes_of_groups(collected, slot)), tuple(own[:1]))
     examples = []
     for row in rows:

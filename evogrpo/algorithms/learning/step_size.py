@@ -271,7 +271,8 @@ class StepSizes:
             target = step_target(target_kl, signal, transitions=transitions)
             self._controls[slot] = StepControl(factor, ceiling, target=target, target_kl=target_kl)
             # Evenly spaced rows, also those that teach nothing: the KL is that of all actions.
-            rows = (own & samples.action_mask.any(1)).nonzero()[:, 0]
+            acting = own & samples.action_mask.any(1)
+            rows = acting.nonzero()[:, 0]
             count = min(count, len(rows))
             chosen = torch.linspace(0, len(rows) - 1, count).long()
             self._rows[slot] = rows[chosen.to(rows.device)]
@@ -282,7 +283,8 @@ class StepSizes:
         if self._controls:
             slots = list(self._controls)
             before = bank.distributions(self._measured_rows(slots))
-            self._before = dict(zip(slots, self._split(before, slots), strict=True))
+            by_slot = self._split(before, slots)
+            self._before = dict(zip(slots, by_slot, strict=True))
 
     def repeat(self, updates: Mapping[int, Sequence[UpdateReport]]) -> set[int]:
         """Measure the last pass; return the slots that repeat it, with their train states restored.
@@ -307,7 +309,8 @@ class StepSizes:
         for slot, own in zip(slots, self._split(divergences, slots), strict=True):
             # 2. Measure the KL between the policies before and after the pass.
             control = self._controls[slot]
-            mask = self._training_rows.samples.action_mask[self._rows[slot]]
+            measured_rows = self._rows[slot]
+            mask = self._training_rows.samples.action_mask[measured_rows]
             kl = float(own[mask].double().mean())
             if not all(math.isfinite(report.grad_norm) for report in updates[slot]):
                 kl = math.inf

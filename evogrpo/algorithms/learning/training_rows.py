@@ -64,7 +64,8 @@ class TrainingRows:
         """
         if not len(rows):
             return
-        computed = self._bank.distributions(self.select_for_pass(rows), reference=not old)
+        part = self.select_for_pass(rows)
+        computed = self._bank.distributions(part, reference=not old)
         zeros = computed.new_zeros(len(self.known), *computed.shape[1:])
         self.distributions = zeros.index_copy(0, rows, computed)
 
@@ -75,7 +76,8 @@ class TrainingRows:
         """
         rows = rows[~self.known[rows]]
         if len(rows):
-            self.store_old(rows, self._bank.log_probs(self.select_for_pass(rows)))
+            part = self.select_for_pass(rows)
+            self.store_old(rows, self._bank.log_probs(part))
 
     def store_old(self, rows: Tensor, current: Tensor) -> None:
         """Store the log-probabilities `[k, t]` of rows under the policies that sampled."""

@@ -211,7 +211,8 @@ class EpisodeRecorder:
         if terms is not None:
             self._terms.append((entries, terms))
         self._terminated.append(entries[step.terminated])
-        self._truncated.append(entries[step.truncated & ~step.terminated])
+        truncated = step.truncated & ~step.terminated
+        self._truncated.append(entries[truncated])
 
     def finish(self) -> Episodes:
         """Return the episodes once all have ended; empties the recorder."""
@@ -281,7 +282,8 @@ class EpisodeRecorder:
         # `[groups, agents]` True if the agent acts in an episode of the group.
         group_count = 1 + self._groups.max()
         appears = np.zeros((group_count, len(numbers)), dtype=np.bool_)
-        np.logical_or.at(appears, self._groups, acted[numbers].T)
+        acted_by_row = acted[numbers].T
+        np.logical_or.at(appears, self._groups, acted_by_row)
         rows, columns_of_rows = np.nonzero(appears[self._groups])
         numbers_of_rows = numbers[columns_of_rows]
         chosen = numbers_of_rows * n + rows

@@ -279,6 +279,7 @@ class GymnasiumGroups(SeededGroups):
         """Return short texts that identify the environment, for its fingerprint."""
         env = self._make.env
         identity = {"environment": self.name, **self._class_identity}
+        # A registered id stands for its code.
         if not isinstance(env, str):
             identity["environment"] += f", code {code_hash(env)}"
         wrappers = []

@@ -131,6 +131,7 @@ class PolicySpec:
                 "With agent_ids, possible_agents must list all agents. Missing:"
                 f" {', '.join(unknown)}."
             )
+        # One flag per agent: further entries of a vector, or a leaf beside any other space.
         numbers = [self.agents.index(name) for name in agents]
         one_hot: NDArray[Any] = np.eye(len(self.agents), dtype=np.float32)
         flags = one_hot[numbers]

@@ -119,6 +119,7 @@ class RewardComponents:
             ValueError: If a component is not a finite number.
         """
         result = np.empty((len(step.rewards), len(self.weights)))
+        # The first term is the reward of the environment.
         result[:, 0] = step.rewards
         for row, of_row in enumerate(step.components):
             pairs = zip(self.components, of_row, strict=True)

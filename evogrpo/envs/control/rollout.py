@@ -270,6 +270,7 @@ def _act(
         action_mask=inputs.action_masks,
         base=request.base,
     )
+    # An actor may be a user's own.
     space = spec.action_form
     shape = (len(rows), *(space.shape or ()))
     if np.shape(acted.actions) != shape:

@@ -111,6 +111,7 @@ class SeededGroups(NamesMissing, ABC):
         reward_weights: Mapping[str, float] | None,
         settings: Mapping[str, SettingValue] | None,
     ) -> None:
+        # 1. Check the arguments.
         self._sizes: dict[Split, int] = {
             "train": train_size,
             "validation": validation_size,
@@ -128,6 +129,7 @@ class SeededGroups(NamesMissing, ABC):
             raise ValueError(
                 f"env_kwargs must be a mapping of keyword arguments, got {shown(env_kwargs)}."
             )
+        # 2. Keep them. Environments are created when episodes begin.
         self.seed = whole_number("seed", seed)
         self._kwargs = dict(env_kwargs or {})
         self.components = RewardComponents.of(rewards, reward_weights)
@@ -285,6 +287,7 @@ class SeededGroups(NamesMissing, ABC):
         options = {**self.settings, **options}
         if not options:
             return
+        # A mapping that records which options `reset` reads.
         recorded = _RecordedOptions(options)
         with EndForkedChildren(), closing(self._create_unset()) as env:
             try:

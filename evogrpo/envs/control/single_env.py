@@ -317,6 +317,7 @@ def env_spec(env: str) -> EnvSpec:
     if len(env) > MAX_ID or printable(env) != env:
         raise ValueError(f"env must be the id of an environment, got {shown(env)}.")
     module, _, name = env.rpartition(":")
+    # The import registers the ids of the module.
     if module:
         importlib.import_module(module)
     namespace, plain, version = parse_env_id(name)

@@ -172,7 +172,8 @@ def _by_torch(q: Tensor, k: Tensor, v: Tensor, t: int, bias: Tensor | None) -> T
     rep = wide // t
     # 1. torch's layout: [kv, n, rep * t, d] -> [n, kv * rep, t, d].
     by_head = q.view(kv, n, rep, t, d)
-    heads = by_head.permute(1, 0, 2, 3, 4).reshape(n, kv * rep, t, d)
+    rows_first = by_head.permute(1, 0, 2, 3, 4)
+    heads = rows_first.reshape(n, kv * rep, t, d)
     keys = k.transpose(0, 1)
     values = v.transpose(0, 1)
     # 2. FlashAttention takes no mask, but masks later tokens, and shares keys among heads. Other
@@ -372,8 +373,9 @@ def _gathered(weights: Tensor, vectors: Tensor, runs: tuple[int, ...]) -> Tensor
     """
     kv = len(weights)
     sums = []
-    groups = zip(_by_prompt(weights, runs), _by_prompt(vectors, runs), strict=True)
-    for (_, _, w), (_, _, x) in groups:
+    parts_of_weights = _by_prompt(weights, runs)
+    parts_of_vectors = _by_prompt(vectors, runs)
+    for (_, _, w), (_, _, x) in zip(parts_of_weights, parts_of_vectors, strict=True):
         total = torch.bmm(w.mT, x)  # [kv * prompts, P, d]
         sums.append(total.unflatten(0, (kv, -1)))
     return sums[0] if len(sums) == 1 else torch.cat(sums, 1)

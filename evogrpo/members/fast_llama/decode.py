@@ -230,9 +230,10 @@ class FastDecoding:
         of_keys, of_queries = self._passes.rotations_at(positions[:, None])
         rotation = []
         for queries, keys in zip(of_queries, of_keys, strict=True):
-            columns_of_queries = queries[:, 0].T.expand(kv * rep, -1, -1)
-            columns_of_keys = keys[:, 0].T.expand(kv, -1, -1)
-            rotation.append(torch.cat([columns_of_queries, columns_of_keys]))
+            # One token per row: [n, 1, d / 2] -> [d / 2, n], the same for all heads.
+            of_query_heads = queries[:, 0].T.expand(kv * rep, -1, -1)
+            of_key_heads = keys[:, 0].T.expand(kv, -1, -1)
+            rotation.append(torch.cat([of_query_heads, of_key_heads]))
         # 4. All layers. Tokens are columns, and the residual stream is in float32.
         hidden = self._passes.embed(tokens).float().T.contiguous()
         layers = zip(layout.layers, self._own, self._shared, strict=True)
@@ -272,13 +273,15 @@ class FastDecoding:
         cos, sin = rotation
         heads = _rotated(heads, cos, sin)
         q = heads[: kv * rep].view(kv, rep, width, -1)
-        q = q.permute(0, 3, 1, 2).contiguous()  # [kv, n, rep, d]
+        # [kv, rep, d, n] -> [kv, n, rep, d]
+        q = q.permute(0, 3, 1, 2).contiguous()
         # 2. Store keys and values; attend to the prompt and to the row's own tokens.
         keys, values = stored
         number = self._length - 1
         keys[:, :, number] = heads[kv * rep :].mT
         values[:, :, number] = v.view(kv, width, -1).mT
-        own = KeyValues(slice(None), keys.flatten(0, 1).mT, values.flatten(0, 1))
+        own_keys = keys.flatten(0, 1).mT
+        own = KeyValues(slice(None), own_keys, values.flatten(0, 1))
         attended = decode_attention(q, own, shared, bias)
         (out,) = self._projected(attended.T, [layer.output])
         hidden += out

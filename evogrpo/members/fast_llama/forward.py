@@ -151,7 +151,8 @@ class _Rotate(torch.autograd.Function):
         n, t, half = cos.shape  # half = d / 2
         kv, rep = heads
         out = x.new_empty((kv, n, rep, t, 2 * half))
-        _rotate_into(_by_head(x, cos.shape, heads), cos, sin, 1.0, out)
+        by_head = _by_head(x, cos.shape, heads)
+        _rotate_into(by_head, cos, sin, 1.0, out)
         return out.view(kv, n, rep * t, 2 * half)
 
     @staticmethod
@@ -163,7 +164,8 @@ class _Rotate(torch.autograd.Function):
         # [kv, n, rep * t, d] -> [kv, n, rep, t, d], as `_rotate_into` takes it.
         grad = grads[0].view(kv, n, rep, t, 2 * half)
         out = grad.new_empty((n * t, kv * rep * 2 * half))
-        _rotate_into(grad, cos, sin, -1.0, _by_head(out, cos.shape, ctx.heads))
+        by_head = _by_head(out, cos.shape, ctx.heads)
+        _rotate_into(grad, cos, sin, -1.0, by_head)
         return out, None, None, None
 
 
@@ -181,7 +183,8 @@ def projected(x: Tensor, layers: Sequence[NamedLinear], hook: LoraHook | None) -
     linears = [layer for _, layer in layers]
     if hook is not None and not torch.is_grad_enabled():
         outputs = [frozen_linear(x, layer.weight, layer.bias) for layer in linears]
-        _add_adapters(x, outputs, hook.stacked(names, len(x), x.dtype, transposed=True))
+        adapters = hook.stacked(names, len(x), x.dtype, transposed=True)
+        _add_adapters(x, outputs, adapters)
         return outputs
     # A and B of every slot, module by module, so that autograd asks for their gradients.
     leaves = list[Tensor]()
@@ -243,7 +246,8 @@ class _Linears(torch.autograd.Function):
         outputs = tuple(frozen_linear(x, layer.weight, layer.bias) for layer in layers)
         low = None
         if hook is not None:
-            low = _add_adapters(x, outputs, hook.stacked(names, len(x), x.dtype))
+            adapters = hook.stacked(names, len(x), x.dtype)
+            low = _add_adapters(x, outputs, adapters)
         # Gradients of outputs that are not used stay None, and cost no product.
         ctx.set_materialize_grads(False)
         ctx.layers = layers
@@ -278,7 +282,8 @@ class _Linears(torch.autograd.Function):
         # By module, of B^T `[slots, r, out]`.
         grad_b = {}
         for module, _, b in modules:
-            grad_b[module] = b.new_zeros((slots, b.shape[2], b.shape[1]), dtype=dtype)
+            _, width, rank = b.shape
+            grad_b[module] = b.new_zeros((slots, rank, width), dtype=dtype)
         for part in adapters:
             tokens = part.tokens
             count = len(part.a)
@@ -291,7 +296,8 @@ class _Linears(torch.autograd.Function):
                 rank = b.shape[2]
                 scaled = torch.bmm(grad, b).mul_(part.scale)
                 grad_low[tokens, columns] = scaled.view(-1, rank)
-                low_of_module = (low[tokens, columns] * part.scale).view(count, -1, rank)
+                low_of_module = low[tokens, columns] * part.scale
+                low_of_module = low_of_module.view(count, -1, rank)
                 grad_b[module][part.slots] += torch.bmm(low_of_module.mT, grad)
             # 4. dA of all modules, and the adapters' part of dx.
             low_part = grad_low[tokens].view(count, -1, low.shape[1])
@@ -579,7 +585,8 @@ class FastLlama:
             n, t, _ = of_keys[0].shape
             queries = rotated(group_q, *of_queries, (kv, rep))
             keys = rotated(group_k, *of_keys, (kv, 1))
-            values = group_v.view(n, t, kv, width).permute(2, 0, 1, 3).contiguous()
+            by_token = group_v.view(n, t, kv, width)
+            values = by_token.permute(2, 0, 1, 3).contiguous()
             heads.append((queries, keys, values))
         # 3. Attention.
         attended, _, _ = attend(number, layer, *heads)

@@ -173,7 +173,8 @@ class AdapterSampler(AdapterStates):
             for group in self.split_passes(policy, pending, slots):
                 size = rows_at_once(width, self.base.device.type, limit)
                 count = math.ceil(len(group) / size)
-                batches += [(batch, caches) for batch in torch.tensor(group).chunk(count)]
+                chunks = torch.tensor(group).chunk(count)
+                batches += [(batch, caches) for batch in chunks]
         # 4. Sample them, and save caches as long as they fit into memory.
         with torch.no_grad(), self.base.working(), self.base.autocast():
             sampler = _Sampler(self, policy, rows, on_finished)
@@ -239,7 +240,8 @@ def _with_history_in_prompts(rows: SamplingBatch) -> SamplingBatch:
     for prompt, history in zip(rows.prompt_ids.tolist(), rows.history, strict=True):
         whole = (*rows.prompts[prompt], *history)
         prompt_ids.append(numbers.setdefault(whole, len(numbers)))
-    return replace(rows, prompts=tuple(numbers), prompt_ids=torch.tensor(prompt_ids), history=None)
+    ids = torch.tensor(prompt_ids)
+    return replace(rows, prompts=tuple(numbers), prompt_ids=ids, history=None)
 
 
 class _Sampler:
@@ -371,7 +373,8 @@ class _Sampler:
         rows = self._rows
         members = rows.member_ids.cpu()[batch]
         # The rows of a pair of member and prompt continue from the same prefix.
-        pairs, pair_of_row = distinct_prefixes(members, rows.prompt_ids.cpu()[batch])
+        prompt_ids = rows.prompt_ids.cpu()[batch]
+        pairs, pair_of_row = distinct_prefixes(members, prompt_ids)
         prompts = [rows.prompts[prompt] for _, prompt in pairs]
         slots = [slot for slot, _ in pairs]
         prefix = self._model.prefix(prompts, slots, self._make_hook)
@@ -423,7 +426,10 @@ class _Sampler:
         """
         model = self._model
         numbers = batch.to(model.device)
-        decoding = self._prefill(batch) if kept is None else self._resume(batch, kept)
+        if kept is None:
+            decoding = self._prefill(batch)
+        else:
+            decoding = self._resume(batch, kept)
         width = self._rows.max_new_tokens
         on_cpu = model.device.type == "cpu"
         check_every = CHECK_EVERY
@@ -459,17 +465,20 @@ class _Sampler:
             self._log_probs[numbers, step] = torch.where(live, log_probs, 0.0)
             self._present[numbers, step] = live
             # The end token is the last one of its completion.
-            live = live & ~torch.isin(drawn, self._bank.end_ids)
+            is_end = torch.isin(drawn, self._bank.end_ids)
+            live = live & ~is_end
             last = step == width - 1
             if (step + 1) % check_every and not last:
                 continue
             # 2. Check for finished rows. An unfinished row counts its fraction of the maximum
             #    length.
-            live = live & ~self._cut_at_stop_strings(numbers, checked, step + 1)
+            is_stopped = self._cut_at_stop_strings(numbers, checked, step + 1)
+            live = live & ~is_stopped
             ended_now = alive - int(live.sum())
             alive -= ended_now
             # A row that has ended counts as all of its tokens.
-            done = alive * (step + 1 - checked) + ended_now * (width - checked)
+            done_of_alive = alive * (step + 1 - checked)
+            done = done_of_alive + ended_now * (width - checked)
             self._counter.add(done / width)
             checked = step + 1
             if self.on_finished is not None:
@@ -513,7 +522,8 @@ class _Sampler:
         """
         rows = numbers.cpu()
         members = self._rows.member_ids.cpu()[rows]
-        pairs, pair_of_row = distinct_prefixes(members, self._rows.prompt_ids.cpu()[rows])
+        prompt_ids = self._rows.prompt_ids.cpu()[rows]
+        pairs, pair_of_row = distinct_prefixes(members, prompt_ids)
         # 1. Numbers of all rows and of unfinished rows of each pair of member and prompt.
         unfinished = live.cpu()
         counts = torch.bincount(pair_of_row, minlength=len(pairs))
@@ -523,7 +533,8 @@ class _Sampler:
         prompts = torch.bincount(member_of_pair[alive > 0]).max()
         order = torch.from_numpy(lexsort(-alive, member_of_pair))
         kept = _place_in_run(member_of_pair[order]) < prompts
-        kept &= torch.isin(member_of_pair[order], member_of_pair[alive > 0])
+        unfinished_members = member_of_pair[alive > 0]
+        kept &= torch.isin(member_of_pair[order], unfinished_members)
         pair_stays = torch.zeros(len(pairs), dtype=torch.bool)
         pair_stays[order[kept]] = True
         # 3. Pairs keep as many rows, unfinished ones first; the total is a multiple if possible.
@@ -616,7 +627,7 @@ class _Sampler:
                 drawn = sample_inverse_cdf(weights, uniforms[rows])
                 # A row of NaN points past the end.
                 drawn = drawn.clamp(max=weights.shape[1] - 1)
-                weight = weights.gather(1, drawn[:, None])[:, 0]
+                weight = weights.gather(1, drawn[:, None]).squeeze(1)
                 probability = weight / weights.sum(1)
                 if self._any_greedy:
                     drawn = torch.where(greedy, best, drawn)

@@ -100,7 +100,8 @@ class StackedBank(StackedTrainStates):
             #    is faster.
             for stack, layout in layouts:
                 if stack.reads_features and self.device.type == "cpu":
-                    features = np.asarray(observations, dtype=np.float32).reshape(rows, -1)
+                    features = np.asarray(observations, dtype=np.float32)
+                    features = features.reshape(rows, -1)
                     # All observations in order: a view, without gathering.
                     if layout.in_order and layout.index.size == rows:
                         features = features.reshape(*layout.index.shape, -1)
@@ -141,7 +142,8 @@ class StackedBank(StackedTrainStates):
                 return layouts
         # 2. Lay out the items of each stack.
         if base:
-            layouts = [(self.base, layout) for layout in lay_out(np.zeros_like(slots))]
+            zeros = np.zeros_like(slots)
+            layouts = [(self.base, layout) for layout in lay_out(zeros)]
         else:
             layouts = []
             for number, stack in enumerate(self.stacks):
@@ -315,7 +317,8 @@ class StackedBank(StackedTrainStates):
             grads = torch.autograd.grad(loss.sum(), all_outputs)
             for (_, backward), grad in zip(tape, grads, strict=True):
                 backward(grad)
-            losses.index_add_(0, rows.member_ids.cpu(), loss.detach().float().cpu())
+            row_losses = loss.detach().float().cpu()
+            losses.index_add_(0, rows.member_ids.cpu(), row_losses)
             # 4. Keep the scores of these rows.
             for values, new in zip(scores, found, strict=True):
                 values[part] = new.detach()
@@ -366,7 +369,8 @@ class StackedBank(StackedTrainStates):
         # 1. Lay the counted actions out by stack and member.
         mask = batch.action_mask
         counted = np.flatnonzero(mask.cpu().numpy())
-        slots = batch.member_ids.cpu().numpy()[counted // mask.shape[1]]
+        row_of_action = counted // mask.shape[1]
+        slots = batch.member_ids.cpu().numpy()[row_of_action]
         layouts = self._layouts("learn", slots, base=version == "base")
         # Transitions are usually sorted by member, and then need no gathering.
         all_counted = len(counted) == mask.numel()
@@ -388,7 +392,8 @@ class StackedBank(StackedTrainStates):
                 tape.append((outputs.requires_grad_(), backward))
             outputs = outputs.flatten(0, 1)
             if layout.real is not None:
-                outputs = outputs.index_select(0, torch.from_numpy(layout.real).to(outputs.device))
+                real = torch.from_numpy(layout.real).to(outputs.device)
+                outputs = outputs.index_select(0, real)
             parts.append(outputs)
         outputs = torch.cat(parts) if len(parts) > 1 else parts[0]  # [c, o]
         # 3. Compute the values and put them back in the order of the batch.

@@ -223,7 +223,8 @@ class Categorical(Distribution):
         for part in self._parts:
             log_p = first[:, part].log_softmax(-1).clamp(min=LOWEST)
             log_q = second[:, part].log_softmax(-1).clamp(min=LOWEST)
-            divergences.append((log_p.exp() * (log_p - log_q)).sum(-1))
+            terms = log_p.exp() * (log_p - log_q)
+            divergences.append(terms.sum(-1))
         return _sum(divergences)
 
 
@@ -276,7 +277,8 @@ class Bernoulli(Distribution):
         log_probs = logsigmoid(signs * outputs).sum(1)
         logits = outputs if entropy_gradient else outputs.detach()
         # With p = sigmoid(x): -p log p - (1 - p) log(1 - p) = softplus(x) - x p.
-        entropies = (softplus(logits) - logits * torch.sigmoid(logits)).sum(1)
+        of_bits = softplus(logits) - logits * torch.sigmoid(logits)
+        entropies = of_bits.sum(1)
         return log_probs, entropies
 
     def kl(self, first: Tensor, second: Tensor) -> Tensor:
@@ -349,7 +351,8 @@ class DiagonalGaussian(Distribution):
         in_network_units = mean + np.exp(log_std) * noise
         values = self._middle + self._half * in_network_units
         constant = self.outputs * HALF_LOG_2PI + self._log_half
-        log_probs = -(0.5 * noise * noise + log_std).sum(1) - constant
+        exponents = 0.5 * noise * noise + log_std
+        log_probs = -exponents.sum(1) - constant
         actions = values.reshape(len(outputs), *self.shape).astype(self.dtype)
         return actions, log_probs.astype(np.float32)
 

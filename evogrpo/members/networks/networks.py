@@ -178,7 +178,8 @@ def orthogonal(rng: np.random.Generator, rows: int, columns: int) -> Tensor:
     Source: Exact solutions to the nonlinear dynamics of learning in deep linear networks
     (arXiv:1312.6120).
     """
-    normal = rng.standard_normal((max(rows, columns), min(rows, columns)))
+    shape = (max(rows, columns), min(rows, columns))
+    normal = rng.standard_normal(shape)
     q, r = np.linalg.qr(normal)
     # Otherwise the signs would depend on the QR routine.
     q *= np.where(np.diag(r) < 0, -1.0, 1.0)
@@ -411,7 +412,8 @@ class DefaultNetwork:
     def _features(self, parameters: Parameters, observations: Any) -> Tensor:
         """Return features `[q, w, f]`, including those of images."""
         # 1. Encode all observations in one call.
-        lead = flatten(self.encoder.space, observations)[0].shape[:2]
+        first_leaf = flatten(self.encoder.space, observations)[0]
+        lead = first_leaf.shape[:2]
         rows = map_tensors(observations, lambda leaf: leaf.flatten(0, 1))
         vector, images = self.encoder(rows, parameters["output.bias"].device)
         parts: list[Tensor] = []

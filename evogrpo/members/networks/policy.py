@@ -93,7 +93,8 @@ class StackedPolicy:
 
     def act(self, observations: Any, member_ids: IntArray, **options: Any) -> SampledActions:
         """Choose actions for raw observations; see `evogrpo.records.Actor`."""
-        return self.bank.act(self.normalise(observations, member_ids), member_ids, **options)
+        normalised = self.normalise(observations, member_ids)
+        return self.bank.act(normalised, member_ids, **options)
 
     def module(self, slot: int, *, base: bool = False) -> nn.Module:
         """Return a copy of a network as a module: raw observations to parameters `[m, o]`.
@@ -124,7 +125,8 @@ class StackedPolicy:
         before = self.statistics
         if before is not None:
             later = before.merged(observed)
-            values = np.concatenate([later.count[:, None], later.mean, later.m2], axis=1)
+            columns = [later.count[:, None], later.mean, later.m2]
+            values = np.concatenate(columns, axis=1)
             self.bank.extra_stats.copy_(torch.from_numpy(values))
 
     def normalise(self, observations: Any, member_ids: IntArray) -> Any:

@@ -484,7 +484,8 @@ class StackedTrainStates:
         # Other bytes, or no bytes at all.
         except (ValueError, TypeError, RecursionError) as error:
             raise ValueError(f"train state 'architecture' is damaged: {error}") from error
-        if self._module is not None and architecture.tolist() != example["architecture"].tolist():
+        changed = architecture.tolist() != example["architecture"].tolist()
+        if self._module is not None and changed:
             raise ValueError(
                 "train state 'architecture' does not match the network of these members. Load it"
                 " with GRPO.load."
@@ -535,7 +536,8 @@ class StackedTrainStates:
         if not self.own_reference:
             raise ValueError(NO_REFERENCES)
         stack, row = self.locate(slot)
-        stack.row("reference", row).lerp_(stack.row("weights", row), mixing)
+        weights = stack.row("weights", row)
+        stack.row("reference", row).lerp_(weights, mixing)
 
     # ---- learning
 

@@ -302,9 +302,11 @@ class LanguageTask:
                     break
         if not others:
             return {}
-        batch = self.env.make_batch("train", [0], [TaskSettings(others)])
+        settings = TaskSettings(others)
+        batch = self.env.make_batch("train", [0], [settings])
         (tokens,) = batch.prompts
-        text = shorten(str(self.outline.tokenizer.decode(tokens)), 400)
+        decoded = str(self.outline.tokenizer.decode(tokens))
+        text = shorten(decoded, 400)
         parts = [f"{name}={shorten(str(value), 40)!r}" for name, value in others.items()]
         length = pluralize(len(tokens), "token")
         described = f"{text!r}, {length}, of a member with {', '.join(parts)}"

@@ -300,7 +300,8 @@ class NetworkTaskType:
                 )
             seeds = [env.reset_seed("test", start) for start in range(episodes)]
             agent = self.algorithm.load(best)
-            return record_video(agent, env, folder / f"member-{agent.index}.mp4", seeds=seeds)
+            path = folder / f"member-{agent.index}.mp4"
+            return record_video(agent, env, path, seeds=seeds)
 
     def usage(self, best: Path) -> str:
         """Return the expression that acts with the best member."""
