@@ -16,6 +16,7 @@ from evogrpo.interruption import NEVER, Stop
 from evogrpo.members.members import Members
 from evogrpo.members.requests import EvaluationRequest
 from evogrpo.records import BoolArray, FloatArray
+from evogrpo.validation import whole_between
 from evogrpo.warnings import warn
 
 
@@ -79,7 +80,7 @@ def _question_count(env: GroupEnvironment, split: Split, questions: int | None) 
     """Return the number of questions to answer: `questions` at most, all by default."""
     count = env.size(split)
     if questions is not None:
-        count = min(questions, count)
+        count = min(whole_between("questions", questions, 1), count)
     if count < 1:
         raise ValueError(
             f"The {split} split is empty, so nothing can be evaluated on it. Add questions to it."

@@ -34,6 +34,7 @@ from evogrpo.safe_parsing import dump_json, load_json
 from evogrpo.synonyms import NamesMissing
 from evogrpo.text import class_name, shown
 from evogrpo.validation import dump, validate, whole_between
+from evogrpo.warnings import warn
 
 if TYPE_CHECKING:
     from evogrpo.algorithms.agent import Agent
@@ -51,7 +52,15 @@ class Population(NamesMissing, Sequence[Any]):
         next_index: First unused index.
     """
 
-    __slots__ = ("__weakref__", "_handed_out", "agents", "lineage", "members", "next_index")
+    __slots__ = (
+        "__weakref__",
+        "_handed_out",
+        "_learned_step",
+        "agents",
+        "lineage",
+        "members",
+        "next_index",
+    )
 
     def __init__(
         self,
@@ -67,6 +76,7 @@ class Population(NamesMissing, Sequence[Any]):
         founders = [replace(agent.record(), reason="founder") for agent in self.agents]
         self.lineage = tuple(founders if lineage is None else lineage)
         self.next_index = 1 + max(agent.index for agent in self.agents)
+        self._learned_step: int | None = None  # number of the latest learning step
         # What users get by indexing: the agents, or their wrappers.
         self._handed_out: list[Any] = list(agents)
         if wrapper_cls is not None:
@@ -160,8 +170,15 @@ class Population(NamesMissing, Sequence[Any]):
             stop: Checked between tokens or steps, and between reward calls.
 
         Raises:
-            ValueError: If a group size does not divide `samples_per_step`, or no member is healthy.
+            ValueError: If a group size does not divide `samples_per_step`, a group has no start,
+                no member is healthy, or `env` has no groups.
         """
+        check_groups(env)
+        if whole_between("step", step, 0) == self._learned_step:
+            warn(
+                f"collect repeats the starts and random numbers of step {step}, from which the"
+                " members have learned. Count step up."
+            )
         acting = self.healthy
         if not acting:
             raise ValueError(
@@ -173,6 +190,8 @@ class Population(NamesMissing, Sequence[Any]):
         for agent in acting:
             check_group_size(agent.group_size, samples_per_step, owner=f"member {agent.index}")
             groups.append(range(samples_per_step // agent.group_size))
+        needed = max(len(positions) for positions in groups)
+        whole_between("starts_per_step", starts_per_step, needed)
         # 2. Sample and reward. Refills would prefer groups of medium difficulty, so they do not
         #    enter `group_rewards`.
         max_refills = self.members.settings.objective.dynamic_sampling
@@ -225,6 +244,10 @@ class Population(NamesMissing, Sequence[Any]):
             ValueError: If the experience does not fit, or a custom algorithm returns a report with
                 wrong types.
         """
+        if not isinstance(experience, Mapping):
+            raise ValueError(
+                f"learn needs the experience of collect(...), got {class_name(experience)}."
+            )
         learners = [agent.learner(step) for agent in self.healthy]
         healthy = [learner.slot for learner in learners]
         experience = {policy: replace(batch, stop=stop) for policy, batch in experience.items()}
@@ -235,6 +258,7 @@ class Population(NamesMissing, Sequence[Any]):
         self.members.match_ranks(healthy)
         for slot, report in reports.items():
             self.agents[slot].failed = report.failed
+        self._learned_step = step
         return reports
 
     def evaluate(

@@ -224,6 +224,24 @@ def update_best(run: "Trainer", measured: Mapping[int, Measured]) -> int:
     return slot
 
 
+MIN_SCORES = 8
+"""Number of held-out scores from which on it is said that all are equal."""
+
+
+def warn_of_equal_scores(measured: Mapping[int, Measured], baseline: Fitness | None) -> None:
+    """Warn if all held-out scores of the first generation, and of the base before it, are equal."""
+    scores = [] if baseline is None else [*baseline.scores]
+    for each in measured.values():
+        for measure, fitness in each.fitness.items():
+            if measure != ROLLOUTS:
+                scores += fitness.scores
+    if len(scores) >= MIN_SCORES and len(set(scores)) == 1:
+        warn(
+            f"All {len(scores)} held-out scores so far are {scores[0]:g}, which says nothing about"
+            " members. Check the metric, or use easier (or harder) questions."
+        )
+
+
 def run_test(run: "Trainer") -> TestReport:
     """Evaluate the best member and the untrained base on the test split."""
     best = run.run_state.best

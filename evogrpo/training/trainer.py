@@ -48,6 +48,7 @@ from evogrpo.training.evaluation import (
     measure_baseline,
     run_test,
     update_best,
+    warn_of_equal_scores,
 )
 from evogrpo.training.proposals import (
     Proposal,
@@ -463,6 +464,8 @@ class Trainer:
         state.longest_evaluation = max(state.longest_evaluation, clock.now() - began)
         clock.tick()
         self._greedy_gap.update(measured)
+        if state.generation == 0 and self.fitness.uses_validation:
+            warn_of_equal_scores(measured, state.baseline)
         state.generation += 1
         best = update_best(self, measured)
         report = generation_report(self, measured, best=best)

@@ -76,6 +76,19 @@ def test_members_answer_prefixes_of_one_block_at_equal_cost(population):
         population.collect(env, step=0, samples_per_step=12, starts_per_step=6)
 
 
+def test_a_step_that_members_have_learned_from_is_not_collected_in_silence(population):
+    env = tiny_env()
+    sizes = {"samples_per_step": 16, "starts_per_step": 8}
+    collected = population.collect(env, step=0, **sizes)
+    with pytest.raises(ValueError, match="experience"):
+        population.learn(collected, step=0)
+    population.learn(collected.experience, step=0)
+    with pytest.warns(UserWarning, match="step 0"):
+        population.collect(env, step=0, **sizes)
+    with pytest.raises(ValueError, match="starts_per_step must be at least 8"):
+        population.collect(env, step=1, samples_per_step=16, starts_per_step=2)
+
+
 def test_evaluation_is_greedy_on_equal_questions(population):
     prompts, per_member = answers([0, 1, 2], population.members)
     first_prompts = [prompt for prompt, _ in per_member[0]]

@@ -109,6 +109,7 @@ def test_other_actions_are_one_greedy_row(agent):
     ("prompts", "rule"),
     [
         ([], "at least one prompt"),
+        (torch.tensor([[3, 4]]), "list of at least one prompt"),
         ([{"attention_mask": torch.ones(1, 2)}], "mapping with input_ids"),
         (
             [{"input_ids": torch.tensor([[3, 4]]), "attention_mask": torch.ones(1, 3)}],
@@ -536,6 +537,12 @@ IDS = torch.tensor([[8, 9, 20], [8, 9, 21]])
 MASK = torch.tensor([[0, 1], [0, 1]]).bool()
 
 
+def test_masks_that_count_prompts_are_named():
+    rewards = torch.tensor([[0.0, 1.0]], requires_grad=True)
+    with pytest.warns(UserWarning, match="action_masks count all tokens"):
+        tiny_agent().learn(([IDS], [torch.ones_like(MASK)], rewards))
+
+
 @pytest.mark.parametrize(
     ("experiences", "rule"),
     [
@@ -550,6 +557,8 @@ MASK = torch.tensor([[0, 1], [0, 1]]).bool()
         ),
         (([IDS[:1]], [MASK[:1]], [[0.0]]), "at least 2 completions"),
         (([IDS.float()], [MASK], [[0.0, 1.0]]), "completion_ids.*float32"),
+        (([IDS], [MASK * 0.5], [[0.0, 1.0]]), "action_masks.*0 and 1"),
+        (([], [], torch.ones(0, 2)), "at least one prompt"),
         (([IDS + 60], [MASK], [[0.0, 1.0]]), "completion_ids must be in the vocabulary"),
         (([IDS], [MASK], [[0.0, math.inf]]), "rewards"),
     ],
@@ -559,5 +568,7 @@ def test_invalid_experiences_raise_before_learning(experiences, rule):
     before = agent.state()
     with pytest.raises(ValueError, match=rule):
         agent.learn(experiences)
+    with pytest.raises(ValueError, match="no_grad"), torch.no_grad():
+        agent.learn(([IDS], [MASK], [[0.0, 1.0]]))
     assert equal_states(agent.state(), before)
     assert agent.steps == 0

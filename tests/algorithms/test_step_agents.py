@@ -1,6 +1,7 @@
 """Agents with small networks: constructor arguments, methods and checkpoints."""
 
 import json
+import math
 
 import gymnasium
 import numpy as np
@@ -289,6 +290,7 @@ def test_a_manual_loop_equals_collect():
         (1, lambda actions: actions[..., None], "actions must be"),
         (1, lambda actions: actions + 2, "Discrete actions must be in"),
         (2, lambda masks: ~masks, "first steps of every episode"),
+        (2, lambda masks: masks * 0.5, "action_masks must contain 0 and 1"),
         (3, lambda rewards: rewards[:, :, :2], "both be"),
         (3, lambda rewards: np.full_like(rewards, np.inf), "rewards must be finite"),
         (3, lambda rewards: np.full_like(rewards, np.nan), "rewards must be finite"),
@@ -304,6 +306,25 @@ def test_invalid_experiences_raise(number, change, rule):
         agent.learn(tuple(parts[:3]))
     with pytest.raises(ValueError, match="got NoneType"):
         agent.learn(None)
+
+
+def test_groups_of_different_starts_are_named():
+    agent = step_agent()
+    observations, *rest = played(agent, starts=1, size=2, steps=3)
+    different = np.array([[[[0.0]], [[0.1]]]])
+    with pytest.warns(UserWarning, match="begin with different observations"):
+        agent.learn((observations + different, *rest))
+
+
+def test_a_network_that_returns_nan_does_not_act():
+    agent = step_agent()
+    broken = {}
+    for name, values in agent.state().items():
+        broken[name] = values * math.nan if "weights" in name else values
+    agent.load_state(broken)
+    for act in (agent.get_action, agent.predict):
+        with pytest.raises(ValueError, match="not finite"):
+            act(np.zeros(4, np.float32))
 
 
 def test_invalid_experiences_leave_observation_statistics_unchanged():

@@ -352,6 +352,8 @@ def replacing(position, agent=None, value=None):
         (2, lambda env, result: (result[0].pop("red_1"), result)[1], "red_1"),
         (2, replacing(1, "green_0", 1.0), "rewards of .* 'green_0'"),
         (2, replacing(2, "__all__", True), "terminations of .* '__all__'"),
+        (2, replacing(2, "red_1", None), "terminations must be"),
+        (2, replacing(3, "red_1", 0.5), "truncations must be True or False"),
         ("reset", lambda env, result: (env.agents.clear(), result)[1], "active agents"),
         ("reset", change_actions, "action_space must not change"),
         ("reset", misname_masks, "'action_mask'"),

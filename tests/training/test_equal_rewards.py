@@ -121,6 +121,18 @@ def test_rewards_too_large_for_their_differences_are_named(size):
         evolve(tiny_population(1), tiny_env(reward_funcs=large), **BRIEF).finish()
 
 
+def test_a_metric_that_is_always_the_same_is_named():
+    def solved(completion, answer, question):
+        return 1.0
+
+    with pytest.warns(UserWarning, match="held-out scores so far are 1,"):
+        evolve(
+            tiny_population(2),
+            tiny_env(metric=solved),
+            **BRIEF | {"generations": 1, "validation_questions": 4},
+        ).finish()
+
+
 def test_tools_that_no_conversation_calls_are_told():
     env = gym(TOOLS_TEMPLATE)
     model = tiny_language_model(len(env.tokenizer))

@@ -61,6 +61,11 @@ def learn(
             reward is infinite, or the objective does not fit the batch.
     """
     # 1. Check that the experience has rows of every member that learns, and of no other.
+    if not torch.is_grad_enabled():
+        raise ValueError(
+            "learn computes gradients. Call it outside of torch.no_grad() and"
+            " torch.inference_mode()."
+        )
     banks = members.banks
     unknown = sorted(set(experience) - set(banks))
     if unknown:

@@ -161,10 +161,8 @@ class JointEnv:
         self._steps += 1
         # 3. Find the agents that ended: by a flag, without a flag, or at the step limit.
         active = {str(agent): agent for agent in self.env.agents}
-        ended = {str(agent) for agent, flag in terminations.items() if flag}
-        cut = {str(agent) for agent, flag in truncations.items() if flag}
-        terminated = acting & ended
-        truncated = acting & cut
+        terminated = acting & _flagged("terminations", terminations)
+        truncated = acting & _flagged("truncations", truncations)
         truncated -= terminated
         terminated |= acting - set(active) - truncated  # agents that left without a flag
         # Some environments still list agents that have ended.
@@ -246,6 +244,12 @@ def plain_action(action: Any) -> Any:
     if np.ndim(action) == 0:
         return action.item()
     return action.copy()
+
+
+def _flagged(name: str, flags: Mapping[Any, Any]) -> set[str]:
+    """Return the names of agents whose flag is True; raise ValueError for other values."""
+    values = scalars(list(flags.values()), np.bool_, name)
+    return {str(agent) for agent, ended in zip(flags, values, strict=True) if ended}
 
 
 class JointVectorEnv(SerialVectorEnv):

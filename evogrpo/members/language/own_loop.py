@@ -14,6 +14,7 @@ from evogrpo.members.requests import Learner
 from evogrpo.randomness import generator
 from evogrpo.records import Batch, Rollout, SamplingBatch, TokenInputs
 from evogrpo.text import class_name, shown
+from evogrpo.warnings import warn
 
 Experiences = tuple[Sequence[Tensor], Sequence[Tensor], Any]
 """(completion ids per prompt `[g, P + C]`, action masks per prompt `[g, P + C - 1]`, rewards
@@ -40,8 +41,11 @@ def prompt_rows(
         ValueError: If a prompt is missing, empty or of another shape.
     """
     # 1. Read the prompts without their padding.
-    if not states:
-        raise ValueError("get_action needs at least one prompt, got none.")
+    if not isinstance(states, Sequence) or len(states) == 0:
+        raise ValueError(
+            "get_action needs a list of at least one prompt, each a mapping with input_ids, got"
+            f" {shown(states)}."
+        )
     prompts = list[tuple[int, ...]]()
     for number, state in enumerate(states):
         if not isinstance(state, Mapping) or "input_ids" not in state:
@@ -148,6 +152,8 @@ def as_batch(
     for number, (ids, counted) in enumerate(zip(completion_ids, action_masks, strict=True)):
         # Column 0 of a mask belongs to the second token.
         mask = counted.bool()
+        if bool((counted != mask).any()):
+            raise ValueError(f"action_masks[{number}] must contain 0 and 1 only.")
         if ids.is_floating_point():
             raise ValueError(
                 f"completion_ids[{number}] must be token ids, which are integers, got {ids.dtype}."
@@ -170,6 +176,11 @@ def as_batch(
             )
         completions = ids[:, start:]
         rows.extend(zip(completions, mask[:, start - 1 :], strict=True))
+    if all(len(prompt) == 1 for prompt in prompts):
+        warn(
+            "action_masks count all tokens but the first, so that prompts are learned as if they"
+            " had been sampled. Leave them out, as the masks of get_action do."
+        )
     # 3. Pad all rows to the longest.
     width = max(len(ids) for ids, _ in rows)
     padded_ids = []
@@ -227,11 +238,13 @@ def _checked_parts(
             )
     # 2. Rewards are numbers, with one row per prompt.
     try:
-        rewards = torch.as_tensor(reward_values, dtype=torch.float32)
+        rewards = torch.as_tensor(reward_values, dtype=torch.float32).detach()
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"rewards must be numbers [prompts, group_size], got {shown(reward_values)}."
         ) from error
+    if len(completion_ids) == 0:
+        raise ValueError("experiences must have at least one prompt, got none.")
     if not len(completion_ids) == len(action_masks) == len(rewards) or rewards.dim() != 2:
         raise ValueError(
             "completion_ids, action_masks and rewards must have one entry per prompt, got"

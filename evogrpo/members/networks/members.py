@@ -429,6 +429,11 @@ class NetworkMembers(BankMembers):
             action_mask=legal_actions(policy.action_space, masks),
             base=base,
         )
+        if not np.isfinite(acted.log_probs).all():
+            raise ValueError(
+                f"The network of member {learner.index} returns numbers that are not finite. Load a"
+                " checkpoint, and train with a lower lr or max_grad_norm."
+            )
         return acted.actions
 
     def experience(

@@ -27,6 +27,7 @@ from evogrpo.records import Batch, BoolArray, FloatArray
 from evogrpo.spaces import action_form, flatten, leaf_spaces, unflatten
 from evogrpo.text import class_name, shown
 from evogrpo.validation import FLOAT32_LIMIT
+from evogrpo.warnings import warn
 
 StepExperiences = tuple[Any, ...]
 """(observations `[starts, g, t, ...]`, actions `[starts, g, t, ...]` as `get_action` returned them,
@@ -145,7 +146,13 @@ def as_step_batch(
     """
     # 1. Check masks and rewards.
     observations, actions, masks, rewards, *further = _checked_parts(experiences)
-    present = np.asarray(masks, dtype=np.bool_)
+    flags = np.asarray(masks)
+    if not np.isin(flags, (0, 1)).all():
+        raise ValueError(
+            "action_masks must contain 0 and 1 only, got other numbers. The order is (observations,"
+            " actions, action_masks, rewards)."
+        )
+    present = flags.astype(np.bool_)
     earned = np.asarray(rewards, dtype=np.float64)
     _check_steps(present, earned)
     # 2. Check actions; discrete ones are numbered from 0.
@@ -182,6 +189,13 @@ def as_step_batch(
                 f" got {array.shape}."
             )
         valid = _converted(leaf, array, present)
+        first = array[:, :, 0]
+        if (first != first[:, :1]).any():
+            warn(
+                "Episodes of a group begin with different observations, but their rewards are"
+                " compared as if they had one start. Reset all episodes of a group with the same"
+                " seed, and give each start a group of its own."
+            )
         leaves.append(valid.reshape(*lead, *array.shape[3:]))
     # 4. Build the batch.
     n = starts * size
