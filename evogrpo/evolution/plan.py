@@ -149,12 +149,9 @@ class Plan:
         last = history.last
         space = history.space.for_samples_per_step(samples_per_step or last.samples_per_step)
         # 1. Find the parent of each slot, and its index.
-        parents: list[MemberRecord | None] = []
-        indices: list[int | None] = []
-        for choice in choices:
-            found = None if choice.parent is None else last.member(choice.parent)
-            parents.append(found)
-            indices.append(None if found is None else found.index)
+        sources = [choice.parent for choice in choices]
+        parents = [None if source is None else last.member(source) for source in sources]
+        indices = [None if parent is None else parent.index for parent in parents]
         # 2. Collect fixed hyperparameters in `values`, those to draw in `draws`, and occupied
         #    points, as (index of the parent, hyperparameters), in `taken`.
         # Of one parent, no two members may have equal hyperparameters.
@@ -212,7 +209,7 @@ class Plan:
             )
             children.append(child)
         # 5. A strategy may count slots in numpy's integers; plans hold plain ones.
-        slots = [None if choice.parent is None else int(choice.parent) for choice in choices]
+        slots = [None if source is None else int(source) for source in sources]
         return cls(
             generation=last.number,
             parents=tuple(slots),

@@ -20,7 +20,7 @@ from evogrpo.envs.control.reward_components import RewardComponents, weighted_su
 from evogrpo.envs.control.single_env import Options
 from evogrpo.envs.control.vector_env import PolicyInput, VectorEnv, VectorStep
 from evogrpo.interruption import NEVER, Stop
-from evogrpo.records import Actor, BoolArray, Float32Array, IntArray, SampledActions
+from evogrpo.records import Actor, BoolArray, Float32Array, FloatArray, IntArray, SampledActions
 from evogrpo.spaces import unflatten
 from evogrpo.text import pluralize
 from evogrpo.validation import FLOAT32_LIMIT
@@ -57,6 +57,17 @@ class EpisodeRequest:
     base: bool
     stop: Stop
     settings: Sequence[TaskSettings] = ()
+
+    def weights(self, configured: Mapping[str, float]) -> FloatArray:
+        """Return the weights `[n, f]` of the terms of the training reward of each row.
+
+        Weights that a member does not have are the configured ones.
+        """
+        rows = []
+        for own in self.settings:
+            weights = {**configured, **own.weights("reward_weights")}
+            rows.append(list(weights.values()))
+        return np.array(rows)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -160,12 +171,9 @@ def play_episodes(
     terms: tuple[str, ...] = ()
     options: list[Options] = [{}] * len(request.seeds)
     if env.components is not None:
-        configured = env.components.weights
-        terms = tuple(configured)
+        terms = tuple(env.components.weights)
         options = [own.group("task") for own in request.settings]
-        # Weights that a member does not have are the configured ones, in the order of the terms.
-        of_rows = [{**configured, **own.weights("reward_weights")} for own in request.settings]
-        weights = np.array([list(each.values()) for each in of_rows])
+        weights = request.weights(env.components.weights)
     recorder = EpisodeRecorder(mapping, request.groups, terms)
     env.stop = request.stop
     members = request.member_ids
