@@ -32,8 +32,10 @@ USER_MODULE_PREFIX = "evogrpo_user_"
 
 def relative_path(path: Path) -> str:
     """Return a path relative to the working directory if it lies inside, otherwise unchanged."""
-    if path.is_absolute() and path.is_relative_to(Path.cwd()):
-        return os.path.relpath(path)
+    # The working directory may have been removed.
+    with contextlib.suppress(FileNotFoundError):
+        if path.is_absolute() and path.is_relative_to(Path.cwd()):
+            return os.path.relpath(path)
     return str(path)
 
 

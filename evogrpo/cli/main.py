@@ -4,6 +4,7 @@ torch is imported by commands only, for speed.
 """
 
 import argparse
+import errno
 import importlib
 import os
 import re
@@ -14,7 +15,7 @@ from typing import NoReturn, TypeAlias
 
 import evogrpo
 from evogrpo.synonyms import advice, answer_elsewhere, close_match
-from evogrpo.text import printable, shorten, shown
+from evogrpo.text import expand_user, printable, shorten, shown
 
 OK = 0
 FAILED = 1
@@ -73,8 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _reject(args, unknown[0])
     if rest:
         args.overrides = [*args.overrides, *rest]
-    # 2. Prepare output, environment variables and import path. The import is here so that `--help`
-    #    stays fast.
+    # 2. Prepare output and environment variables. The import is here so that `--help` stays fast.
     from evogrpo.training.console import ignore_output_errors
 
     for stream in (sys.stdout, sys.stderr):
@@ -82,9 +82,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="replace")
     for name, value in _LIBRARY_VARIABLES.items():
         os.environ.setdefault(name, value)
-    if args.runs_user_code:
-        # Last, so that modules of the user do not shadow installed ones.
-        sys.path.append(str(Path.cwd()))
     # 3. Run the command. Those that do not run code of the user are over once their reader is.
     with ignore_output_errors(quiet_pipe=not args.runs_user_code) as lost:
         code = _run(args)
@@ -100,6 +97,9 @@ def _run(args: argparse.Namespace) -> int:
 
     module, name = args.command.split(":")
     try:
+        if args.runs_user_code:
+            # Last, so that modules of the user do not shadow installed ones.
+            sys.path.append(str(Path.cwd()))
         if args.opens_run:
             check_folder(args.run_dir)
         with clean_warnings():
@@ -118,6 +118,8 @@ def _run(args: argparse.Namespace) -> int:
             message = str(error.strerror or error)
             if error.filename:
                 message += f": {error.filename}"
+            elif error.errno == errno.ENOENT:  # only the call that returns it names no file
+                message += ": the working directory was removed. Change into another one"
             print_error(message)
         else:  # SystemExit, which only user code raises
             print_error(f"User code ended the program: SystemExit({shown(error.code)}) was raised")
@@ -198,6 +200,14 @@ def check_folder(folder: Path) -> None:
     if match is not None:
         advice = f"Did you mean {folders[match]}?"
     raise ValueError(f"{folder} is not a folder. {advice}")
+
+
+def _path(text: str) -> Path:
+    """Return the path that an argument names; shells leave `~` as it is in `--run-dir=~/run`."""
+    try:
+        return expand_user(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -360,7 +370,7 @@ def _add_other_running_commands(commands: Commands) -> None:
     )
     replay.add_argument(
         "source",
-        type=Path,
+        type=_path,
         metavar="RUN|SCHEDULE",
         help="a run directory, or a file written by `evogrpo export --schedule`",
     )
@@ -376,7 +386,7 @@ def _add_other_running_commands(commands: Commands) -> None:
         "One line for each address in `sampler`. Reward functions named in CONFIG are executed.",
         runs_user_code=True,
     )
-    vllm.add_argument("config", type=Path, metavar="CONFIG", help="a YAML file")
+    vllm.add_argument("config", type=_path, metavar="CONFIG", help="a YAML file")
     _add_overrides(vllm, "settings by dotted name, e.g. population.size=8")
 
 
@@ -385,7 +395,7 @@ def _add_start_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, metavar="N", help="random seed (key: seed)")
     parser.add_argument(
         "--run-dir",
-        type=Path,
+        type=_path,
         metavar="DIR",
         help="run directory (default: a new folder below runs/)",
     )
@@ -408,7 +418,7 @@ def _add_overrides(parser: argparse.ArgumentParser, about: str, metavar: str = "
 
 
 def _add_run_dir(parser: argparse.ArgumentParser, about: str = "run directory") -> None:
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help=about)
+    parser.add_argument("run_dir", type=_path, metavar="RUN_DIR", help=about)
     parser.set_defaults(opens_run=True)
 
 
@@ -462,7 +472,7 @@ def _add_reading_commands(commands: Commands) -> None:
         " same.",
     )
     compare.add_argument(
-        "run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help="at least two run directories"
+        "run_dirs", type=_path, nargs="+", metavar="RUN_DIR", help="at least two run directories"
     )
 
 
@@ -482,7 +492,7 @@ def _add_other_commands(commands: Commands) -> None:
     video.add_argument(
         "--episodes", type=int, default=1, metavar="N", help="number of test episodes (default 1)"
     )
-    video.add_argument("--folder", type=Path, help="output folder (default: RUN_DIR/videos)")
+    video.add_argument("--folder", type=_path, help="output folder (default: RUN_DIR/videos)")
     report = _add_command(
         commands,
         "report",
@@ -517,14 +527,14 @@ def _add_other_commands(commands: Commands) -> None:
     _add_run_dir(export)
     export.add_argument(
         "folder",
-        type=Path,
+        type=_path,
         nargs="?",
         metavar="FOLDER",
         help="write the best member for PEFT or transformers to this new folder",
     )
     export.add_argument(
         "--schedule",
-        type=Path,
+        type=_path,
         metavar="FILE",
         help=(
             "write the hyperparameter schedule of the best member's lineage to this new YAML file,"

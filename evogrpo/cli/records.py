@@ -2,9 +2,11 @@
 
 import argparse
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from rich.cells import cell_len
 from rich.table import Table
@@ -29,7 +31,7 @@ from evogrpo.reporting.report import report as run_report
 from evogrpo.reporting.setting_effects import FINDINGS_TITLE, findings
 from evogrpo.reporting.setting_labels import short_name
 from evogrpo.reporting.summary import RunSummary, read_summary
-from evogrpo.safe_parsing import read_yaml_file
+from evogrpo.safe_parsing import load_json, read_regular, read_yaml_file
 from evogrpo.text import (
     count_text,
     duration_text,
@@ -39,7 +41,8 @@ from evogrpo.text import (
     printable,
     value_text,
 )
-from evogrpo.training.configuration.sections import CONFIG_FILE
+from evogrpo.training.configuration.reading import read_stored
+from evogrpo.training.configuration.sections import CONFIG_FILE, check_run_id
 from evogrpo.training.console import command, make_console, print_rows, show_command, spinner
 
 _MAX_VALUE_WIDTH = 60
@@ -91,8 +94,9 @@ def best(args: argparse.Namespace) -> int:
         rows[summary.terms.untrained] = str(summary.start)
     rows["test"] = _test_text(summary)
     rows["stored in"] = str(args.run_dir / "best")
-    if not (args.run_dir / "best").is_dir():
-        rows["stored in"] = f"missing. {_remedy_for_best(args.run_dir)}"
+    problem = _problem_of_best(args.run_dir, summary)
+    if problem is not None:
+        rows["stored in"] = problem
     rows["ended"] = summary.ending
     # 2. Its hyperparameters, and how they changed in its lineage.
     rows["hyperparameters"] = _hyperparameters_text(schedule)
@@ -179,6 +183,10 @@ def compare(args: argparse.Namespace) -> int:
             configuration = read_yaml_file(folder / CONFIG_FILE)
         configurations.append(configuration)
     compared = compare_runs(folders, configurations)
+    for run, configuration in zip(compared.runs, configurations, strict=True):
+        if configuration is not None:
+            run_id = run.summary.facts.get("run_id")
+            check_run_id(run.path / CONFIG_FILE, configuration.get("run_id"), run_id)
     # 2. One column per run: settings that differ, results, and the difference of the tests.
     count = len(folders)
     columns: list[list[str | Text]] = [[""]]
@@ -246,14 +254,14 @@ def video(args: argparse.Namespace) -> int:
             f"{args.run_dir} has no {CONFIG_FILE}, because the run was started in Python. Use"
             " evogrpo.record_video()."
         )
-    if not (args.run_dir / "best").is_dir():
-        raise _no_best(args.run_dir)
+    run_id = _check_best(args.run_dir)
     # 2. Record the episodes.
     console = make_console()
     with spinner(console, "recording"):
         from evogrpo.training.task_types import task_type_of
 
         config = load_config(args.run_dir / CONFIG_FILE)
+        check_run_id(args.run_dir / CONFIG_FILE, config.run_id, run_id)
         task_type = task_type_of(config.task)
         best_dir = args.run_dir / "best"
         try:
@@ -277,7 +285,7 @@ def _no_best(run_dir: Path) -> ValueError:
     """Return the error for a run directory without the folder `best`."""
     summary = read_summary(run_dir)
     if summary.generations:
-        return ValueError(f"{run_dir / 'best'} is missing. {_remedy_for_best(run_dir)}")
+        return ValueError(_problem_of_best(run_dir, summary))
     if summary.stopped is not None:
         return ValueError(
             f"{run_dir} has no best member: it ended before its first generation"
@@ -286,14 +294,49 @@ def _no_best(run_dir: Path) -> ValueError:
     return ValueError(f"{run_dir} has no best member yet. Wait for the first generation.")
 
 
-def _remedy_for_best(run_dir: Path) -> str:
-    """Say how to get the best member of a run without the folder `best`."""
+def _check_best(run_dir: Path) -> object:
+    """Return the run id of the folder `best`.
+
+    Raises:
+        ValueError: If it is not the best member of the run.
+    """
+    if not (run_dir / "best").is_dir():
+        raise _no_best(run_dir)
+    try:
+        summary = read_summary(run_dir)
+    except ValueError:  # a member can be used without its journal
+        return _note_of_best(run_dir).get("run_id")
+    problem = _problem_of_best(run_dir, summary)
+    if problem is not None:
+        raise ValueError(problem)
+    return summary.facts.get("run_id")
+
+
+def _note_of_best(run_dir: Path) -> Mapping[str, Any]:
+    """Return generation and run id of the folder `best`; empty if it cannot be read."""
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        return dict(load_json(read_regular(run_dir / "best" / "agent.json"))["note"])
+    return {}
+
+
+def _problem_of_best(run_dir: Path, summary: RunSummary) -> str | None:
+    """Say why the folder `best` is not the best member of a run, and what to do; None if it is."""
+    best = run_dir / "best"
+    member = summary.best
+    if not best.is_dir():
+        problem = "is missing"
+    elif member is not None and _note_of_best(run_dir) != {
+        "generation": member.generation,
+        "run_id": summary.facts.get("run_id"),
+    }:
+        problem = "is damaged, or of another run or generation"
+    else:
+        return None
     if any((run_dir / "checkpoints").glob("generation-*")):
-        return "Its checkpoints have the best member: `evogrpo resume` writes the folder again."
-    return (
-        "So are its checkpoints. Restore one of the folders from a copy, or train again with"
-        " `evogrpo replay`."
-    )
+        remedy = "The checkpoints have the best member: `evogrpo resume` writes the folder again."
+    else:
+        remedy = "Restore it from a copy, or train again with `evogrpo replay`."
+    return f"{best} {problem}. {remedy}"
 
 
 # ---- texts of members
@@ -487,12 +530,10 @@ def _export_schedule(run_dir: Path, file: Path) -> None:
 
 def _export_member(run_dir: Path, folder: Path) -> None:
     """Check the best member, and copy the files that PEFT or transformers needs to a new folder."""
-    from evogrpo.storage.checkpoint import checkpoint_path
-
     # 1. Check both folders.
-    best = checkpoint_path(run_dir / "best")
-    if not best.is_dir():
-        raise _no_best(run_dir)
+    best = run_dir / "best"
+    run_id = _check_best(run_dir)
+    configuration = read_stored(run_dir, run_id) or {}
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} exists and is not an empty folder. Choose a new folder.")
     # 2. Read and check the member.
@@ -504,7 +545,7 @@ def _export_member(run_dir: Path, folder: Path) -> None:
         from evogrpo.storage.atomic_files import make_folder, write_synced
         from evogrpo.storage.checkpoint import checkpoint_errors, read_checkpoint
 
-        _, record = read_checkpoint(run_dir / "best", kind="agent")
+        _, record = read_checkpoint(best, kind="agent")
         with checkpoint_errors(best):
             index = int(record["member"]["index"])
             settings = TaskSettings(record["member"]["hyperparameters"].get("task_settings"))
@@ -521,15 +562,20 @@ def _export_member(run_dir: Path, folder: Path) -> None:
 
         with checkpoint_errors(best):
             exported = find_export(best)
-        checked = _check_export(run_dir, best, base)
-    # 3. Copy its files.
+        checked = _check_export(configuration.get("model"), best, base)
+    # 3. Copy its files; after an error, such as a full disk, leave none of them.
+    prompt = _system_prompt(configuration.get("task") or {}, settings)
     make_folder(folder)
-    for name in (*exported.files, TASK_SETTINGS):
-        if (best / name).is_file():
-            write_synced(folder / name, (best / name).read_bytes())
-    prompt = _system_prompt(run_dir, settings)
-    if prompt is not None:
-        write_synced(folder / "system_prompt.txt", prompt.encode("utf-8"))
+    try:
+        for name in (*exported.files, TASK_SETTINGS):
+            if (best / name).is_file():
+                write_synced(folder / name, (best / name).read_bytes())
+        if prompt is not None:
+            write_synced(folder / "system_prompt.txt", prompt.encode("utf-8"))
+    except BaseException:
+        for path in folder.iterdir():
+            path.unlink()
+        raise
     written = f"wrote member #{index} to {folder}, {exported.what} {base}"
     console.print(Text(f"{written}; {checked}"), soft_wrap=True)
     loading = exported.loader.format(repr(str(folder)))
@@ -539,10 +585,8 @@ def _export_member(run_dir: Path, folder: Path) -> None:
         console.print(Text(line), soft_wrap=True)
 
 
-def _system_prompt(run_dir: Path, settings: TaskSettings) -> str | None:
+def _system_prompt(task: Mapping[str, Any], settings: TaskSettings) -> str | None:
     """Return the configured system prompt with the task settings of a member, if there is one."""
-    path = run_dir / CONFIG_FILE
-    task = read_yaml_file(path)["task"] if path.is_file() else {}
     prompt = task.get("system_prompt")
     if prompt is None:
         return None
@@ -551,11 +595,11 @@ def _system_prompt(run_dir: Path, settings: TaskSettings) -> str | None:
     return str(message["content"])
 
 
-def _check_export(run_dir: Path, member: Path, source: str) -> str:
+def _check_export(model: str | None, member: Path, source: str) -> str:
     """Check that PEFT or transformers can load an exported member into its base model.
 
     Args:
-        run_dir: Run directory.
+        model: Base model in the configuration of the run; None without one.
         member: Checkpoint folder of the member.
         source: Name of the base model in the checkpoint, which is not trusted.
 
@@ -570,8 +614,8 @@ def _check_export(run_dir: Path, member: Path, source: str) -> str:
     from evogrpo.storage.checkpoint import is_path
 
     # The user's configuration is trusted, a name in a checkpoint is not.
-    if (run_dir / CONFIG_FILE).is_file():
-        source = str(read_yaml_file(run_dir / CONFIG_FILE).get("model") or source)
+    if model is not None:
+        source = model
     elif is_path(source):  # an untrusted path is not opened
         return "not checked: the base model is a local folder"
     try:

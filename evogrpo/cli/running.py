@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.text import Text
 
@@ -36,7 +37,7 @@ from evogrpo.reporting.report import report
 from evogrpo.reporting.setting_labels import SettingLabels
 from evogrpo.reporting.summary import RunSummary, read_summary
 from evogrpo.storage.checkpoint import CheckpointError, latest_checkpoint, read_checkpoint
-from evogrpo.storage.journal import read_journal
+from evogrpo.storage.journal import JournalError, read_journal
 from evogrpo.storage.lock import LockLostError
 from evogrpo.text import (
     count_text,
@@ -329,6 +330,18 @@ _EXPECTED = (
 """Errors whose message explains them; others are raised, for `main` to report."""
 
 
+_OUTSIDE = (
+    EnvProcessError,
+    JournalError,
+    MemoryError,
+    OSError,
+    ProcessError,
+    SamplerError,
+    torch.OutOfMemoryError,
+)
+"""Errors after which the same code can be resumed, such as a full disk."""
+
+
 def _train(console: Console, trainer: Trainer, run_dir: Path, args: argparse.Namespace) -> int:
     """Train until the end, a signal or an error, and print how to continue."""
     # `main` reports errors from here on as a failed run, not as wrong settings.
@@ -389,11 +402,8 @@ def _show_after_error(console: Console, run_dir: Path, error: Exception) -> None
     if isinstance(error, AllFailedError | LockLostError):
         return
     if latest_checkpoint(run_dir) is None:
-        print_error(
-            "This run has no checkpoint. Fix the error, and start again in another run directory."
-        )
-    elif isinstance(error, EnvProcessError | OSError | ProcessError | SamplerError):
-        # Nothing has to be changed in the configuration; a full disk is such a case.
+        print_error("This run has no checkpoint. Fix the error, and start again.")
+    elif isinstance(error, _OUTSIDE):
         _show_resume(console, run_dir)
     elif isinstance(error, StrategyError):
         _show_resume(console, run_dir, "after the fix")

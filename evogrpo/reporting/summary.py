@@ -1,7 +1,9 @@
 """Summary of a run, read from its journal."""
 
+import hashlib
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -23,7 +25,13 @@ from evogrpo.reporting.records import (
     terms_of,
 )
 from evogrpo.reporting.setting_labels import SettingLabels, differing_settings, short_name
-from evogrpo.storage.journal import JournalError, latest_generations, read_journal
+from evogrpo.safe_parsing import load_json, read_regular
+from evogrpo.storage.journal import (
+    JournalError,
+    latest_generations,
+    parse_journal,
+    read_bytes,
+)
 from evogrpo.text import count_text, expand_user, shown
 from evogrpo.validation import Record, validate
 from evogrpo.warnings import warn
@@ -279,18 +287,48 @@ class RunSummary:
         return " · ".join(str(name) for name in names if name) or "run"
 
 
+class _Checkpoint(NamedTuple):
+    """Checkpoint of a run, with length and SHA-256 of the journal when it was written."""
+
+    name: str
+    size: int
+    sha256: str
+
+    def fits(self, journal: bytes) -> bool:
+        """Return True if the journal begins with the events before the checkpoint."""
+        return hashlib.sha256(journal[: self.size]).hexdigest() == self.sha256
+
+
+def _newest_checkpoint(run_dir: Path) -> _Checkpoint | None:
+    """Return the newest checkpoint whose record can be read; None if there is none."""
+    folders = (run_dir / "checkpoints").glob("generation-*")
+    for folder in sorted(folders, key=lambda each: (len(each.name), each.name), reverse=True):
+        # A checkpoint may be damaged, or be replaced at this moment.
+        with suppress(OSError, ValueError, TypeError, KeyError):
+            journal = load_json(read_regular(folder / "population.json"))["journal"]
+            return _Checkpoint(folder.name, int(journal["bytes"]), str(journal["sha256"]))
+    return None
+
+
 def read_summary(run_dir: str | Path) -> RunSummary:
     """Summarise a run from the journal in its directory; see `summarise`.
 
-    The run may still be active.
+    The run may still be active. Warn if the journal does not fit the newest checkpoint.
 
     Raises:
         ValueError: If there is no journal, its start is missing, or a value is invalid.
     """
     path = expand_user(run_dir, "run_dir") / "journal.jsonl"
+    checkpoint = _newest_checkpoint(path.parent)  # first: an active run may write another one
+    content = read_bytes(path)
+    if checkpoint is not None and not checkpoint.fits(content):
+        warn(
+            f"{path} does not fit {checkpoint.name}: it was changed, or is older. What is shown may"
+            " be wrong. Restore it from a copy."
+        )
     events: Sequence[Mapping[str, Any]]
     try:
-        events = read_journal(path)
+        events = parse_journal(content, path)
     except JournalError as error:
         if not error.events:
             raise

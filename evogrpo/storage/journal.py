@@ -218,9 +218,9 @@ def read_bytes(path: Path | str) -> bytes:
         with open(_opened(Path(path), os.O_RDONLY), "rb") as file:
             return file.read()
     except OSError as error:
-        reason = error.strerror or error
+        advice = " Give the directory of a run." if isinstance(error, FileNotFoundError) else ""
         raise JournalError(
-            f"cannot read the journal {path}: {reason}. Give the directory of a run."
+            f"cannot read the journal {path}: {error.strerror or error}.{advice}"
         ) from error
 
 

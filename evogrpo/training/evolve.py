@@ -3,7 +3,7 @@
 import signal
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from importlib import import_module
@@ -84,7 +84,7 @@ class Run(NamesMissing, Iterator[GenerationReport]):
         self._generations = iter(trainer)
         # At exit, Python unloads modules before it closes generators, which then cannot close the
         # run directory.
-        weakref.finalize(self, self._generations.close)
+        weakref.finalize(self, _close, self._generations)
         if self._console is None:
             self._display = None
         else:
@@ -233,6 +233,12 @@ class Run(NamesMissing, Iterator[GenerationReport]):
         if report is None:
             raise StopIteration
         return report
+
+
+def _close(generations: Generator[GenerationReport, None, None]) -> None:
+    """Close a run, unless a thread still trains it when the program ends."""
+    with suppress(ValueError):
+        generations.close()
 
 
 AfterGeneration = Callable[[Run], object]

@@ -15,9 +15,14 @@ from evogrpo.evolution.strategies import Replay, ScheduleStage
 from evogrpo.reporting.lineage import best_schedule
 from evogrpo.reporting.summary import read_summary
 from evogrpo.safe_parsing import dump_json, dump_yaml, read_yaml_file
-from evogrpo.storage.atomic_files import make_folder, write_synced
+from evogrpo.storage.atomic_files import make_folder, replace_file
 from evogrpo.text import expand_user, shown
-from evogrpo.training.configuration.reading import override, parse_config, parse_override
+from evogrpo.training.configuration.reading import (
+    override,
+    parse_config,
+    parse_override,
+    read_stored,
+)
 from evogrpo.training.configuration.sections import CONFIG_FILE, Config
 from evogrpo.training.console import console_for
 from evogrpo.training.evolve import Run, evolve
@@ -103,10 +108,7 @@ class HyperparameterSchedule:
             )
         # 3. Read the configuration of the run, and facts about it. A run that was started in Python
         #    has no configuration.
-        values = None
-        config = path / CONFIG_FILE
-        if config.is_file():
-            values = read_yaml_file(config)
+        values = read_stored(path, summary.facts.get("run_id"))
         tokens = summary.facts.get("micro_batch_tokens")  # the default depends on the device
         # Rounding depends on the size of micro-batches.
         if values is not None and tokens is not None:
@@ -147,7 +149,7 @@ class HyperparameterSchedule:
                 del stage["hyperparameters"]["task_settings"]
         text += dump_yaml(values, width=120, default_flow_style=None)
         make_folder(path.absolute().parent)
-        write_synced(path, text.encode("utf-8"))
+        replace_file(path, text.encode("utf-8"))
 
     def config(self, overrides: Sequence[str] = ()) -> Config:
         """Return the configuration of a run of one agent with this schedule.
@@ -162,8 +164,9 @@ class HyperparameterSchedule:
         """
         if self.configuration is None:
             raise ValueError(
-                "The run of this schedule was started in Python, so its task is unknown. Pass"
-                " population and env to evogrpo.replay."
+                f"The run of this schedule has no {CONFIG_FILE}, so its task is unknown. Restore"
+                " the file, or for a run that was started in Python, pass population and env to"
+                " evogrpo.replay."
             )
         self._check_overrides(overrides)
         # 1. Choose the search space. Values that start outside their range cannot be in it.

@@ -18,7 +18,12 @@ from evogrpo.storage.atomic_files import replace_file
 from evogrpo.synonyms import counterpart
 from evogrpo.training.callbacks import Callback
 from evogrpo.training.configuration.reading import override, parse_config
-from evogrpo.training.configuration.sections import CONFIG_FILE, CONFIG_HEAD, Config
+from evogrpo.training.configuration.sections import (
+    CONFIG_FILE,
+    CONFIG_HEAD,
+    Config,
+    check_run_id,
+)
 from evogrpo.training.configuration.user_code import (
     BUILT_IN_SAMPLERS,
     check_resumable,
@@ -173,8 +178,9 @@ def read_run(
     path = run_dir / CONFIG_FILE
     if not path.is_file():
         raise ValueError(
-            f"{run_dir} has no {CONFIG_FILE}. Give the directory of a run that `evogrpo demo` or"
-            " `evogrpo train` started. Resume a run of evolve() in Python with evogrpo.resume()."
+            f"{run_dir} has no {CONFIG_FILE}. Restore the file, or give the directory of a run that"
+            " `evogrpo demo` or `evogrpo train` started. Resume a run of evolve() in Python with"
+            " evogrpo.resume()."
         )
     # 1. Divide the overrides into limits of the schedule and settings of the configuration.
     limits = {}
@@ -193,13 +199,11 @@ def read_run(
                 f" {advice}."
             )
     # 2. Read the configuration, and the newest complete checkpoint.
-    config = parse_config({**read_yaml_file(path), **settings})
+    values = read_yaml_file(path)
     stored = open_run(run_dir, writable=True)
     # 3. Check that the configuration still describes the same run.
-    if config.run_id not in (None, stored.record.run_id):
-        raise ValueError(
-            f"{path} is the configuration of another run. Restore the file of this run."
-        )
+    check_run_id(path, values.get("run_id"), stored.record.run_id)
+    config = parse_config({**values, **settings})
     if stored.record.config is not None:
         ignored = ("task.",) if allow_changed_data else ()
         changed = _differences(stored.record.config, config, ignored)

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from evogrpo.cli import main
+from evogrpo.cli.main import make_parser
+from evogrpo.text import relative_path
 from evogrpo.training.console import command
 
 
@@ -112,6 +114,21 @@ def test_a_missing_run_is_reported(workdir, capsys, name):
     with pytest.raises(SystemExit):
         main([name])
     assert "KEY=VALUE" not in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_tilde_that_the_shell_leaves_is_the_home_folder():
+    parser = make_parser()
+    for words in (["resume", "~/run"], ["demo", "--run-dir=~/run"]):
+        assert parser.parse_args(words).run_dir == Path.home() / "run"
+    with pytest.raises(SystemExit):
+        parser.parse_args(["resume", "~nobody-has-this-name/run"])
+
+
+def test_a_removed_working_directory_is_named(workdir, capsys):
+    workdir.rmdir()
+    assert relative_path(workdir / "run") == str(workdir / "run")
+    assert main(["train", "mine.yaml"]) == 1
+    assert "working directory" in capsys.readouterr().err
 
 
 def test_usage_fits_80_columns(capsys, monkeypatch):

@@ -85,6 +85,13 @@ def test_an_unwritable_checkpoint_stops_the_run_and_names_what_is_saved(project,
     assert main(["resume", "whole", "--generations", "2"]) == 0
 
 
+def test_an_export_that_does_not_fit_on_the_disk_leaves_no_file(trained, workdir):
+    words = ("export", trained, "out")
+    _, errors = command(*words, cwd=workdir, file_bytes=1000).communicate(timeout=100)
+    assert "out/" in errors
+    assert not any(Path("out").iterdir())
+
+
 def draw_curves() -> None:
     trackers = Trackers(["tensorboard"], Path("run"))
     trackers.start({}, 0, {})

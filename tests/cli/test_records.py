@@ -2,6 +2,7 @@
 
 import shutil
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
@@ -55,16 +56,59 @@ def test_texts_of_a_journal_are_escaped(tmp_path, capsys, command):
     assert "[bold]x[/bold]" in output
 
 
-@pytest.mark.parametrize("arguments", [["best"], ["export", "elsewhere"]])
-def test_a_removed_best_member_is_exported_again_by_resume(
-    run_dir, tmp_path, capsys, monkeypatch, arguments
-):
+@pytest.fixture
+def copied(run_dir, tmp_path, monkeypatch):
+    """Return the path of a copy of the run, which tests may change."""
     monkeypatch.chdir(tmp_path)
-    shutil.copytree(run_dir, tmp_path / "run")
-    shutil.rmtree(tmp_path / "run" / "best")
+    return Path(shutil.copytree(run_dir, "run"))
+
+
+def edit(path, old, new):
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda run: shutil.rmtree(run / "best"),
+        lambda run: (run / "best" / "agent.json").write_text("{"),
+        lambda run: edit(run / "best" / "agent.json", '"run_id": "', '"run_id": "0'),
+        lambda run: edit(
+            run / "best" / "agent.json", '"note": {"generation": ', '"note": {"generation": 9'
+        ),
+    ],
+    ids=["missing", "damaged", "another run", "another generation"],
+)
+@pytest.mark.parametrize("arguments", [["best"], ["export", "elsewhere"]])
+def test_a_folder_that_is_not_the_best_member_is_named_with_the_remedy(
+    copied, capsys, arguments, damage
+):
+    damage(copied)
     main([arguments[0], "run", *arguments[1:]])
     printed = capsys.readouterr()
     assert "evogrpo resume" in " ".join((printed.out + printed.err).split())
+    assert not Path("elsewhere").exists()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda lines: lines[:-1],
+        lambda lines: [*lines[:3], *lines[4:]],
+        lambda lines: [lines[0], lines[1].replace('"seconds": ', '"seconds": 1'), *lines[2:]],
+    ],
+    ids=["older", "a line less", "edited"],
+)
+def test_a_journal_that_does_not_fit_the_newest_checkpoint_is_named(copied, damage):
+    journal = copied / "journal.jsonl"
+    lines = journal.read_text().splitlines(keepends=True)
+    changed = damage(lines)
+    assert changed != lines
+    journal.write_text("".join(changed))
+    with pytest.warns(UserWarning, match="journal.jsonl"):
+        read_run(copied)
 
 
 def test_lineage_marks_the_winner_and_lists_all_members(run_dir, capsys):

@@ -187,6 +187,26 @@ def test_a_run_stopped_by_a_failing_reward_resumes_after_the_fix(
     assert events_of(workdir / "run") == uninterrupted
 
 
+SECOND_WRITER = """
+import os
+
+def score(completion, answer, question):
+    if os.path.exists("run/journal.jsonl"):
+        with open("run/journal.jsonl", "a") as journal:
+            journal.write("mine")
+    return 0
+"""
+
+
+def test_after_a_second_writer_the_run_is_resumed_as_it_is(project, workdir, capsys):
+    Path("mine.py").write_text(SECOND_WRITER)
+    words = ("--run-dir", "run", *SHORT, "task.reward=mine.py:score")
+    assert main(["train", str(project / "tiny.yaml"), *words]) == 1
+    printed = capsys.readouterr()
+    assert "journal.jsonl" in printed.err
+    assert "evogrpo resume run\n" in printed.out
+
+
 def test_resume_refuses_settings_that_change_the_run(trained, workdir, capsys):
     shutil.copytree(trained, "run")
     for override in (

@@ -54,13 +54,33 @@ def test_allowed_changes_pass(configured):
     assert open_run("run").record.logging.completions == 3
 
 
-def test_another_runs_configuration_is_refused(configured, project, capsys):
+@pytest.mark.parametrize("line", ["", f"run_id: {'f' * 32}\n"], ids=["cut off", "another run"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "resume run",
+        "compare run other",
+        "replay run",
+        "export run out",
+        "export run --schedule out",
+    ],
+)
+def test_a_configuration_that_is_not_whole_or_of_another_run_is_refused(
+    configured, trained, command, line, capsys
+):
     path, values = configured
-    run_id = values["run_id"]
-    path.write_text(changed(values, "run_id", "0" * 32))
-    assert main(["resume", "run", "--generations", "2"]) == 2
-    assert "is the configuration of another run" in capsys.readouterr().err
+    assert list(values)[-1] == "run_id"
+    *lines, _ = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([*lines, line]))
+    shutil.copytree(trained, "other")
+    assert main(command.split()) == 2
+    assert str(path) in capsys.readouterr().err
+    assert not Path("out").exists()
+
+
+def test_a_run_of_a_stored_configuration_has_its_own_id(configured, project):
+    _, values = configured
     values["schedule"]["target_fitness"] = 0.0  # it is reached before training
     Path("copy.yaml").write_text(changed(values, "run_dir", "again"))
     assert main(["train", "copy.yaml"]) == 0
-    assert yaml.safe_load(Path("again/config.yaml").read_text())["run_id"] not in (run_id, "0" * 32)
+    assert yaml.safe_load(Path("again/config.yaml").read_text())["run_id"] != values["run_id"]

@@ -93,7 +93,9 @@ def test_a_replay_uses_the_same_micro_batches(tmp_path):
             steps_per_generation=1,
         )
     )
-    (folder / CONFIG_FILE).write_text("task: {name: two_digit_sums}\nagent: {top_k: 9}\n")
+    run_id = read_journal(folder / "journal.jsonl")[0]["run_id"]
+    text = f"task: {{name: two_digit_sums}}\nagent: {{top_k: 9}}\nrun_id: {run_id}\n"
+    (folder / CONFIG_FILE).write_text(text)
     agent = HyperparameterSchedule.read(folder).config().agent
     assert (agent.micro_batch_tokens, agent.top_k) == (32, 9)
 

@@ -17,11 +17,13 @@ from evogrpo.synonyms import advice, close_match, counterpart
 from evogrpo.text import expand_user, shown
 from evogrpo.training.configuration.sections import (
     BUILT_IN_TEMPLATE,
+    CONFIG_FILE,
     DATASET_SUFFIXES,
     Config,
     LoggingConfig,
     PopulationConfig,
     TaskSection,
+    check_run_id,
 )
 from evogrpo.training.schedule import Schedule, check_schedule
 from evogrpo.validation import build, is_text, json_schema, without_none
@@ -412,6 +414,24 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """
     values = absolute_paths(read_yaml_file(path), path.resolve().parent)
     return parse_config(override(values, overrides))
+
+
+def read_stored(run_dir: Path, run_id: object) -> dict[str, Any] | None:
+    """Return the configuration of a run as plain values; None if it has none.
+
+    Args:
+        run_dir: Run directory.
+        run_id: Run id in the other files of the run.
+
+    Raises:
+        ValueError: If the file is damaged, or of another run.
+    """
+    path = run_dir / CONFIG_FILE
+    if not path.is_file():
+        return None
+    values = read_yaml_file(path)
+    check_run_id(path, values.get("run_id"), run_id)
+    return values
 
 
 def override(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:

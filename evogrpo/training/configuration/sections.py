@@ -6,6 +6,7 @@ without that delay.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
@@ -57,6 +58,24 @@ BUILT_IN_TEMPLATE = "tools"
 """Name of `TOOLS_TEMPLATE` as `task.chat_template`."""
 DATASET_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 """Supported types of dataset files."""
+
+
+def check_run_id(path: Path, found: object, run_id: object) -> None:
+    """Check that the configuration file of a run is whole, and of this run.
+
+    Args:
+        path: The file.
+        found: Run id in the file. It is the last line, so a file that was cut off has none.
+        run_id: Run id in the other files of the run.
+
+    Raises:
+        ValueError: If they differ.
+    """
+    if found != run_id:
+        raise ValueError(
+            f"{path} was cut off, or is the configuration of another run. Restore the file of this"
+            " run."
+        )
 
 
 def _strategy(value: Any = "tournament") -> "Strategy":
