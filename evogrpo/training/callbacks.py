@@ -1,5 +1,6 @@
 """Callback: hooks of a run."""
 
+import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -62,3 +63,10 @@ def check_callbacks(callbacks: object) -> None:
             raise ValueError(
                 f"callbacks must be instances of subclasses of evogrpo.Callback, got {shown(each)}."
             )
+        for hook in hooks:
+            method = getattr(each, hook)
+            if inspect.iscoroutinefunction(method) or inspect.isgeneratorfunction(method):
+                raise ValueError(
+                    f"callbacks: {hook} of {shown(each)} must be a plain function, without async"
+                    " and yield. It would never run."
+                )

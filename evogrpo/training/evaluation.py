@@ -224,24 +224,6 @@ def update_best(run: "Trainer", measured: Mapping[int, Measured]) -> int:
     return slot
 
 
-MIN_SCORES = 8
-"""Number of held-out scores from which on it is said that all are equal."""
-
-
-def warn_of_equal_scores(measured: Mapping[int, Measured], baseline: Fitness | None) -> None:
-    """Warn if all held-out scores of the first generation, and of the base before it, are equal."""
-    scores = [] if baseline is None else [*baseline.scores]
-    for each in measured.values():
-        for measure, fitness in each.fitness.items():
-            if measure != ROLLOUTS:
-                scores += fitness.scores
-    if len(scores) >= MIN_SCORES and len(set(scores)) == 1:
-        warn(
-            f"All {len(scores)} held-out scores so far are {scores[0]:g}, which says nothing about"
-            " members. Check the metric, or use easier (or harder) questions."
-        )
-
-
 def run_test(run: "Trainer") -> TestReport:
     """Evaluate the best member and the untrained base on the test split."""
     best = run.run_state.best
@@ -355,6 +337,44 @@ class GreedyGapCheck:
                 f" training, but {score_text(greedy.mean, greedy.standard_error)} with greedy"
                 " answers to validation questions. If the best policy is stochastic, set fitness"
                 " to {sampled: true}, which samples validation answers."
+            )
+
+
+CHECKED_GENERATIONS = 2
+"""Number of first generations whose held-out scores are checked."""
+
+MIN_SCORES = 8
+"""Number of held-out scores from which on it is said that all are equal."""
+
+
+class EqualScoresCheck:
+    """Warning for runs whose first held-out scores are all equal, also those of the base.
+
+    Args:
+        generations: Generations of the whole run, if known.
+        taken: Generations evaluated already. A resumed run is not checked.
+    """
+
+    def __init__(self, generations: int | None, *, taken: int) -> None:
+        self._left = min(CHECKED_GENERATIONS, generations or CHECKED_GENERATIONS)
+        if taken:
+            self._left = 0
+        self._scores: list[float] = []
+
+    def update(self, measured: Mapping[int, Measured], baseline: Fitness | None) -> None:
+        """Check the fitness of a generation."""
+        if self._left == 0:
+            return
+        self._left -= 1
+        for each in measured.values():
+            for measure, fitness in each.fitness.items():
+                if measure != ROLLOUTS:
+                    self._scores += fitness.scores
+        scores = [*self._scores, *(() if baseline is None else baseline.scores)]
+        if self._left == 0 and len(scores) >= MIN_SCORES and len(set(scores)) == 1:
+            warn(
+                f"All {len(scores)} held-out scores so far are {scores[0]:g}, by which members"
+                " cannot be compared. Check the metric, or use easier (or harder) questions."
             )
 
 

@@ -1,5 +1,6 @@
 """Runs in Python: `evolve`, `resume`, and `Run`, the iterator over the generations of a run."""
 
+import inspect
 import signal
 import sys
 import weakref
@@ -84,7 +85,7 @@ class Run(NamesMissing, Iterator[GenerationReport]):
         self._generations = iter(trainer)
         # At exit, Python unloads modules before it closes generators, which then cannot close the
         # run directory.
-        weakref.finalize(self, _close, self._generations)
+        self._closing = weakref.finalize(self, _close, self._generations)
         if self._console is None:
             self._display = None
         else:
@@ -181,6 +182,7 @@ class Run(NamesMissing, Iterator[GenerationReport]):
             proposer=trainer.proposer,
             trackers=trainer.trackers.given,
         )
+        self._closing.detach()
         self._start(continued)
         return self.finish(callback)
 
@@ -236,7 +238,9 @@ class Run(NamesMissing, Iterator[GenerationReport]):
 
 
 def _close(generations: Generator[GenerationReport, None, None]) -> None:
-    """Close a run, unless a thread still trains it when the program ends."""
+    """Close a run, unless a thread still trains it at the end; warn if it has never begun."""
+    if inspect.getgeneratorstate(generations) == inspect.GEN_CREATED:
+        warn("A run was made and never trained. Iterate over it, or call its method finish().")
     with suppress(ValueError):
         generations.close()
 

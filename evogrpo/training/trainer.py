@@ -38,6 +38,7 @@ from evogrpo.training.callbacks import Callback, check_callbacks
 from evogrpo.training.configuration.user_code import check_strategy, strategy_record
 from evogrpo.training.evaluation import (
     ConstantRewardCheck,
+    EqualScoresCheck,
     GreedyGapCheck,
     LearningSignalCheck,
     SamplerCheck,
@@ -48,7 +49,6 @@ from evogrpo.training.evaluation import (
     measure_baseline,
     run_test,
     update_best,
-    warn_of_equal_scores,
 )
 from evogrpo.training.proposals import (
     Proposal,
@@ -178,6 +178,7 @@ class Trainer:
             trackers = () if run_dir is None else run_dir.logging.trackers
         self.trackers = Trackers(trackers, None if run_dir is None else run_dir.path)
         self._greedy_gap = GreedyGapCheck()
+        self._equal_scores = EqualScoresCheck(schedule.generations, taken=self.run_state.generation)
         generations = schedule.generations
         steps = generations and generations * schedule.steps_per_generation
         self._sampler_check = SamplerCheck()
@@ -307,7 +308,8 @@ class Trainer:
             stop.agree()
             self._ended = stop.reason or STOPPED
             self._save(self._ended)
-        except SystemExit as error:  # of user code: it would end the program as if complete
+        except (SystemExit, StopIteration) as error:
+            # Of user code. It would end the program, or this generator, as if the run was complete.
             raise RuntimeError(
                 f"Code that the run calls raised {shown(error)}{user_line(error)}. To end a run"
                 " early, call its method stop()."
@@ -464,8 +466,8 @@ class Trainer:
         state.longest_evaluation = max(state.longest_evaluation, clock.now() - began)
         clock.tick()
         self._greedy_gap.update(measured)
-        if state.generation == 0 and self.fitness.uses_validation:
-            warn_of_equal_scores(measured, state.baseline)
+        if self.fitness.uses_validation:
+            self._equal_scores.update(measured, state.baseline)
         state.generation += 1
         best = update_best(self, measured)
         report = generation_report(self, measured, best=best)

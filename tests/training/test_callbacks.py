@@ -50,6 +50,30 @@ def test_what_is_no_list_of_callbacks_is_refused_before_training(tmp_path, wrong
     assert not (tmp_path / "run").exists()
 
 
+def test_hooks_that_would_never_run_are_refused():
+    class Generator(Callback):
+        def on_step(self, report):
+            yield report
+
+    class Async(Callback):
+        async def on_generation(self, report):
+            pass
+
+    for wrong in (Generator(), Async()):
+        with pytest.raises(ValueError, match="plain function"):
+            evolve(step_population(2), cart_pole(), callbacks=[wrong], **QUICK)
+
+
+def test_a_hook_that_raises_stopiteration_does_not_end_the_run_as_complete():
+    class Broken(Callback):
+        def on_step(self, report):
+            next(iter(()))
+
+    run = evolve(step_population(2), cart_pole(), callbacks=[Broken()], **QUICK)
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        list(run)
+
+
 def test_a_hook_stops_the_run():
     class Stopper(Recorder):
         def on_step(self, report):

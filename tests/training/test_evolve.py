@@ -13,7 +13,7 @@ from evogrpo.evolution import Mutation, Stateless
 from evogrpo.reporting.records import GenerationReport, StepReport, TestReport
 from evogrpo.training.evolve import Run
 from tests.tiny_models import tiny_model
-from tests.tiny_steps import step_run
+from tests.tiny_steps import QUICK, cart_pole, step_population, step_run
 from tests.tiny_training import (
     SPACE,
     equal_states,
@@ -263,6 +263,12 @@ def test_a_target_ends_the_run(stored_language_run):
     fitness = [report.best.fitness for report in generations_of(stored_language_run)]
     reports = finish(tiny_run(None, target_fitness=fitness[0]))
     assert sum(isinstance(report, GenerationReport) for report in reports) == 1
+
+
+def test_a_run_that_never_began_is_named():
+    run = evolve(step_population(1), cart_pole(), **QUICK)
+    with pytest.warns(UserWarning, match="never trained"):
+        del run
 
 
 def test_an_existing_run_is_never_overwritten(stored_language_run):
