@@ -305,6 +305,7 @@ def merge_rollouts(parts: Sequence[RolloutBatch]) -> RolloutBatch:
     """Return the rows of several rollouts of one learning step, one after another."""
     experience = {}
     policies = dict.fromkeys(chain.from_iterable(part.experience for part in parts))
+    # A policy may have acted in some parts only.
     for policy in policies:
         batches = [part.experience[policy] for part in parts if policy in part.experience]
         experience[policy] = _concatenate_batches(batches)

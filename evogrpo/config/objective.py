@@ -345,6 +345,7 @@ def _loss_problems(objective: Objective) -> Iterator[str]:
     """Yield messages about switches of the loss."""
     loss = objective.loss_type
     properties = LOSS_TYPES[loss]
+    # Further bounds of a ratio need one that is clipped.
     for name in ("dual_clip", "delta"):
         if objective.is_set(name) and not properties.bounded:
             others = ", ".join(
@@ -359,6 +360,7 @@ def _loss_problems(objective: Objective) -> Iterator[str]:
             f"dual_clip ({objective.dual_clip}) and delta ({objective.delta}) exclude each other."
             " Give one of them."
         )
+    # Switches that belong to another loss.
     for owner, other_properties in LOSS_TYPES.items():
         for name in other_properties.switches:
             if objective.is_set(name) and loss != owner:
@@ -379,6 +381,7 @@ def _loss_problems(objective: Objective) -> Iterator[str]:
             f"importance_cap must be above 1 with importance_correction={correction!r}, got 1."
             " Raise it."
         )
+    # What compares or rewards single actions.
     if not properties.per_action:
         rule = (
             f"needs one ratio per action, but loss_type={loss!r} has one per completion. Choose"

@@ -112,6 +112,7 @@ def difference(a: Fitness, b: Fitness) -> tuple[float, float]:
     Returns:
         Difference of a and b and its standard error, in reward units.
     """
+    # A paired difference needs two common questions for its standard error.
     if len(a.by_key.keys() & b.by_key.keys()) > 1:
         return paired_difference(a, b)
     standard_error = math.hypot(a.standard_error, b.standard_error)

@@ -190,6 +190,7 @@ def neighbour(
         else:
             candidates = below
         if low <= value <= high:
+            # The size of a step is a share of the range, here of the list of choices.
             steps = max(1, round(size * (len(parameter.numbers) - 1)))
         else:
             steps = 1
@@ -330,6 +331,7 @@ def last_steps(member: MemberRecord, space: HyperparameterConfig) -> dict[str, f
     before = after.with_values(old_values)
     steps = {}
     for name, parameter in space.items():
+        # Names have no distance.
         if parameter.names:
             continue
         old = relative_position(parameter, before.number(name))
@@ -435,6 +437,7 @@ def _call_custom(
 ) -> Hyperparameters:
     """Call a custom perturbation and validate its result."""
     name = getattr(perturbation, "__name__", type(perturbation).__name__)
+    # Users' functions may return anything.
     child: Any = perturbation(parent, space, rng)
     if not isinstance(child, Hyperparameters):
         raise ValueError(

@@ -160,6 +160,7 @@ def _setting_effect(
             fitness = relative.get((member.index, generation.generation))
             if fitness is not None:
                 found[member.index] = fitness - inherited[member.index]
+        # Fitness of different generations cannot be compared.
         if len({own[index] for index in found}) > 1:
             for index, fitness in found.items():
                 results.setdefault(own[index], []).append((index, fitness))

@@ -316,7 +316,6 @@ def generation_report(
         evaluated = measured.get(agent.slot, Measured())
         birth = births[agent.index]
         # Means over the learning steps of the generation.
-        # Means over the learning steps of the generation.
         metrics = {}
         for name, (total, count) in run_state.metrics[agent.slot].items():
             metrics[name] = total / count

@@ -155,6 +155,7 @@ class Schedule:
             "validation": self.validation_questions,
             "test": self.test_questions,
         }
+        # One question gives no standard error.
         for split, questions in held_out.items():
             size = env.size(split)
             if questions != 0 and size < 2:

@@ -173,6 +173,7 @@ def _check_env(env: object, total_timesteps: object) -> None:
             f"train takes no policy, because the network is built from the spaces, got {shown(env)}"
             f" and {shown(total_timesteps)}. Write train({env_id!r}, total_timesteps=100_000)."
         )
+    # An environment itself may be callable, but a factory of environments is needed.
     if isinstance(env, str | GymnasiumGroups) or (
         callable(env) and not isinstance(env, gymnasium.Env)
     ):

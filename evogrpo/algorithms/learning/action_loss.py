@@ -373,6 +373,7 @@ def _warn_equal_steps(kind: str, batch: Batch) -> None:
     step_rewards = batch.step_rewards[rewarded]
     group, count = consecutive_ids(batch.group_ids)
     differ = not bool(zero_variance_groups(batch.rewards, group, count).all())
+    # Only groups whose rewards differ could teach anything.
     if differ and len(step_rewards) and bool(step_rewards.min() == step_rewards.max()):
         warn(
             f"Every step earned {float(step_rewards[0]):g}, so advantage='process' is 0 everywhere"

@@ -158,6 +158,7 @@ class StepControl:
         power = 2.0
         if self._latest is not None and 0.0 < kl < math.inf:
             factor, earlier = self._latest
+            # kl / earlier = (self.factor / factor) ** power.
             power = math.log(kl / earlier) / math.log(self.factor / factor)
             # Noise in two nearby measurements could give any power, even a negative one.
             power = min(max(power, 0.7), 4.0)
@@ -170,6 +171,7 @@ class StepControl:
 
     def _limit(self, kl: float) -> bool:
         """Undo a pass whose KL exceeds the limit by far; otherwise adapt the next factor."""
+        # The factor that reaches the target if KL grows with the square of the learning rate.
         change = math.sqrt(self.target / kl) if kl > 0 else math.inf
         if kl > LEFT_OUT * self.target:
             self.factor *= max(0.8 * change, 0.1)
@@ -198,6 +200,7 @@ def step_target(target_kl: float, advantages: Tensor, *, transitions: bool) -> f
     if not transitions:
         return target_kl
     size = advantages.double().abs()
+    # The effective number of actions (Kish): all of them if their advantages are equally large.
     effective = float(size.sum() ** 2 / size.square().sum())
     return target_kl * min(1.0, effective / FULL_SIGNAL_ACTIONS)
 
@@ -312,6 +315,7 @@ class StepSizes:
             measured_rows = self._rows[slot]
             mask = self._training_rows.samples.action_mask[measured_rows]
             kl = float(own[mask].double().mean())
+            # A pass without a finite gradient has made no step that could be measured.
             if not all(math.isfinite(report.grad_norm) for report in updates[slot]):
                 kl = math.inf
             # 3. Set the next learning rate. A pass that is repeated or left out is undone.

@@ -63,6 +63,7 @@ class ObservationStatistics:
     def merged(self, later: "ObservationStatistics") -> "ObservationStatistics":
         """Return the statistics of the union of both sets of observations, member by member."""
         count = self.count + later.count
+        # Share of the later observations; 0 for members without any.
         share = np.divide(later.count, count, out=np.zeros_like(count), where=count > 0)
         share = share[:, None]
         delta = later.mean - self.mean

@@ -404,6 +404,7 @@ class EnvironmentGym(PromptEnvironment):
 
     def _changes_prompt(self, name: str) -> bool:
         """Return True if a template, or the reset of an environment, takes a task setting."""
+        # Any value serves: only the name is looked up.
         resets = any(self._taken(environment, {name: 0}) for environment in self._resets)
         return resets or super()._changes_prompt(name)
 

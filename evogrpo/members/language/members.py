@@ -459,6 +459,7 @@ class LanguageMembers(BankMembers):
         """Slots whose weights have changed since the sampler last loaded them; initially all."""
         if self._loaded is None:
             return list(range(self.size))
+        # The bank counts the changes of each slot.
         counts = zip(self.bank.changes, self._loaded, strict=True)
         return [slot for slot, (count, loaded) in enumerate(counts) if count != loaded]
 

@@ -87,6 +87,7 @@ def loadable_by_peft(
             shapes[a] = (target.rank, target.width_in)
             shapes[b] = (target.width_out, target.rank)
         missing, adapts_others = _not_loaded_by_peft(empty, shapes, _peft_record(chosen, config))
+        # A target is lost if PEFT did not load one of its two matrices.
         lost = {target.name for target in chosen if not missing.isdisjoint(target.peft_names)}
         # Which target brings the other modules in is unknown, so all are returned.
         if adapts_others and not lost:

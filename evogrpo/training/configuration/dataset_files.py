@@ -234,6 +234,7 @@ def _read_json(file: TextIO, path: Path) -> Any:
     heading = file.readline()
     file.seek(0)
     is_jsonl = path.suffix.lower() == ".jsonl"
+    # A .json file may hold one object per line, and the reverse.
     if heading.lstrip().startswith("[") or not (is_jsonl or _is_object(heading)):
         return parse_json(file.read(), str(path))
     rows = []

@@ -456,6 +456,7 @@ def build(config: Config, env: PromptEnvironment | None = None) -> LanguageTask:
         ) from error
     check_token_ids(outline.model, [env.largest_token], "tokens of prompts")
     check_token_ids(outline.model, agent.eos_token_ids or (), "eos_token_ids")
+    # Without an end token, every completion would be truncated.
     if not (agent.eos_token_ids or end_ids_of(outline.model) or env.action_space.end_ids):
         raise ValueError(
             "agent.eos_token_ids must be given: neither the model nor its tokenizer has an end"
