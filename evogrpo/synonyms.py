@@ -488,9 +488,10 @@ def _is_one_edit(typed: str, name: str) -> bool:
         start += 1
     rest = typed[start:]
     other = name[start:]
+    changed = rest[1:] == other[1:]
     added_or_left_out = rest[1:] == other or rest == other[1:]
     swapped = rest[:2] == other[:2][::-1] and rest[2:] == other[2:]
-    return rest[1:] == other[1:] or added_or_left_out or swapped
+    return changed or added_or_left_out or swapped
 
 
 def public_place(setting: str) -> str | None:

@@ -361,7 +361,8 @@ def group_return_advantages(
     group, groups = comparable_groups(group_ids)
     group_of_action = group[:, None].expand_as(mask)
     totals = _returns(step_rewards, mask, gamma)
-    applies = mask & (mask & ~step_rewards.isnan()).any(1, keepdim=True)
+    has_reward = (mask & ~step_rewards.isnan()).any(1, keepdim=True)
+    applies = mask & has_reward
     standard = _standardised(totals, applies, group_of_action, groups, eps)
     return torch.where(applies, standard, 0.0).to(step_rewards.dtype)
 
@@ -452,5 +453,6 @@ def subtract_kl(step_rewards: Tensor, penalty: Tensor, mask: Tensor) -> Tensor:
 
     Source: Ziegler et al. (arXiv:1909.08593), equation 2; ROLL, `add_token_level_kl`.
     """
-    applies = mask & (mask & ~step_rewards.isnan()).any(1, keepdim=True)
+    has_reward = (mask & ~step_rewards.isnan()).any(1, keepdim=True)
+    applies = mask & has_reward
     return torch.where(applies, step_rewards.nan_to_num(nan=0.0) - penalty, torch.nan)

@@ -149,15 +149,8 @@ class GymnasiumGroups(SeededGroups):
             )
         if reseed_noise is not None:
             flag("reseed_noise", reseed_noise)
-        if not isinstance(vectorization, str) or vectorization not in get_args(Vectorization):
-            raise ValueError(
-                'vectorization must be "auto", "native", "serial" or "processes", got'
-                f" {shown(vectorization)}."
-            )
-        if isinstance(wrappers, str) or not isinstance(wrappers, Sequence):
-            raise ValueError(f"wrappers must be a list, got {shown(wrappers)}.")
-        for wrap in wrappers:
-            check_wrapper(wrap, repr(wrap) if isinstance(wrap, str) else wrapper_name(wrap))
+        _check_vectorization(vectorization)
+        _check_wrappers(wrappers)
         self.name = env if isinstance(env, str) else getattr(env, "__name__", type(env).__name__)
         self._make = EnvFactory(
             env=env,
@@ -295,6 +288,20 @@ class GymnasiumGroups(SeededGroups):
             "recreate_env": str(self.recreate_env),
             "spaces": short_hash(str(self.observation_space), str(self.action_space)),
         }
+
+
+def _check_vectorization(value: object) -> None:
+    if not isinstance(value, str) or value not in get_args(Vectorization):
+        raise ValueError(
+            f'vectorization must be "auto", "native", "serial" or "processes", got {shown(value)}.'
+        )
+
+
+def _check_wrappers(wrappers: object) -> None:
+    if isinstance(wrappers, str) or not isinstance(wrappers, Sequence):
+        raise ValueError(f"wrappers must be a list, got {shown(wrappers)}.")
+    for wrap in wrappers:
+        check_wrapper(wrap, repr(wrap) if isinstance(wrap, str) else wrapper_name(wrap))
 
 
 def check_wrapper(wrap: object, name: str, options: Mapping[str, Any] | None = None) -> None:
