@@ -277,6 +277,10 @@ ARMS: dict[str, Arm] = {
     "PBT": Arm(strategy=TruncationPBT),
     "optuna": Arm(members=1),
     "halving, metric first": Arm(weights="zero", strategy=SuccessiveHalving),
+    "halving, small steps": Arm(strategy=SuccessiveHalving, episodes=EPISODES // MEMBERS),
+    "halving, metric first, small steps": Arm(
+        weights="zero", strategy=SuccessiveHalving, episodes=EPISODES // MEMBERS
+    ),
     "best fixed": Arm(weights="found", members=1),
 }
 
@@ -338,7 +342,7 @@ def make_run(
         population,
         env,
         strategy=arm.strategy(),
-        steps_per_generation=1 if arm.members > 1 else 4 * EPISODES // arm.episodes,
+        steps_per_generation=4 * EPISODES // (arm.episodes * arm.members),
         samples_per_step=arm.episodes,
         max_timesteps=budget,
         count_evaluations=True,
