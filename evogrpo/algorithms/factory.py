@@ -42,6 +42,7 @@ from evogrpo.members.members import Members
 from evogrpo.members.networks.members import NetworkMembers
 from evogrpo.text import class_name, shown
 from evogrpo.validation import flag, instance, refuse_unknown, whole_between, without_none
+from evogrpo.warnings import warn
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -370,6 +371,7 @@ def _first_hyperparameters(
 ) -> Hyperparameters:
     """Return the first member's hyperparameters, which fit the settings and the search space."""
     # 1. Check the arguments that are not settings.
+    warn_of_unused_seed(options)
     space = options.get("hp_config")
     if space is not None:
         instance(
@@ -386,3 +388,14 @@ def _first_hyperparameters(
     settings.objective.check(first, space)
     settings.check(first, space)
     return first
+
+
+def warn_of_unused_seed(options: Mapping[str, Any]) -> None:
+    """Warn if the program has seeded torch, but gives no seed: agents do not use that of torch."""
+    given = torch.initial_seed()
+    # Unless the program sets it, it is a random number of 64 bits. The default here is 0.
+    if options.get("seed") is None and 0 < given < 1 << 32:
+        warn(
+            f"torch.manual_seed({given}) has no effect on agents and runs, whose seed is 0. Pass"
+            f" seed={given} to agents and environment."
+        )

@@ -85,7 +85,8 @@ class Run(NamesMissing, Iterator[GenerationReport]):
         self._generations = iter(trainer)
         # At exit, Python unloads modules before it closes generators, which then cannot close the
         # run directory.
-        self._closing = weakref.finalize(self, _close, self._generations)
+        new = trainer.run_state.threads == 0  # a resumed run may serve to get its best member
+        self._closing = weakref.finalize(self, _close, self._generations, new=new)
         if self._console is None:
             self._display = None
         else:
@@ -237,9 +238,9 @@ class Run(NamesMissing, Iterator[GenerationReport]):
         return report
 
 
-def _close(generations: Generator[GenerationReport, None, None]) -> None:
-    """Close a run, unless a thread still trains it at the end; warn if it has never begun."""
-    if inspect.getgeneratorstate(generations) == inspect.GEN_CREATED:
+def _close(generations: Generator[GenerationReport, None, None], *, new: bool) -> None:
+    """Close a run, unless a thread still trains it at the end; warn if a new one never began."""
+    if new and inspect.getgeneratorstate(generations) == inspect.GEN_CREATED:
         warn("A run was made and never trained. Iterate over it, or call its method finish().")
     with suppress(ValueError):
         generations.close()

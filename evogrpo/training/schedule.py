@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from evogrpo.evolution.strategies import Strategy
     from evogrpo.training.configuration.sections import Config
 
+WIDE_RANGE = 100
+"""Ratio of the bounds of a range from which on its scale should be "log"."""
+
 LIMITS = (
     "generations",
     "max_timesteps",
@@ -275,6 +278,7 @@ def warn_without_effect(
             _warn_unused_evolution(strategy, space, architectures=architectures)
         elif not strategy.mutates:
             _warn_unused_mutation(strategy, space, architectures=architectures)
+        _warn_of_space(population, strategy)
         _warn_first_guess(strategy, agents[0].hyperparameters, space, step_based=step_based)
     # 2. The objective, which an algorithm of the user may not use.
     if "objective" in population.algorithm.unused_options:
@@ -319,6 +323,29 @@ def _warn_unused_evolution(
             f"A single member does not evolve. Without effect: {'; '.join(unused)}. Remove it, or"
             " use more members."
         )
+
+
+def _warn_of_space(population: "Population", strategy: "Strategy") -> None:
+    """Warn if nothing evolves, or a wide range has a linear scale."""
+    # 1. Several equal members. A strategy of the user may set hyperparameters itself.
+    distinct = {agent.hyperparameters for agent in population.agents}
+    searches = bool(population.space) or population.members.evolves
+    built_in = type(strategy).__module__.startswith("evogrpo.")
+    if len(population) > 1 and len(distinct) == 1 and built_in and not searches:
+        warn(
+            "All members have the same hyperparameters, and no search space, so that only their"
+            " weights differ. Give a search space, such as hp_config='auto' (search_space: auto)."
+        )
+    # 2. On a linear scale, most values of a range are of the size of its upper end.
+    for name, parameter in population.space.items():
+        if parameter.choices is not None or parameter.scale == "log":
+            continue
+        low, high = parameter.bounds
+        if 0 < low * WIDE_RANGE <= high:
+            warn(
+                f"{name} evolves from {low:g} to {high:g} on a linear scale, where most values are"
+                " near the upper end. Set scale='log'."
+            )
 
 
 def _warn_unused_mutation(

@@ -7,6 +7,7 @@ from typing import Any
 
 import gymnasium
 
+from evogrpo.algorithms.factory import warn_of_unused_seed
 from evogrpo.config.agent import NETWORK_DEFAULTS, NetworkOptions
 from evogrpo.config.hyperparameters import DEFAULT_TARGET_KL, Hyperparameters
 from evogrpo.config.optimizer import Optimizer
@@ -139,6 +140,7 @@ def train(
             " callbacks work only with its own models."
         )
     check_callbacks(callbacks)
+    warn_of_unused_seed(settings)
     folder = None if run_dir is None else expand_user(run_dir, "run_dir")
     console = console_for(progress)
     # 2. Read the configuration from the arguments, and create the environment. A registered

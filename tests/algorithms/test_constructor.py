@@ -1,6 +1,7 @@
 """Constructor arguments of agents, precision on accelerators, start from a PEFT adapter."""
 
 import json
+import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -275,3 +276,13 @@ def test_invalid_adapters_raise(damage, rule, trained):
     damage(trained[0])
     with pytest.raises(ValueError, match=rule):
         GRPO(**starting(trained[0]))
+
+
+def test_a_seed_of_torch_is_not_ignored_in_silence():
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        with pytest.warns(UserWarning, match="seed=7"):
+            tiny_agent()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            tiny_agent(seed=3)

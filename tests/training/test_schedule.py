@@ -70,6 +70,7 @@ def test_evolving_hyperparameters_without_effect_warn(options, space, neutral):
 
 CLIPS_SET = {"clip_low": 0.1, "clip_high": 0.3}
 RATES = HyperparameterConfig(lr=RLParameter(min=1e-4, max=1e-3))
+WIDE = HyperparameterConfig(lr=RLParameter(min=1e-5, max=1e-3))
 
 
 @pytest.mark.parametrize(
@@ -79,10 +80,12 @@ RATES = HyperparameterConfig(lr=RLParameter(min=1e-4, max=1e-3))
         (1, {}, Narrowing(), ["strategy Narrowing"]),
         (1, {"hp_config": RATES}, RandomSearch(), ["search space (lr)", "strategy RandomSearch"]),
         (1, {"lr": 0.2, "target_kl": 0.03}, None, ["lr=0.2", "target_kl=0.03"]),
-        (2, {"clip_coef": 0.1}, None, ["clip_coef has no effect"]),
-        (2, {"beta": 0.1, "objective": Objective(reference="old")}, None, ["beta has no effect"]),
+        (2, {}, None, ["same hyperparameters"]),
+        (2, {"hp_config": WIDE}, None, ["lr evolves from 1e-05 to 0.001 on a linear scale"]),
+        (1, {"clip_coef": 0.1}, None, ["clip_coef has no effect"]),
+        (1, {"beta": 0.1, "objective": Objective(reference="old")}, None, ["beta has no effect"]),
         (
-            2,
+            1,
             CLIPS_SET | {"update_epochs": 2, "loss_type": "sapo"},
             None,
             ["clip_low has no", "clip_high has no"],
@@ -91,14 +94,15 @@ RATES = HyperparameterConfig(lr=RLParameter(min=1e-4, max=1e-3))
         (1, {}, None, []),
         (1, {"lr": 1e-4, "target_kl": 0.03}, Fixed(), []),
         (1, {"lr": 0.2}, None, []),
-        (2, {"clip_coef": 0.1, "update_epochs": 2}, None, []),
+        (1, {"clip_coef": 0.1, "update_epochs": 2}, None, []),
     ],
 )
 def test_settings_without_effect_warn_once(size, options, strategy, named):
     population = tiny_population(size, **options)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        evolve(population, tiny_env(), generations=1, samples_per_step=8, strategy=strategy)
+        run = evolve(population, tiny_env(), generations=1, samples_per_step=8, strategy=strategy)
+    assert run.population is population
     messages = [str(each.message) for each in caught if issubclass(each.category, UserWarning)]
     text = " ".join(messages)
     assert all(text.count(name) == 1 for name in named)
@@ -113,9 +117,10 @@ def test_explicit_sizes_beyond_the_held_out_questions_warn():
         evolve(step_population(2, env), env, generations=1, validation_questions=5)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        evolve(
-            step_population(2, env), env, generations=1, validation_questions=4, test_questions=2
+        run = evolve(
+            step_population(1, env), env, generations=1, validation_questions=4, test_questions=2
         )
+    assert len(run.population) == 1
 
 
 def played(run):
