@@ -4,7 +4,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
 from typing import Literal
@@ -246,5 +246,11 @@ def _interrupt_user_code(
         with stop._exit_lock:  # meanwhile the main thread cannot leave an interruptible block
             if stop._interruptible:
                 name = signal.Signals(number).name
-                os.write(2, f"{name}: process ended because user code did not return.\n".encode())
+                write_to_stderr(f"{name}: process ended because user code did not return.\n")
                 os._exit(128 + number)
+
+
+def write_to_stderr(text: str) -> None:
+    """Write at once, also from a signal handler; nothing if the terminal is closed."""
+    with suppress(OSError):
+        os.write(2, text.encode())

@@ -117,6 +117,17 @@ def evogrpo(*arguments: str) -> None:
     runpy.run_module("evogrpo", run_name="__main__", alter_sys=True)
 
 
+def close_terminal() -> None:
+    """Let stdout and stderr be a terminal that has been closed: every write fails."""
+    master, terminal = os.openpty()
+    os.close(master)
+    os.dup2(terminal, 1)
+    os.dup2(terminal, 2)
+    sys.stdout = os.fdopen(1, "w", closefd=False)
+    sys.stderr = os.fdopen(2, "w", closefd=False)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup has it ignored
+
+
 def evogrpo_without_charts(*arguments: str) -> None:
     """Run the command as if matplotlib and plotly were missing: reports would take too long."""
     sys.modules.update(dict.fromkeys(CHARTS))

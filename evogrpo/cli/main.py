@@ -77,6 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # 2. Prepare output and environment variables. The import is here so that `--help` stays fast.
     from evogrpo.training.console import ignore_output_errors
 
+    _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # replace characters that its encoding cannot represent
             stream.reconfigure(errors="replace")
@@ -89,6 +90,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if code == OK and lost() and not getattr(args, "training", False):
             return FAILED
         return code
+
+
+def _open_closed_streams() -> None:
+    """Open the null device in place of closed standard streams.
+
+    Otherwise files of a run would get their numbers, and contain what is written to stderr.
+    """
+    descriptor = os.open(os.devnull, os.O_RDWR)
+    while descriptor <= 2:
+        descriptor = os.open(os.devnull, os.O_RDWR)
+    os.close(descriptor)
+    if sys.stdout is None:
+        sys.stdout = os.fdopen(1, "w")
+    if sys.stderr is None:
+        sys.stderr = os.fdopen(2, "w")
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -28,7 +28,7 @@ from evogrpo.envs.control.env_process import EnvProcessError
 from evogrpo.envs.text.reward_functions import RewardError
 from evogrpo.evolution.strategies import BUILT_IN
 from evogrpo.extras import install_hint
-from evogrpo.interruption import stopping_on_signals
+from evogrpo.interruption import stopping_on_signals, write_to_stderr
 from evogrpo.members.bank import SamplerError
 from evogrpo.members.devices import single_threaded
 from evogrpo.reporting.lineage import ancestors, birth_text, selection_score
@@ -356,7 +356,7 @@ def _train(console: Console, trainer: Trainer, run_dir: Path, args: argparse.Nam
         if not sys.stdout.isatty():  # on a terminal, the live display announces it
             # A signal handler must not use the console, because it may have interrupted a write of
             # the console.
-            os.write(2, b"Stopping and saving. Press Ctrl-C again to abort without saving.\n")
+            write_to_stderr("Stopping and saving. Press Ctrl-C again to abort without saving.\n")
 
     # 1. Train.
     try:

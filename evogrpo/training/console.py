@@ -93,7 +93,9 @@ def console_for(progress: bool | None) -> Console | None:
     if notebook.is_jupyter:
         return notebook
     if progress or sys.stdout.isatty():
-        return make_console()
+        # A terminal may be closed during a run.
+        stream: Any = _ErrorIgnoringStream(sys.stdout, quiet_pipe=True)
+        return make_console(stream)
     return None
 
 
@@ -218,14 +220,11 @@ def ignore_output_errors(*, quiet_pipe: bool) -> Iterator[Callable[[], bool]]:
     """
     stdout = sys.stdout
     stderr = sys.stderr
-    # Programs without a console have None.
-    output = None if stdout is None else _ErrorIgnoringStream(stdout, quiet_pipe=quiet_pipe)
+    output = _ErrorIgnoringStream(stdout, quiet_pipe=quiet_pipe)
     sys.stdout = output
-    sys.stderr = stderr and _ErrorIgnoringStream(stderr, quiet_pipe=True)
+    sys.stderr = _ErrorIgnoringStream(stderr, quiet_pipe=True)
 
     def lost() -> bool:
-        if output is None:
-            return False
         output.flush()  # a short output has not been written yet
         return output.lost
 

@@ -229,8 +229,9 @@ class Run(NamesMissing, Iterator[GenerationReport]):
                 with suppress(ImportError):
                     import_module("tabulate")
                 raise KeyboardInterrupt(message)
-            if is_rank_zero():
-                sys.stderr.write(f"{message}\n")
+            if is_rank_zero() and sys.stderr is not None:
+                with suppress(OSError):  # the terminal is closed
+                    sys.stderr.write(f"{message}\n")
             raise SystemExit(128 + number)
         # 3. Return the report.
         if report is None:

@@ -24,13 +24,17 @@ def ended(run_dir: Path) -> bool:
 
 
 def with_stdout(kind: str, *arguments: str) -> None:
-    if kind == "full disk":
-        target = os.open("/dev/full", os.O_WRONLY)
+    if kind == "none":
+        os.close(1)
+        sys.stdout = None
     else:
-        reader, target = os.pipe()
-        os.close(reader)
-    os.dup2(target, 1)
-    sys.stdout = os.fdopen(1, "w", closefd=False)
+        if kind == "full disk":
+            target = os.open("/dev/full", os.O_WRONLY)
+        else:
+            reader, target = os.pipe()
+            os.close(reader)
+        os.dup2(target, 1)
+        sys.stdout = os.fdopen(1, "w", closefd=False)
     evogrpo_without_charts(*arguments)
 
 
@@ -55,10 +59,10 @@ def test_a_failing_stdout_does_not_end_the_run(project, workdir, kind, error):
     assert ended(workdir / "run")
 
 
-@pytest.mark.parametrize(("kind", "code"), [("full disk", 1), ("closed pipe", 0)])
+@pytest.mark.parametrize(("kind", "code"), [("full disk", 1), ("closed pipe", 0), ("none", 0)])
 def test_a_command_whose_output_is_lost_fails(workdir, kind, code):
     """As `cat` does: an output that cannot be written is a failure, a reader that left is not."""
-    process = Forked(with_stdout, kind, "schema", cwd=workdir)
+    process = Forked(with_stdout, kind, "tasks", cwd=workdir)
     _, errors = process.communicate(timeout=100)
     assert process.returncode == code, errors
     assert errors.count("\n") == code

@@ -14,6 +14,7 @@ from evogrpo.cli import main
 from evogrpo.storage.checkpoint import latest_checkpoint
 from evogrpo.storage.journal import read_journal
 from tests.cli.project import command
+from tests.forking import Forked, close_terminal, evogrpo_without_charts
 from tests.tiny_training import events_of
 
 SHORT = (
@@ -185,6 +186,29 @@ def test_a_run_stopped_by_a_failing_reward_resumes_after_the_fix(
         in capsys.readouterr().err
     )
     assert events_of(workdir / "run") == uninterrupted
+
+
+HANGUP = """
+import os, signal
+
+def score(completion, answer, question):
+    if "made-up" not in completion:
+        os.kill(os.getpid(), signal.SIGHUP)
+    return 0
+"""
+
+
+def on_a_closed_terminal(*arguments: str) -> None:
+    close_terminal()
+    evogrpo_without_charts(*arguments)
+
+
+def test_a_run_whose_terminal_is_closed_is_saved(project, workdir):
+    Path("mine.py").write_text(HANGUP)
+    words = ("--run-dir", "run", *SHORT, "task.reward=mine.py:score")
+    process = Forked(on_a_closed_terminal, "train", str(project / "tiny.yaml"), *words, cwd=workdir)
+    assert process.wait(timeout=100) == 128 + signal.SIGHUP
+    assert read_journal(Path("run/journal.jsonl"))[-1]["reason"] == "stopped by SIGHUP"
 
 
 SECOND_WRITER = """

@@ -16,7 +16,7 @@ from evogrpo.interruption import Interrupted, Stop
 from evogrpo.storage.journal import read_journal
 from evogrpo.training.evolve import Run
 from evogrpo.training.run_dir import open_run
-from tests.forking import Forked
+from tests.forking import Forked, close_terminal
 from tests.tiny_steps import step_run
 from tests.tiny_training import (
     QUICK,
@@ -131,6 +131,28 @@ def test_a_loop_that_gets_a_signal_is_saved_before_it_ends(tmp_path, number):
     stopped = read_journal(tmp_path / "run" / "journal.jsonl")[-1]
     name = "the user" if number == signal.SIGINT else "SIGTERM"
     assert (stopped["event"], stopped["reason"]) == ("stopped", f"stopped by {name}")
+
+
+def train_on_a_closed_terminal() -> None:
+    """Train with a display whose terminal is closed, and hang up in the first step."""
+    close_terminal()
+
+    def hanging_up(completion, answer, question):
+        if "made-up" not in completion:
+            signal.raise_signal(signal.SIGHUP)
+        return variety(completion, answer, question)
+
+    env = tiny_env(reward_fn=hanging_up)
+    try:
+        evolve(tiny_population(2), env, run_dir="run", progress=True, **QUICK).finish()
+    except SystemExit as ended:
+        os._exit(ended.code)  # multiprocessing would fail to flush the streams
+
+
+def test_a_loop_whose_terminal_is_closed_is_saved(tmp_path):
+    process = Forked(train_on_a_closed_terminal, cwd=tmp_path)
+    assert process.wait(timeout=100) == 128 + signal.SIGHUP
+    assert read_journal(tmp_path / "run" / "journal.jsonl")[-1]["reason"] == "stopped by SIGHUP"
 
 
 def test_a_run_stopped_by_a_signal_resumes_equal(stored_network_run, tmp_path, monkeypatch):
