@@ -105,7 +105,7 @@ class Measured:
     """Fitness of one member at the end of a generation.
 
     Attributes:
-        fitness: Fitness by measure; see `evogrpo.evolution.fitness.MEASURES`.
+        fitness: Fitness by measure; see `MemberReport.measured`.
         questions: Number of validation questions it answered.
         cost: Cost of these answers.
     """

@@ -331,7 +331,7 @@ def as_generation(report: GenerationReport, *, slots: int, measure: str) -> Gene
     Args:
         report: Its report.
         slots: Number of slots of the bank.
-        measure: Measure that selection uses; see `evogrpo.evolution.fitness.MEASURES`.
+        measure: Measure that selection uses; see `MemberReport.measured`.
     """
     # Slots without a report are empty.
     records = [SlotRecord()] * slots
