@@ -327,11 +327,15 @@ def _warn_unused_evolution(
 
 def _warn_of_space(population: "Population", strategy: "Strategy") -> None:
     """Warn if nothing evolves, or a wide range has a linear scale."""
-    # 1. Several equal members. A strategy of the user may set hyperparameters itself.
+    from evogrpo.evolution.strategies import Fixed
+
+    # 1. Several equal members. `Fixed` repeats a run on purpose, and a strategy of the user may set
+    #    hyperparameters itself.
     distinct = {agent.hyperparameters for agent in population.agents}
     searches = bool(population.space) or population.members.evolves
-    built_in = type(strategy).__module__.startswith("evogrpo.")
-    if len(population) > 1 and len(distinct) == 1 and built_in and not searches:
+    chosen = type(strategy)
+    selects = chosen.__module__.startswith("evogrpo.") and chosen is not Fixed
+    if len(population) > 1 and len(distinct) == 1 and selects and not searches:
         warn(
             "All members have the same hyperparameters, and no search space, so that only their"
             " weights differ. Give a search space, such as hp_config='auto' (search_space: auto)."
