@@ -109,7 +109,7 @@ class ChosenQuestions(HuggingFaceGym):
         return tuple(chosen)
 
 
-def train(arm: str, seed: int) -> dict[str, Any]:
+def train(arm: str, seed: int, steps: int) -> dict[str, Any]:
     """Train an agent; return its test accuracy on the way and the shares of groups with signal."""
     torch.set_num_threads(1)
     base = load_base("smollm2-135m")
@@ -129,7 +129,7 @@ def train(arm: str, seed: int) -> dict[str, Any]:
     began = time.process_time()
     scores = {}
     signal = []
-    for step in range(STEPS):
+    for step in range(steps):
         questions = env.choose(step)
         sampled = population.collect(
             env, step=step, samples_per_step=SAMPLES, starts_per_step=GROUPS
@@ -150,13 +150,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--arms", nargs="+", default=ARMS, choices=ARMS)
+    parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--folder", type=Path, default=Path("runs/chosen_questions"))
     given = parser.parse_args()
     for seed in given.seeds:
         for arm in given.arms:
             path = given.folder / f"{arm} {seed}.json"
             if not path.exists():
-                write_record(path, train(arm, seed))
+                write_record(path, train(arm, seed, given.steps))
             record = json.loads(path.read_text("utf-8"))
             scores = " ".join(f"{score:.3f}" for score in record["scores"].values())
             signal = np.mean(record["signal"])
