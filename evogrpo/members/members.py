@@ -295,6 +295,20 @@ def optional_method(members: Members, name: str, caller: str | None = None) -> C
     return method
 
 
+def check_not_nan(log_probs: Any, index: int) -> None:
+    """Raise ValueError if an action of a member has a log-probability of NaN.
+
+    Args:
+        log_probs: Log-probabilities of its actions, as an array or a tensor.
+        index: Index of the member.
+    """
+    if bool((log_probs != log_probs).any()):  # only NaN differs from itself
+        raise ValueError(
+            f"The network of member {index} returns NaN. Load a checkpoint, and train with a lower"
+            " lr or max_grad_norm."
+        )
+
+
 class BankMembers(Members):
     """Members whose train states are rows of banks, one bank per policy.
 

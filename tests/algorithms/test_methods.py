@@ -406,6 +406,18 @@ def one_by_one(agent, text, tokens):
     return tokenizer.decode(written, skip_special_tokens=True)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_model_that_returns_nan_writes_nothing(temperature):
+    agent = tiny_agent()
+    state = agent.state()
+    agent.load_state({**state, "adapter": state["adapter"] * math.nan})
+    with pytest.raises(ValueError, match="NaN"):
+        agent.generate(["1+1="], shared_tokenizer(), temperature=temperature)
+    prompt = {"input_ids": torch.tensor([[5, 6]])}
+    with pytest.raises(ValueError, match="NaN"):
+        agent.get_action([prompt], training=temperature > 0)
+
+
 def test_texts_are_continued_greedily():
     population = random_population(2)
     answers = [agent.generate(TEXTS, shared_tokenizer()) for agent in population]

@@ -46,7 +46,7 @@ from evogrpo.members.language.own_loop import Experiences, as_batch, as_completi
 from evogrpo.members.language.peft_files import StoredAdapter
 from evogrpo.members.language.sizing import size_for_memory
 from evogrpo.members.language.vllm_base import VLLMBase
-from evogrpo.members.members import BankMembers, CheckpointFiles, SavedMembers
+from evogrpo.members.members import BankMembers, CheckpointFiles, SavedMembers, check_not_nan
 from evogrpo.members.requests import (
     HELD_OUT,
     EvaluationRequest,
@@ -489,6 +489,7 @@ class LanguageMembers(BankMembers):
         rows = prompt_rows(observations, learner, self.settings, training=training)
         rows = replace(rows, stop_strings=self._stop_strings)
         rollout = self._synced_sampler().sample(rows)
+        check_not_nan(rollout.log_probs, learner.index)
         return as_completions(rows.prompts, rollout, self.settings.pad_token_id)
 
     def generate(
@@ -545,6 +546,7 @@ class LanguageMembers(BankMembers):
             stop_strings=self._stop_strings_in(None, tokenizer),
         )
         rollout = self._synced_sampler().sample(rows, base=base)
+        check_not_nan(rollout.log_probs, learner.index)
         # 4. Decode. The tokenizer may name further tokens that end a turn.
         ends: Collection[int] = ()
         if settings.eos_token_ids is None:

@@ -576,7 +576,10 @@ class _Sampler:
         return self._stopped[numbers]
 
     def _sample_tokens(self, hidden: Tensor, numbers: Tensor, step: int) -> tuple[Tensor, Tensor]:
-        """Return the next token of each row and its log-probability (0 for greedy rows)."""
+        """Return the next token of each row and its log-probability (0 for greedy rows).
+
+        That of a greedy row is NaN if its logits are.
+        """
         tokens = torch.empty_like(numbers)
         log_probs = torch.zeros(len(numbers), device=hidden.device)
         options = self._rows.options
@@ -610,7 +613,10 @@ class _Sampler:
                     forbidden = torch.ones_like(greedy)
                 scaled = scale_logits(logits, temperature, forbidden, self._bank.end_ids)
                 if self._all_greedy:
-                    tokens[rows] = scaled.argmax(1)
+                    best = scaled.argmax(1)
+                    top = scaled.gather(1, best[:, None]).squeeze(1)
+                    tokens[rows] = best
+                    log_probs[rows] = torch.where(top.isnan(), math.nan, 0.0)
                     continue
                 # 2. Truncate. amax is three times faster than argmax, so argmax runs only if a row
                 #    is greedy.
@@ -632,7 +638,8 @@ class _Sampler:
                 if self._any_greedy:
                     drawn = torch.where(greedy, best, drawn)
                 tokens[rows] = drawn
-                log_probs[rows] = torch.where(greedy, 0.0, probability.log())
+                certain = greedy & ~probability.isnan()
+                log_probs[rows] = torch.where(certain, 0.0, probability.log())
         return tokens, log_probs
 
 

@@ -29,7 +29,7 @@ from evogrpo.envs.control.policy_mapping import AGENT, PolicyMapping, map_polici
 from evogrpo.envs.protocol import Scores, make_batch_for
 from evogrpo.evolution.history import ArchitectureChange
 from evogrpo.members.devices import check_stored_size, choose_device
-from evogrpo.members.members import BankMembers, SavedMembers
+from evogrpo.members.members import BankMembers, SavedMembers, check_not_nan
 from evogrpo.members.networks.distributions import distribution_for
 from evogrpo.members.networks.networks import DefaultNetwork
 from evogrpo.members.networks.own_loop import as_step_batch, check_observations
@@ -429,11 +429,7 @@ class NetworkMembers(BankMembers):
             action_mask=legal_actions(policy.action_space, masks),
             base=base,
         )
-        if not np.isfinite(acted.log_probs).all():
-            raise ValueError(
-                f"The network of member {learner.index} returns numbers that are not finite. Load a"
-                " checkpoint, and train with a lower lr or max_grad_norm."
-            )
+        check_not_nan(acted.log_probs, learner.index)
         return acted.actions
 
     def experience(
