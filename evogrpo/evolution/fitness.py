@@ -44,9 +44,10 @@ class Fitness:
             raise ValueError(f"standard_error must be at least 0, got {self.standard_error}.")
         if self.keys is None:
             return
-        if not len(set(self.keys)) == len(self.keys) == len(self.scores):
+        distinct = len(set(self.keys))
+        if not distinct == len(self.keys) == len(self.scores):
             raise ValueError(
-                f"keys must be distinct, one per score, got {len(set(self.keys))} distinct of"
+                f"keys must be distinct, one per score, got {distinct} distinct of"
                 f" {len(self.keys)} for {len(self.scores)} scores."
             )
 

@@ -466,12 +466,13 @@ def _hyperparameter_chart(name: str, summary: RunSummary, colours: _Colours) -> 
     # 1. Values of all members. Names are those of members, which are validated, instead of those
     #    of the search space in the journal, which are not.
     space = summary.evolvable.get(name, {})
-    values = [_value(result, name) for result in summary.members]
+    own = [_value(result, name) for result in summary.members]
+    values = [value for value in own if value is not None]
     numbers = [value for value in values if isinstance(value, int | float)]
     names: list[str] = []
-    if len(numbers) < len([value for value in values if value is not None]):
+    if len(numbers) < len(values):
         # With texts, numbers are names too.
-        found = {summary.labels.text(name, value) for value in values if value is not None}
+        found = {summary.labels.text(name, value) for value in values}
         order = summary.labels.by_setting.get(name, {}).values()
         names = [label for label in order if label in found]
         names += sorted(found.difference(names))

@@ -303,11 +303,12 @@ def _time_rows(task: "Task", trainer: "Trainer", step: TimedStep) -> dict[str, s
     schedule = trainer.schedule
     whole = trainer.run_state.samples_per_step
     seconds = step.sampling + step.learning
+    seconds_of_all = seconds * whole / step.samples
     # 1. Range of the seconds of a learning step, and of the whole run.
     # Completions may become longer while members learn.
     growth = SPREAD * max(1.0, task.longest_sample / max(step.length, 1.0))
     fastest = seconds / SPREAD
-    slowest = seconds * whole / step.samples * growth
+    slowest = seconds_of_all * growth
     text = f"{_seconds(fastest)} to {_seconds(slowest)} per learning step"
     if schedule.generations is not None:
         steps = schedule.generations * schedule.steps_per_generation
@@ -331,7 +332,7 @@ def _time_rows(task: "Task", trainer: "Trainer", step: TimedStep) -> dict[str, s
     )
     longest = f"The upper bound is for samples of the maximum length {task.longest_sample}"
     # 3. The first selection, at the speed and length of the measured step.
-    cost = {"seconds": seconds * whole / step.samples}
+    cost = {"seconds": seconds_of_all}
     if trainer.population.members.step_based:
         cost["timesteps"] = step.length * len(trainer.population) * whole
     selection = selection_row(task.config, cost, ", as measured")

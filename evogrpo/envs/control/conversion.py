@@ -219,6 +219,7 @@ def own_copy(value: Any) -> Any:
         return {key: own_copy(part) for key, part in value.items()}
     if isinstance(value, tuple | list):
         return tuple([own_copy(part) for part in value])
+    # Rare types come last: a test for an abstract class is slow.
     if isinstance(value, Mapping):
         return {key: own_copy(part) for key, part in value.items()}
     if hasattr(value, "__array__") or isinstance(value, array | bytearray | memoryview):

@@ -530,11 +530,12 @@ class _Sampler:
         alive = torch.bincount(pair_of_row[unfinished], minlength=len(pairs))
         # 2. Members with unfinished rows keep as many pairs: the first ones of this order.
         member_of_pair = torch.tensor([slot for slot, _ in pairs])
-        prompts = torch.bincount(member_of_pair[alive > 0]).max()
-        order = torch.from_numpy(lexsort(-alive, member_of_pair))
-        kept = _place_in_run(member_of_pair[order]) < prompts
         unfinished_members = member_of_pair[alive > 0]
-        kept &= torch.isin(member_of_pair[order], unfinished_members)
+        prompts = torch.bincount(unfinished_members).max()
+        order = torch.from_numpy(lexsort(-alive, member_of_pair))
+        members_in_order = member_of_pair[order]
+        kept = _place_in_run(members_in_order) < prompts
+        kept &= torch.isin(members_in_order, unfinished_members)
         pair_stays = torch.zeros(len(pairs), dtype=torch.bool)
         pair_stays[order[kept]] = True
         # 3. Pairs keep as many rows, unfinished ones first; the total is a multiple if possible.
