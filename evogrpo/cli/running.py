@@ -37,7 +37,7 @@ from evogrpo.reporting.report import report
 from evogrpo.reporting.setting_labels import SettingLabels
 from evogrpo.reporting.summary import RunSummary, read_summary
 from evogrpo.storage.checkpoint import CheckpointError, latest_checkpoint, read_checkpoint
-from evogrpo.storage.journal import JournalError, read_journal
+from evogrpo.storage.journal import JournalError
 from evogrpo.storage.lock import LockLostError
 from evogrpo.text import (
     count_text,
@@ -255,10 +255,10 @@ def resume_run(
     )
     # 3. Train.
     with closing(task.env):
-        if read_journal(run_dir / JOURNAL)[-1]["event"] not in ("stopped", "ended"):
+        if (run_dir / JOURNAL).stat().st_size > stored.record.journal.bytes:
             console.print(
-                "The previous process of this run did not stop cleanly. Resuming from the last"
-                " checkpoint."
+                "The previous process of this run did not stop cleanly, or newer checkpoints are"
+                " missing. Resuming from the last checkpoint."
             )
         for change in trainer.changed_data:
             print_warning(f"Changed since the run began: {change}")

@@ -60,7 +60,9 @@ def make_console(stream: TextIO | None = None, *, all_ranks: bool = False) -> Co
     stream = stream or sys.stdout
     terminal = stream.isatty() and os.environ.get("TERM") != "dumb"
     width: int | None = LOG_WIDTH
-    if stream.isatty() or "COLUMNS" in os.environ:
+    columns = os.environ.get("COLUMNS")
+    # With 0, which programs without a window set, rich would print nothing.
+    if columns != "0" and (columns is not None or stream.isatty()):
         # Rich finds it.
         width = None
     quiet = not (all_ranks or processes().is_rank_zero)

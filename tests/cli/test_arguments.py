@@ -131,6 +131,12 @@ def test_a_removed_working_directory_is_named(workdir, capsys):
     assert "working directory" in capsys.readouterr().err
 
 
+def test_a_width_of_0_is_no_width(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "0")
+    assert main(["tasks"]) == 0
+    assert "CartPole-v1" in capsys.readouterr().out
+
+
 def test_usage_fits_80_columns(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     for name in (
