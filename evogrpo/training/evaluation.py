@@ -374,7 +374,7 @@ class EqualScoresCheck:
         if self._left == 0 and len(scores) >= MIN_SCORES and len(set(scores)) == 1:
             warn(
                 f"All {len(scores)} held-out scores so far are {scores[0]:g}, by which members"
-                " cannot be compared. Check the metric, or use easier (or harder) questions."
+                " cannot be compared. Check the metric, or take an easier (or harder) task."
             )
 
 
