@@ -6,12 +6,12 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Annotated, Any, Protocol, TypeVar
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
+from evogrpo.arrays import Float32Array, IntArray
 from evogrpo.interruption import NEVER, Stop
 from evogrpo.stop_strings import StopStrings
 from evogrpo.text import short_repr
@@ -24,11 +24,6 @@ __all__ = [
 ]  # fmt: skip
 
 R = TypeVar("R")
-# Arrays of numpy by the type of their values; floats are of 64 bits unless the name says otherwise.
-BoolArray = NDArray[np.bool_]
-FloatArray = NDArray[np.float64]
-Float32Array = NDArray[np.float32]
-IntArray = NDArray[np.int64]
 
 # ---- sampling
 

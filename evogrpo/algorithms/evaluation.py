@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 import numpy as np
 
+from evogrpo.arrays import BoolArray, FloatArray
 from evogrpo.config.task_settings import NO_SETTINGS, TaskSettings
 from evogrpo.envs.protocol import GroupEnvironment, Split
 from evogrpo.envs.text.prompt_environment import PromptEnvironment
@@ -15,7 +16,6 @@ from evogrpo.evolution.fitness import Fitness, FitnessConfig, paired_difference
 from evogrpo.interruption import NEVER, Stop
 from evogrpo.members.members import Members
 from evogrpo.members.requests import EvaluationRequest
-from evogrpo.records import BoolArray, FloatArray
 from evogrpo.validation import whole_between
 from evogrpo.warnings import warn
 

@@ -12,6 +12,7 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
+from evogrpo.arrays import FloatArray
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.distributed import Processes
@@ -23,7 +24,7 @@ from evogrpo.members.requests import (
     RolloutBatch,
     SamplingRequest,
 )
-from evogrpo.records import DEFAULT_POLICY, FloatArray
+from evogrpo.records import DEFAULT_POLICY
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -15,6 +15,7 @@ import pytest
 from gymnasium import spaces
 from numpy.typing import NDArray
 
+from evogrpo.arrays import Float32Array, FloatArray, IntArray
 from evogrpo.envs.control.action_noise import ActionNoise
 from evogrpo.envs.control.conversion import mask_sizes, masks_of_parts
 from evogrpo.envs.control.policy_mapping import PolicyMapping, map_policies, single_agent
@@ -27,7 +28,7 @@ from evogrpo.envs.protocol import (
     SupportsFingerprint,
 )
 from evogrpo.randomness import generator
-from evogrpo.records import Conversation, Float32Array, FloatArray, IntArray, SampledActions
+from evogrpo.records import Conversation, SampledActions
 from evogrpo.spaces import flatten, leaf_spaces
 
 MAX_STARTS = 24  # starts of each split

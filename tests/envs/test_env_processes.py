@@ -72,6 +72,15 @@ def test_environments_of_a_program_that_has_used_torch_run_in_processes(script):
     assert "return [1.0]" in done.stdout, done.stderr
 
 
+def test_worker_processes_import_no_torch():
+    """It would take most of their memory, and two seconds of each."""
+    rooms = ("control.env_process", "control.reward_components", "text.reward_worker")
+    imports = "; ".join(f"import evogrpo.envs.{room}" for room in rooms)
+    program = f"import sys; {imports}; sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], timeout=60, check=False)
+    assert done.returncode == 0
+
+
 def alive(pid):
     try:
         os.kill(pid, 0)

@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from evogrpo.arrays import Float32Array, IntArray
 from evogrpo.randomness import generator
-from evogrpo.records import Float32Array, IntArray
 
 Uniforms = Callable[[Sequence[str], IntArray, IntArray], Float32Array]
 """(agents `[m]`, or () for a single agent, rows `[m]`, their steps t `[m]`) -> `[m, d]` numbers in

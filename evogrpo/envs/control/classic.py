@@ -12,10 +12,11 @@ from gymnasium.envs.registration import EnvSpec
 from gymnasium.utils.seeding import np_random
 from numpy.typing import NDArray
 
+from evogrpo.arrays import BoolArray, Float32Array, FloatArray, IntArray
 from evogrpo.envs.control.policy_mapping import PolicyMapping
 from evogrpo.envs.control.single_env import Options
 from evogrpo.envs.control.vector_env import PolicyInput, VectorEnv, VectorStep
-from evogrpo.records import DEFAULT_POLICY, BoolArray, Float32Array, FloatArray, IntArray
+from evogrpo.records import DEFAULT_POLICY
 
 Start = tuple[tuple[float, ...], tuple[float, ...]]
 """State and first observation of an episode, as numbers."""

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from evogrpo.arrays import BoolArray, Float32Array, FloatArray, IntArray
 from evogrpo.envs.control.policy_mapping import AGENT, PolicyMapping
 from evogrpo.envs.control.vector_env import PolicyInput, VectorStep
-from evogrpo.records import BoolArray, Float32Array, FloatArray, IntArray, SampledActions
+from evogrpo.records import SampledActions
 from evogrpo.spaces import unflatten
 from evogrpo.text import short_repr
 

@@ -8,6 +8,7 @@ import gymnasium
 import numpy as np
 from numpy.typing import NDArray
 
+from evogrpo.arrays import BoolArray
 from evogrpo.envs.control.conversion import (
     can_act,
     legal_actions,
@@ -28,7 +29,6 @@ from evogrpo.envs.control.single_env import (
     checked_results,
 )
 from evogrpo.envs.control.vector_env import PolicyInput, SerialVectorEnv, VectorStep
-from evogrpo.records import BoolArray
 from evogrpo.validation import refuse_unknown
 
 if TYPE_CHECKING:

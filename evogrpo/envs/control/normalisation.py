@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
+from evogrpo.arrays import FloatArray, IntArray
 from evogrpo.envs.control.conversion import Array, Leaves
-from evogrpo.records import FloatArray, IntArray
 from evogrpo.spaces import leaf_spaces
 
 _CLIP = 10.0

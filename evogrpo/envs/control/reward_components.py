@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from evogrpo.arrays import FloatArray, IntArray
 from evogrpo.config.task_settings import TaskSettings
 from evogrpo.envs.fingerprint import canonical, code_hash
-from evogrpo.records import FloatArray, IntArray
 from evogrpo.text import class_name, one_line, pluralize, shown, user_line
 from evogrpo.validation import FLOAT32_LIMIT, float32_number, refuse_unknown
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from evogrpo.arrays import BoolArray, Float32Array, FloatArray, IntArray
 from evogrpo.config.task_settings import TaskSettings
 from evogrpo.envs.control.action_noise import Uniforms
 from evogrpo.envs.control.conversion import to_environment
@@ -20,7 +21,7 @@ from evogrpo.envs.control.reward_components import RewardComponents, weighted_su
 from evogrpo.envs.control.single_env import Options
 from evogrpo.envs.control.vector_env import PolicyInput, VectorEnv, VectorStep
 from evogrpo.interruption import NEVER, Stop
-from evogrpo.records import Actor, BoolArray, Float32Array, FloatArray, IntArray, SampledActions
+from evogrpo.records import Actor, SampledActions
 from evogrpo.spaces import unflatten
 from evogrpo.text import pluralize
 from evogrpo.validation import FLOAT32_LIMIT

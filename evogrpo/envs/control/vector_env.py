@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from evogrpo.arrays import BoolArray, FloatArray, IntArray
 from evogrpo.envs.control.conversion import Leaves, legal_actions, own_copy, scalars
 from evogrpo.envs.control.env_process import EnvProcess, env_handler
 from evogrpo.envs.control.policy_mapping import AGENT, PolicyMapping
@@ -22,7 +23,7 @@ from evogrpo.envs.control.single_env import (
     noise_seed,
 )
 from evogrpo.interruption import NEVER, Stop
-from evogrpo.records import DEFAULT_POLICY, BoolArray, FloatArray, IntArray
+from evogrpo.records import DEFAULT_POLICY
 
 
 class PolicyInput(NamedTuple):

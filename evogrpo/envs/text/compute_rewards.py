@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from evogrpo.arrays import FloatArray
 from evogrpo.envs.text.reward_functions import (
     OnRewardError,
     Reward,
@@ -21,7 +22,6 @@ from evogrpo.envs.text.reward_functions import (
 from evogrpo.envs.text.reward_runner import Outcome, RewardRunner
 from evogrpo.envs.text.user_functions import CallFailedError
 from evogrpo.interruption import NEVER, Stop
-from evogrpo.records import FloatArray
 from evogrpo.text import class_name, escaped_prints, shown, text_of
 from evogrpo.validation import FLOAT32_LIMIT, float32_number, plain_list
 from evogrpo.warnings import warn

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from evogrpo.arrays import BoolArray
 from evogrpo.envs.protocol import SPLITS, Split, shuffled_starts
 from evogrpo.envs.text.datasets import DEFAULT_SIZES, AnyTable, check_table, first_row
 from evogrpo.envs.text.prompt_batch import SingleTurnBatch
@@ -24,7 +25,7 @@ from evogrpo.envs.text.templates import (
     question_of,
 )
 from evogrpo.extras import require
-from evogrpo.records import BoolArray, single_turn_conversations
+from evogrpo.records import single_turn_conversations
 from evogrpo.text import shown
 from evogrpo.validation import lists_options, names_unknown, refuse_unknown, whole_between
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from evogrpo.arrays import FloatArray
 from evogrpo.envs.protocol import REPLY, Scores
 from evogrpo.envs.text.compute_rewards import (
     KnownValues,
@@ -23,7 +24,7 @@ from evogrpo.envs.text.reward_runner import RewardRunner
 from evogrpo.envs.text.templates import Tokenizer, question_of
 from evogrpo.extras import require
 from evogrpo.interruption import NEVER, Stop
-from evogrpo.records import Conversation, FloatArray
+from evogrpo.records import Conversation
 from evogrpo.text import printable, shown
 from evogrpo.validation import FLOAT32_LIMIT, float32_number
 

@@ -13,6 +13,7 @@ import torch
 from gymnasium import spaces
 from torch import Tensor, nn
 
+from evogrpo.arrays import FloatArray
 from evogrpo.chat_templates import end_of_turn_ids
 from evogrpo.config.agent import LanguageSettings
 from evogrpo.config.search_space import HyperparameterConfig
@@ -60,7 +61,6 @@ from evogrpo.records import (
     DEFAULT_POLICY,
     Conversation,
     Experience,
-    FloatArray,
     Rollout,
     SamplingBatch,
     unpadded,

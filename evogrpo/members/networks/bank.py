@@ -12,6 +12,7 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
+from evogrpo.arrays import Float32Array, IntArray
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.members.bank import LossFunction, PolicyVersion, RepeatStep, Update
 from evogrpo.members.networks.networks import ModuleNetwork
@@ -21,7 +22,7 @@ from evogrpo.members.networks.train_states import (
     StackedTrainStates,
     lay_out,
 )
-from evogrpo.records import Batch, Float32Array, IntArray, SampledActions, map_tensors
+from evogrpo.records import Batch, SampledActions, map_tensors
 
 Layouts = list[tuple[Stack, Layout]]
 

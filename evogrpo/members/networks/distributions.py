@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import logsigmoid, softplus
 
-from evogrpo.records import BoolArray, Float32Array
+from evogrpo.arrays import BoolArray, Float32Array
 from evogrpo.spaces import check_action_space, leaf_spaces
 
 Legal = BoolArray | None

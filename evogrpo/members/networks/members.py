@@ -12,6 +12,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from evogrpo.arrays import Float32Array, FloatArray
 from evogrpo.config.agent import JointSettings, NetworkSettings
 from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.distributed import Processes
@@ -43,7 +44,7 @@ from evogrpo.members.requests import (
 )
 from evogrpo.members.space_json import space_from_json, space_to_json
 from evogrpo.randomness import generator
-from evogrpo.records import DEFAULT_POLICY, Batch, Experience, Float32Array, FloatArray
+from evogrpo.records import DEFAULT_POLICY, Batch, Experience
 from evogrpo.spaces import leaf_spaces, unflatten
 from evogrpo.storage.checkpoint import CheckpointError
 from evogrpo.text import class_name

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import conv2d
 
+from evogrpo.arrays import Float32Array
 from evogrpo.config.network import Activation, Convolution, NetworkConfig
 from evogrpo.members.networks.architecture import Parameters
 from evogrpo.randomness import generator
-from evogrpo.records import Float32Array, map_tensors
+from evogrpo.records import map_tensors
 from evogrpo.spaces import describe_input, flatten, leaf_spaces, preprocess_observation, unflatten
 from evogrpo.text import class_name, one_line
 from evogrpo.warnings import warn

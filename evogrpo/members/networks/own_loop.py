@@ -10,6 +10,7 @@ import torch
 from gymnasium import spaces
 from numpy.typing import NDArray
 
+from evogrpo.arrays import BoolArray, FloatArray
 from evogrpo.envs.control.conversion import (
     check_categories,
     check_representable,
@@ -23,7 +24,7 @@ from evogrpo.envs.control.normalisation import ObservationStatistics
 from evogrpo.envs.control.rollout import fits_float32
 from evogrpo.members.networks.policy import StackedPolicy
 from evogrpo.members.requests import Learner
-from evogrpo.records import Batch, BoolArray, FloatArray
+from evogrpo.records import Batch
 from evogrpo.spaces import action_form, flatten, leaf_spaces, unflatten
 from evogrpo.text import class_name, shown
 from evogrpo.validation import FLOAT32_LIMIT

@@ -10,6 +10,7 @@ import torch
 from gymnasium import spaces
 from torch import nn
 
+from evogrpo.arrays import BoolArray, Float32Array, IntArray
 from evogrpo.config.agent import JointSettings, NetworkSettings
 from evogrpo.config.network import NothingToChangeError, mutate_architecture
 from evogrpo.envs.control.conversion import Leaves
@@ -18,14 +19,7 @@ from evogrpo.envs.control.normalisation import ObservationStatistics, normalised
 from evogrpo.evolution.history import ArchitectureChange
 from evogrpo.members.networks.bank import StackedBank, to_tensors
 from evogrpo.members.networks.networks import ModuleNetwork, split
-from evogrpo.records import (
-    Batch,
-    BoolArray,
-    Float32Array,
-    IntArray,
-    ObservationInputs,
-    SampledActions,
-)
+from evogrpo.records import Batch, ObservationInputs, SampledActions
 from evogrpo.spaces import flatten, preprocess_observation, unflatten
 
 

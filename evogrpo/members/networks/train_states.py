@@ -17,6 +17,7 @@ from gymnasium import spaces
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from evogrpo.arrays import Float32Array, IntArray
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.network import NetworkConfig
 from evogrpo.config.optimizer import Optimizer
@@ -41,7 +42,6 @@ from evogrpo.members.networks.networks import (
     join,
     split,
 )
-from evogrpo.records import Float32Array, IntArray
 from evogrpo.validation import dump
 
 # A multiple of the width of vector instructions.
