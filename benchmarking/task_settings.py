@@ -21,6 +21,7 @@ import math
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -493,14 +494,46 @@ def run_text(run: Mapping[str, Any]) -> str:
 
 
 def tables(runs: Sequence[Mapping[str, Any]]) -> str:
-    """Return one table per task as Markdown: arms and shares of the budget."""
-    parts = []
+    """Return a table of all tasks as Markdown, and one per task: arms and shares of the budget."""
+    parts = [_mean_of_tasks(runs)]
     for name, task in TASKS.items():
         of_task = [run for run in runs if run["task"] == name]
         if of_task:
             title = f"**{name}**, {task.budget // 1000} k environment steps = 1"
             parts.append(f"{title}\n\n{_table(task, of_task)}")
     return "\n\n".join(parts)
+
+
+def _mean_of_tasks(runs: Sequence[Mapping[str, Any]]) -> str:
+    """Return the mean scores over tasks, of seeds with all runs, and how many runs failed."""
+    arms = [arm for arm in ARMS if any(run["arm"] == arm for run in runs)]
+    tasks = [task for task in TASKS if any(run["task"] == task for run in runs)]
+    counts = Counter(run["seed"] for run in runs)
+    seeds = sorted(seed for seed in counts if counts[seed] == len(arms) * len(tasks))
+    if not seeds:
+        return "No seed has all runs."
+    rows = [
+        ["arm", *(f"{share:g}" for share in SHARES), "runs below 0.5"],
+        ["---"] * (len(SHARES) + 2),
+    ]
+    for arm in arms:
+        scores = {}
+        for task in tasks:
+            group = [
+                run["scores"]
+                for run in runs
+                if (run["task"], run["arm"]) == (task, arm) and run["seed"] in seeds
+            ]
+            scores[task] = TASKS[task].normalised(np.array(group))
+        cells = []
+        for column in range(len(SHARES)):
+            of_share = {task: values[:, column].tolist() for task, values in scores.items()}
+            interval = stratified_bootstrap(of_share, lambda values: float(np.mean(values)))
+            cells.append(str(interval) if len(seeds) >= 5 else f"{interval.value:.2f}")
+        last = np.concatenate([values[:, -1] for values in scores.values()])
+        rows.append([arm, *cells, f"{(last < 0.5).sum()} of {len(last)}"])
+    title = f"**{len(tasks)} tasks**, seeds {', '.join(map(str, seeds))}"
+    return f"{title}\n\n" + "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def _table(task: Task, runs: Sequence[Mapping[str, Any]]) -> str:

@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -47,6 +48,15 @@ def pytest_collection_finish() -> None:
     """Exclude imported modules from garbage collection, which would scan them each time."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def unseeded_torch() -> Iterator[None]:
+    """Undo `torch.manual_seed` after a test: agents of later tests would warn of it."""
+    yield
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.initial_seed() < 1 << 32:
+        torch.seed()
 
 
 @pytest.fixture

@@ -34,6 +34,8 @@ def test_recorded_runs_are_not_repeated_and_make_tables(tmp_path, capsys):
     assert capsys.readouterr().out == ""
     task_settings.main(["table", *words, "--results", str(tmp_path)])
     output = capsys.readouterr().out
+    assert "**1 tasks**, seeds 0" in output
+    assert "| halving | 0.00 | 0.00 | 0.00 | 0.00 | 1.00 | 0 of 1 |" in output
     assert "| drawn | 0.00 | 0.00 | 0.00 | 0.00 | 0.00 | 4 | 4 s |" in output
     assert "| halving | 0.00 | 0.00 | 0.00 | 0.00 | 1.00 | 4 | 4 s |" in output
 
