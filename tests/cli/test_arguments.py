@@ -121,7 +121,7 @@ def test_a_tilde_that_the_shell_leaves_is_the_home_folder():
     for words in (["resume", "~/run"], ["demo", "--run-dir=~/run"]):
         assert parser.parse_args(words).run_dir == Path.home() / "run"
     with pytest.raises(SystemExit):
-        parser.parse_args(["resume", "~nobody-has-this-name/run"])
+        parser.parse_args(["resume", "~no-such-user/run"])
 
 
 def test_a_removed_working_directory_is_named(workdir, capsys):

@@ -146,7 +146,7 @@ class FastDecoding:
         self._own = list[list[Tensor]]()
         for keys, values in prefix.layers:
             self._prompts.append((keys.transpose(0, 1), values.transpose(0, 1)))
-            kv, d = keys.shape[1], keys.shape[3]
+            _, kv, _, d = keys.shape
             empty = keys.new_empty((kv, len(rows), 0, d))
             self._own.append([empty, empty])
         self._dtype = prefix.layers[0][0].dtype
