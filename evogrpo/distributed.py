@@ -9,8 +9,10 @@ import atexit
 import math
 import os
 import sys
+import threading
 import time
 import uuid
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -354,6 +356,8 @@ def cores_per_rank() -> int:
 
 SETTLING_SECONDS = 0.2
 """Seconds that a process waits after it disconnects, before it exits."""
+NOTICE_SECONDS = 15
+"""Seconds after which a process that still waits for the others says so."""
 
 
 @cache
@@ -385,7 +389,13 @@ def processes() -> Processes:
                 f" not{'' if missing else ' a number'}. Use torchrun or accelerate launch, or unset"
                 " WORLD_SIZE."
             )
-        _connect(timeout)
+        notice = threading.Timer(NOTICE_SECONDS, _warn_of_waiting)
+        notice.daemon = True
+        notice.start()
+        try:
+            _connect(timeout)
+        finally:
+            notice.cancel()
         atexit.register(_disconnect)
     if dist.get_world_size() == 1:
         return Processes()
@@ -393,6 +403,17 @@ def processes() -> Processes:
     # may use NCCL.
     return Processes(
         dist.get_rank(), dist.get_world_size(), dist.new_group(backend="gloo", timeout=timeout)
+    )
+
+
+def _warn_of_waiting() -> None:
+    """Say for which processes this one waits."""
+    variables = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    given = ", ".join(f"{name}={shown(os.environ[name], 40)}" for name in variables)
+    warnings.warn(
+        f"Waiting for the other processes of this program ({given}). If there are none, unset"
+        " WORLD_SIZE.",
+        stacklevel=1,
     )
 
 

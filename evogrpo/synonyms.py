@@ -401,9 +401,12 @@ _CALLS: Mapping[str, str] = {
         "rewardmodel rewardfunction rewardmanager rewardfunc reward_fn"
     ),
     "set_training_mode(False) ends sampling": "eval",
-    "get_policy returns it as a module": (
+    "get_policy returns it as a module; that of a small network is a copy": (
         "policy actor model actor_network q_net net state_dict parameters "
-        "named_parameters get_parameters set_parameters"
+        "named_parameters get_parameters network"
+    ),
+    "to begin with weights of your own, pass a module as GRPO(actor_network=...)": (
+        "set_parameters set_policy set_weights load_weights"
     ),
     "set GRPO.population(normalise_observations=True)": (
         "vecnormalize runningmeanstd get_vec_normalize_env"

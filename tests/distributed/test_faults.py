@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import HashStore
 
-from evogrpo import MultiAgentGRPO, PettingZooGroups
+from evogrpo import MultiAgentGRPO, PettingZooGroups, distributed
 from evogrpo.distributed import ProcessError, Processes, agree_on_prefix, processes
 from evogrpo.storage.journal import read_journal
 from tests.distributed.dividing import troubled
@@ -133,3 +133,28 @@ def test_incomplete_launcher_environments_are_refused(
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=words):
         processes.__wrapped__()
+
+
+def test_a_process_that_waits_for_others_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with WORLD_SIZE=2 left in the environment, where no other process is started."""
+    said: list[str] = []
+
+    def wait(timeout: timedelta) -> None:
+        while not said:
+            time.sleep(0.01)
+        raise ProcessError("no other process")
+
+    def warn(message: str, *, stacklevel: int) -> None:
+        said.append(message)
+
+    launcher = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    for name, value in launcher.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(distributed, "NOTICE_SECONDS", 0.01)
+    monkeypatch.setattr(distributed, "_connect", wait)
+    monkeypatch.setattr(distributed.warnings, "warn", warn)
+    with pytest.raises(ProcessError, match="no other process"):
+        processes.__wrapped__()
+    (message,) = said
+    assert "WORLD_SIZE='2'" in message
+    assert "unset" in message
