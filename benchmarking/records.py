@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import math
 import multiprocessing
 import os
 import platform
@@ -52,6 +54,8 @@ def _git(*words: str) -> str:
 
 
 Key = tuple[str | int, ...]
+KEY = ("task", "arm", "seed")
+"""Entries of a record that name its run, but for studies with more of them."""
 
 
 def recorded(results: Path, names: Sequence[str]) -> dict[Key, dict[str, Any]]:
@@ -111,3 +115,64 @@ def run_missing(
                 with (results / f"{key[0]}.jsonl").open("a", encoding="utf-8") as file:
                     file.write(json.dumps(record) + "\n")
                 print(*key, text(record), flush=True)
+
+
+def run_study(
+    words: Sequence[str] | None,
+    *,
+    description: str | None,
+    tasks: Iterable[str],
+    arms: Iterable[str],
+    seeds: Sequence[int],
+    results: Path,
+    run: Callable[..., dict[str, Any]],
+    text: Callable[[Mapping[str, Any]], str],
+    tables: Callable[[Sequence[Mapping[str, Any]]], str],
+) -> None:
+    """Run the command line of a study whose runs have a task, an arm and a seed.
+
+    Args:
+        words: The command line; None = that of the process.
+        description: Shown by --help.
+        tasks: Names of all tasks.
+        arms: Names of all arms.
+        seeds: Seeds without --seeds.
+        results: Folder of the records without --results.
+        run: Does one run: function of task, arm, seed, factor of the budget, and folder.
+        text: What is printed of a record.
+        tables: Text of the tables of some records.
+    """
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("command", choices=("run", "table"))
+    parser.add_argument("--tasks", nargs="*", default=list(tasks), choices=list(tasks))
+    parser.add_argument("--arms", nargs="*", default=list(arms), choices=list(arms))
+    parser.add_argument(
+        "--seeds", nargs="*", type=int, default=seeds, help="those from 1000 on do not count"
+    )
+    parser.add_argument("--budget", type=float, default=1.0, help="factor of all budgets")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument(
+        "--minutes", type=float, default=math.inf, help="begin no further run after so many"
+    )
+    parser.add_argument("--results", type=Path, default=results)
+    chosen = parser.parse_args(words)
+    # Seed by seed, so that a part of the runs is balanced.
+    keys = [
+        (task, arm, seed) for seed in chosen.seeds for task in chosen.tasks for arm in chosen.arms
+    ]
+    done = recorded(chosen.results, KEY)
+    if chosen.command == "table":
+        print(tables([done[key] for key in keys if key in done]))
+        return
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    run_missing(
+        [key for key in keys if key not in done],
+        run,
+        [chosen.budget, chosen.results],
+        results=chosen.results,
+        workers=chosen.workers,
+        minutes=chosen.minutes,
+        text=text,
+    )

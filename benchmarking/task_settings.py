@@ -15,14 +15,12 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
-import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,7 +31,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarking.classic.intervals import stratified_bootstrap  # the path is set above
-from benchmarking.records import provenance, recorded, run_missing
+from benchmarking.records import provenance, run_study
 from evogrpo import GRPO, GymnasiumGroups, HyperparameterConfig, RLParameter, evolve
 from evogrpo.config.hyperparameters import DEFAULT_TARGET_KL, Hyperparameters
 from evogrpo.config.task_settings import NO_SETTINGS
@@ -242,13 +240,15 @@ class Curve:
     """Test scores of the member that would be handed over, by share of the budget.
 
     Attributes:
-        budget: Environment steps at share 1.
+        budget: Samples at share 1, e.g. environment steps.
+        shares: Where the curve is read.
         scores: Score by share.
         learning_steps: Learning steps by share.
         seconds: Processor time by share, without tests.
     """
 
     budget: float
+    shares: Sequence[float] = SHARES
     scores: dict[float, float] = field(default_factory=dict)
     learning_steps: dict[float, int] = field(default_factory=dict)
     seconds: dict[float, float] = field(default_factory=dict)
@@ -257,11 +257,19 @@ class Curve:
         self, spent: float, score: Callable[[], float], learning_steps: int, seconds: float
     ) -> None:
         """Read the curve at all shares that lie before `spent`."""
-        for share in SHARES:
+        for share in self.shares:
             if share * self.budget < spent and share not in self.scores:
                 self.scores[share] = score()
                 self.learning_steps[share] = learning_steps
                 self.seconds[share] = round(seconds, 2)
+
+    def record(self) -> dict[str, list[float]]:
+        """Return the values of all shares in order, for the record of a run."""
+        return {
+            "scores": list(self.scores.values()),
+            "learning_steps": list(self.learning_steps.values()),
+            "seconds": list(self.seconds.values()),
+        }
 
 
 def make_run(
@@ -304,15 +312,16 @@ def make_run(
 
 
 def test_score(run: Any, env: Any) -> float:
-    """Return the mean score of the run's best member on the test starts."""
+    """Return the mean score of the run's best member on the test split, answered greedily."""
     from evogrpo.evolution.fitness import GREEDY_EVALUATION
     from evogrpo.interruption import NEVER
     from evogrpo.training.evaluation import evaluate_states
 
     best = run.trainer.run_state.best
+    settings = NO_SETTINGS if best is None else best.member.hyperparameters.task_settings
     fitness, _ = evaluate_states(
         run.population.members,
-        [(NO_SETTINGS, None if best is None else best.state)],
+        [(settings, None if best is None else best.state)],
         env,
         questions=env.size("test"),
         config=GREEDY_EVALUATION,
@@ -333,22 +342,28 @@ def drawn_weights(task: Task, seed: int) -> dict[str, float]:
     return {name: float(settings[f"reward_weights.{name}"]) for name in task.rewards}
 
 
-def follow(run: Any, env: Any, curve: Curve) -> None:
-    """Train to the end, and read the curve on the way."""
+def follow(run: Any, curve: Curve, spent: Callable[[], float], score: Callable[[], float]) -> None:
+    """Train to the end, and read the curve on the way.
+
+    Args:
+        run: The run.
+        curve: Filled.
+        spent: Returns the samples so far, evaluations included.
+        score: Returns the test score of the run's best member.
+    """
     training = 0.0
-    began = time.process_time()
-    handed_over = test_score(run, env)
+    handed_over = score()
     best = None
     steps = 0
     began = time.process_time()
     for _ in run:
         training += time.process_time() - began
         state = run.trainer.run_state
-        curve.advance(spent(run), lambda: handed_over, steps, training)  # noqa: B023
+        curve.advance(spent(), lambda: handed_over, steps, training)  # noqa: B023
         steps = state.step
         if state.best is not best:
             best = state.best
-            handed_over = test_score(run, env)
+            handed_over = score()
         began = time.process_time()
     curve.advance(math.inf, lambda: handed_over, steps, training)
 
@@ -376,15 +391,13 @@ def run_one(name: str, arm_name: str, seed: int, share: float, results: Path) ->
         if weights is None:
             weights = best_fixed(name, budget, results)
         env, run = make_run(task, arm, weights, seed, int(SHARES[-1] * budget), seed)
-        follow(run, env, curve)
+        follow(run, curve, lambda: spent(run), lambda: test_score(run, env))
         best = dict(run.best.hyperparameters.task_settings)
     return {
         "task": name,
         "arm": arm_name,
         "seed": seed,
-        "scores": list(curve.scores.values()),
-        "learning_steps": list(curve.learning_steps.values()),
-        "seconds": list(curve.seconds.values()),
+        **curve.record(),
         "best": best,
         "commit": provenance()["commit"],
     }
@@ -469,21 +482,6 @@ def with_optuna(task: Task, seed: int, curve: Curve) -> dict[str, float]:
     return handed_over[2]
 
 
-# ---- running
-
-Key = tuple[str, str, int]
-KEY = ("task", "arm", "seed")
-"""Entries of a record that name the run."""
-
-
-def wanted(chosen: argparse.Namespace) -> Iterator[Key]:
-    """Yield the selected runs, seed by seed, so that a part of them is balanced."""
-    for seed in chosen.seeds:
-        for task in chosen.tasks:
-            for arm in chosen.arms:
-                yield task, arm, seed
-
-
 def run_text(run: Mapping[str, Any]) -> str:
     """Return the scores and the time of a run."""
     scores = " ".join(f"{score:.3g}" for score in run["scores"])
@@ -562,37 +560,17 @@ def _cell(scores: Sequence[float]) -> str:
 
 def main(words: Sequence[str] | None = None) -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    run_study(
+        words,
+        description=__doc__,
+        tasks=TASKS,
+        arms=ARMS,
+        seeds=range(10),
+        results=RESULTS,
+        run=run_one,
+        text=run_text,
+        tables=tables,
     )
-    parser.add_argument("command", choices=("run", "table"))
-    parser.add_argument("--tasks", nargs="*", default=list(TASKS), choices=TASKS)
-    parser.add_argument("--arms", nargs="*", default=list(ARMS), choices=ARMS)
-    parser.add_argument(
-        "--seeds", nargs="*", type=int, default=range(10), help="those from 1000 on do not count"
-    )
-    parser.add_argument("--budget", type=float, default=1.0, help="factor of all budgets")
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument(
-        "--minutes", type=float, default=math.inf, help="begin no further run after so many"
-    )
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    chosen = parser.parse_args(words)
-    if chosen.command == "run":
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
-        done = recorded(chosen.results, KEY)
-        run_missing(
-            [key for key in wanted(chosen) if key not in done],
-            run_one,
-            [chosen.budget, chosen.results],
-            results=chosen.results,
-            workers=chosen.workers,
-            minutes=chosen.minutes,
-            text=run_text,
-        )
-    else:
-        runs = recorded(chosen.results, KEY)
-        print(tables([runs[key] for key in wanted(chosen) if key in runs]))
 
 
 if __name__ == "__main__":
