@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 import uuid
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -389,7 +388,7 @@ def processes() -> Processes:
                 f" not{'' if missing else ' a number'}. Use torchrun or accelerate launch, or unset"
                 " WORLD_SIZE."
             )
-        notice = threading.Timer(NOTICE_SECONDS, _warn_of_waiting)
+        notice = threading.Timer(NOTICE_SECONDS, _tell_of_waiting)
         notice.daemon = True
         notice.start()
         try:
@@ -406,15 +405,15 @@ def processes() -> Processes:
     )
 
 
-def _warn_of_waiting() -> None:
+def _tell_of_waiting() -> None:
     """Say for which processes this one waits."""
     variables = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     given = ", ".join(f"{name}={shown(os.environ[name], 40)}" for name in variables)
-    warnings.warn(
-        f"Waiting for the other processes of this program ({given}). If there are none, unset"
-        " WORLD_SIZE.",
-        stacklevel=1,
-    )
+    if sys.stderr is not None:
+        sys.stderr.write(
+            f"Waiting for the other processes of this program ({given}). If there are none, stop it"
+            " and unset WORLD_SIZE.\n"
+        )
 
 
 def is_rank_zero() -> bool:

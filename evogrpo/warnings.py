@@ -1,8 +1,11 @@
-"""Warnings that point at the user's line."""
+"""Warnings that point at the user's line, and are recorded by a run."""
 
 import re
 import sys
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from types import FrameType
 
 from evogrpo.distributed import is_rank_zero
@@ -10,6 +13,18 @@ from evogrpo.text import printable
 
 _LITERAL_NEWLINE = re.compile(r"^\\n|\\n(?![a-z])")
 """A backslash and an n. Within a text, LaTeX such as `\\nabla` is left out."""
+_record: ContextVar[Callable[[str], object] | None] = ContextVar("record", default=None)
+"""Function that is called with each warning; None outside of runs."""
+
+
+@contextmanager
+def recorded_by(record: Callable[[str], object]) -> Iterator[None]:
+    """Call `record` with the text of each warning of the block."""
+    token = _record.set(record)
+    try:
+        yield
+    finally:
+        _record.reset(token)
 
 
 def warn(
@@ -24,6 +39,9 @@ def warn(
     """
     if rank_zero_only and not is_rank_zero():
         return
+    record = _record.get()
+    if record is not None:
+        record(message)
     # Point at the caller of the outermost frame of this library; frames of torch may lie between
     # its frames.
     stacklevel = 1

@@ -106,11 +106,15 @@ def best(args: argparse.Namespace) -> int:
     console.print(Text("\nHyperparameters of its lineage", "bold"))
     console.print(_stages_table(schedule, summary, console.width))
     print_rows(console, summary.labels.rows)
-    # 3. Which values of task settings helped.
+    # 3. Which values of task settings helped, and what may be wrong.
     effects = findings(summary)
     if effects:
         console.print(Text(f"\n{FINDINGS_TITLE}", "bold"))
         print_rows(console, effects)
+    if summary.warnings:
+        console.print(Text("\nWarnings during the run", "bold"))
+        for warning in summary.warnings:
+            console.print(Text(one_line(warning)))
     console.print()
     # 4. Commands that use them.
     export = command("export", args.run_dir, "--schedule", "schedule.yaml")

@@ -95,6 +95,8 @@ class RunSummary:
         stopped: Reason of its end, or None.
         changed_data: Changes of questions, rewards or environment that resuming accepted;
             untrusted.
+        warnings: Texts of the warnings during the run, each with the number of learning steps
+            before it; untrusted.
     """
 
     facts: Mapping[str, Any]
@@ -107,6 +109,7 @@ class RunSummary:
     resumes: int
     stopped: str | None
     changed_data: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     @property
     def members(self) -> tuple[MemberReport, ...]:
@@ -426,7 +429,28 @@ def summarise(events: Sequence[Mapping[str, Any]]) -> RunSummary:
         resumes=len(by_kind.get("resumed", [])),
         stopped=stopped,
         changed_data=tuple(changed_data),
+        warnings=_warnings(by_kind.get("warning", [])),
     )
+
+
+def _warnings(events: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """Return the texts of warnings; a run that was resumed may have some of them again."""
+    steps: dict[str, int] = {}
+    for event in events:
+        warning = validate(_WarningRecord, event, "journal, warning event")
+        steps.setdefault(warning.message, warning.step)
+    texts = []
+    for message, step in steps.items():
+        when = f"after step {step}" if step else "before the first step"
+        texts.append(f"{when}: {message}")
+    return tuple(texts)
+
+
+class _WarningRecord(Record):
+    """Fields of a warning event."""
+
+    step: int
+    message: str
 
 
 class _RunRecord(Record):

@@ -78,11 +78,15 @@ from evogrpo.training.schedule import (
 )
 from evogrpo.training.trackers import Trackers
 from evogrpo.validation import dump
-from evogrpo.warnings import warn
+from evogrpo.warnings import recorded_by, warn
 
 
 class AllFailedError(RuntimeError):
     """All members failed."""
+
+
+MAX_WARNINGS = 200
+"""Number of different warnings of a run from which on no others are recorded."""
 
 
 class StrategyError(RuntimeError):
@@ -203,9 +207,12 @@ class Trainer:
         self._resumed = run_state is not None
         if self._resumed and proposer is not None and self.run_dir is not None:
             self.known_proposals = stored_proposals(read_bytes(self.run_dir.path / JOURNAL))
+        self._warnings: dict[str, int] = {}  # learning step of the first one, by text
+        self._recorded_warnings = 0
         if run_state is None:
-            warn_without_effect(population, schedule, strategy)
-            warn_of_task(population.space, schedule, env)
+            with recorded_by(self._record_warning):
+                warn_without_effect(population, schedule, strategy)
+                warn_of_task(population.space, schedule, env)
             population.members.prepare_sampling()  # raises an error before there is a run directory
             # Create the directory and lock it; an error stops all ranks.
             processes.gather_results(
@@ -227,6 +234,20 @@ class Trainer:
 
         Yield a report after every step, every generation and the test.
         """
+        reports = self._reports()
+        try:
+            while True:
+                # Not those of the caller, who may train another run between two reports.
+                with recorded_by(self._record_warning):
+                    report = next(reports, None)
+                if report is None:
+                    return
+                yield report
+        finally:
+            reports.close()
+
+    def _reports(self) -> Generator[Report, None, None]:
+        """Run to the end of the schedule; see `reports`."""
         state = self.run_state
         population = self.population
         clock = self.clock
@@ -633,9 +654,18 @@ class Trainer:
     # ---- files, which rank 0 writes
 
     def _event(self, event: str, **fields: Any) -> None:
-        """Write an event to the journal."""
-        if self.run_dir is not None:
-            self.run_dir.journal(event, **fields)
+        """Write an event to the journal, then the warnings that were not yet written."""
+        if self.run_dir is None:
+            return
+        self.run_dir.journal(event, **fields)
+        for message, step in list(self._warnings.items())[self._recorded_warnings :]:
+            self.run_dir.journal("warning", step=step, message=message)
+        self._recorded_warnings = len(self._warnings)
+
+    def _record_warning(self, message: str) -> None:
+        """Remember a warning for the journal: each text once, and not more than MAX_WARNINGS."""
+        if len(self._warnings) < MAX_WARNINGS:
+            self._warnings.setdefault(message, self.run_state.step)
 
     def _report(self, report: BaselineReport | StepReport | GenerationReport | TestReport) -> None:
         """Write a report to the journal."""

@@ -2,6 +2,7 @@
 
 import re
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -107,6 +108,9 @@ def test_steps_after_the_checkpoint_of_a_killed_run_are_replaced(tmp_path, repor
         killed.run_dir.save(killed)  # as if stopped during the evaluation
     killed.trackers.finish()
     killed.run_dir.close()
+    # TensorBoard reads files in the order of their names: the second, then a count without leading
+    # zeros.
+    time.sleep(1 - time.time() % 1)
     for _ in resume(folder, cart_pole(), generations=2):
         pass
     logs = logs_of(folder)
