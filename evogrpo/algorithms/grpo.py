@@ -205,7 +205,7 @@ class EvolvableAlgorithm(Agent, AgileRLMethods):
         Args:
             members: The members, one agent each.
             first: Hyperparameters of the first member.
-            wrapper_cls: As in `population`, and so are the following.
+            wrapper_cls: See `population`.
             wrapper_kwargs: Keyword arguments of `wrapper_cls`.
             samples_per_step: Completions or episodes per member and learning step.
             spread: False starts all members with the first member's hyperparameters.

@@ -526,12 +526,11 @@ def _range_text(name: str, parameter: RLParameter, labels: SettingLabels) -> str
 def _schedule_text(config: Config) -> str:
     """Describe the limits that end the run."""
     schedule = config.schedule
+    tokens = terms_of(task_type_of(config.task).word).tokens
     words = {
         "generations": pluralize(schedule.generations or 0, "generation"),
         "max_timesteps": f"{count_text(schedule.max_timesteps)} environment steps",
-        "max_tokens": (
-            f"{count_text(schedule.max_tokens)} {terms_of(task_type_of(config.task).word).tokens}"
-        ),
+        "max_tokens": f"{count_text(schedule.max_tokens)} {tokens}",
         "max_seconds": duration_text(schedule.max_seconds),
         "target_fitness": f"fitness {number_text(schedule.target_fitness)}",
     }

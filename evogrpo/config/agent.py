@@ -1,8 +1,8 @@
 """Settings that all members of a population share.
 
-Each kind of agent has one record of options. Its fields are keyword arguments of the agents and
-keys of the section `agent` of a configuration. Small additions follow from it: what only a
-configuration has, and what is known only when members are built.
+Each kind of agent has a record of options. Its fields are keyword arguments of the agents and keys
+of the section `agent` of a configuration. A subclass adds the keys that only a configuration has,
+another one adds what is known when members are built, and is stored in checkpoints.
 """
 
 from collections.abc import Iterable, Mapping

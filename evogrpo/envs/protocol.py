@@ -202,7 +202,7 @@ def make_batch_for(
 
 
 def supporting(env: object, names: Iterable[str]) -> SupportsTaskSettings:
-    """Return an environment that members with these task settings can use.
+    """Return the environment, for members that have these task settings.
 
     Raises:
         ValueError: If it has no task settings.

@@ -304,8 +304,8 @@ def constant_attributes(classes: Iterable[ast.AST]) -> list[str]:
                 # The default may be a call that depends on the time or the process.
                 if statement.value is None or is_constant(statement.value, frozenset()):
                     given |= {f".{name}" for name in stored_names(statement)}
-            # 2. Other methods, and attributes that they set on any object.
             else:
+                # 2. Other methods, and attributes that they set on any object.
                 changing |= stored_names(statement)
     constant = given - changing
     return sorted(name[1:] for name in constant if name.startswith("."))

@@ -323,7 +323,8 @@ class Strategy(Protocol):
     def mutates(self) -> bool:
         """True if children may differ from their parents.
 
-        Read only where network architectures evolve.
+        Without mutation, evolving architectures and proposed texts have no effect, which a run
+        warns of.
         """
         ...
 

@@ -69,7 +69,6 @@ def chunked_log_probs(
             scaled = scale_logits(head(hidden), temperature, forbidden, forbidden_ids)
             log_p = scaled.log_softmax(1)
             # H = -sum(p log p). A forbidden token has log p = -inf, and 0 * -inf would be NaN.
-            # 0 * -inf would be NaN.
             finite = log_p.clamp(min=-1e30)
             entropies = -(log_p.exp() * finite).sum(1)
             of_targets = log_p.gather(1, targets[:, None])

@@ -407,7 +407,7 @@ def remove_leftovers(folder: Path) -> None:
 def read_checkpoint(
     folder: Path | str, *, kind: Kind = "population"
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Load a checkpoint after checking all its files.
+    """Load a checkpoint, and check all its files.
 
     One tensor file at a time is in memory besides the tensors.
 
@@ -421,8 +421,7 @@ def read_checkpoint(
     Raises:
         CheckpointError: If a file is missing or was changed, or the kind differs.
     """
-    # All files are checked before a tensor is loaded. Tensor files and record are checked as they
-    # are read.
+    # Record and tensor files are checked as they are read, all others before.
     path, manifest = _find(folder, kind)
     names = tensor_names(kind, manifest.files)
     _verify_files(path, manifest, besides=(f"{kind}.json", *names))

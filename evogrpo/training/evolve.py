@@ -83,9 +83,11 @@ class Run(NamesMissing, Iterator[GenerationReport]):
         """Run this trainer from now on, with the display of this run."""
         self.trainer = trainer
         self._generations = iter(trainer)
+        # A run that never began has no threads yet. A resumed one may have been opened for its best
+        # member only.
+        new = trainer.run_state.threads == 0
         # At exit, Python unloads modules before it closes generators, which then cannot close the
         # run directory.
-        new = trainer.run_state.threads == 0  # a resumed run may serve to get its best member
         self._closing = weakref.finalize(self, _close, self._generations, new=new)
         if self._console is None:
             self._display = None

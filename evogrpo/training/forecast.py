@@ -74,7 +74,7 @@ class Forecast:
 
 
 def work_rows(config: Config, env: GroupEnvironment, unit: str) -> dict[str, str]:
-    """Return the rows of the plan on samples, groups, learning steps and evaluations.
+    """Return the rows of the printed plan on samples, groups, learning steps and evaluations.
 
     Args:
         config: Configuration of the run.

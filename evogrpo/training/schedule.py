@@ -320,8 +320,8 @@ def _warn_unused_evolution(
         unused.append(f"the strategy {type(strategy).__name__}")
     if unused:
         warn(
-            f"A single member does not evolve. Without effect: {'; '.join(unused)}. Remove it, or"
-            " use more members."
+            f"A single member does not evolve. Without effect: {'; '.join(unused)}. Leave this"
+            " out, or use more members."
         )
 
 
@@ -355,7 +355,7 @@ def _warn_of_space(population: "Population", strategy: "Strategy") -> None:
 def _warn_unused_mutation(
     strategy: "Strategy", space: HyperparameterConfig, *, architectures: bool
 ) -> None:
-    """Warn of what only mutation changes, if the strategy does not mutate."""
+    """Warn of settings that only mutation changes, for a strategy that does not mutate."""
     unused = [name for name, parameter in space.items() if parameter.proposed]
     if architectures:
         unused.append("evolve_network")
@@ -414,10 +414,11 @@ def check_task(config: "Config", env: "GroupEnvironment") -> None:
 
     members = [config.hyperparameters]
     if config.founders:
-        # Of the settings of an earlier run, those that this run does not have are left out.
+        # These leave out the settings of an earlier run that this run does not have.
         samples = config.schedule.samples_per_step
         space = config.search_space
-        members += warm_start_founders(config.founders, members[0], space, samples)[0]
+        founders, _ = warm_start_founders(config.founders, members[0], space, samples)
+        members += founders
     check_settings(env, config.search_space, members)
     check_fitness(config.fitness, config.search_space, env)
     config.schedule.check_held_out(env)

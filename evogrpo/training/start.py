@@ -248,7 +248,6 @@ def _differences(stored: Mapping[str, Any], config: Config, ignored: tuple[str, 
     Names that start with a prefix in `ignored` may differ.
     """
     # In JSON, tuples become lists.
-    # As read from a file: lists in place of tuples.
     old = flat(json.loads(json.dumps(stored)))
     new = flat(json.loads(json.dumps(config.to_json())))
     found = []

@@ -33,7 +33,6 @@ def sample_metrics(batch: Batch) -> dict[str, float]:
         "reward_std": 0.0,
         "frac_reward_zero_std": float(without_signal.double().mean()),
     }
-    # A single reward has no spread.
     # A single reward has no deviation.
     spread = statistics.std[statistics.amount > 1]
     if len(spread):
@@ -47,9 +46,9 @@ def sample_metrics(batch: Batch) -> dict[str, float]:
             result[f"rewards/{name}/std"] = math.nan
             if len(values) > 1:
                 result[f"rewards/{name}/std"] = float(values.std())
-    # 2. Measure lengths. A sample that is masked out of the loss has no action in the mask.
+    # 2. Measure lengths. A sample that is left out of the loss has no action in the mask, but a
+    #    length too.
     counted = batch.action_mask.sum(1)
-    # Samples that are left out of the loss have a length too.
     chosen = batch.chosen.sum(1)
     lengths = torch.where(counted > 0, counted, chosen).double()
     for name, value in _min_mean_max(lengths).items():

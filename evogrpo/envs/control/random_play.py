@@ -332,7 +332,8 @@ def _replay(
         rng = generator(0, "actions of replays", seed)
         episode = play_randomly(env, mapping, seed, rng, min(steps_left, max_steps), options)
         for step, values in enumerate(episode):
-            steps_left -= step > 0  # step 0 is the reset
+            if step > 0:  # step 0 is the reset
+                steps_left -= 1
             yield seed, step, values
         if not steps_left:
             return

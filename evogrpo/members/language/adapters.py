@@ -464,10 +464,11 @@ class AdapterStates:
     def mix_reference(self, slot: int, mixing: float) -> None:
         """Set a member's reference to mixing * weights + (1 - mixing) * reference.
 
-        ValueError without own references.
-
         Source: Learn Your Reference Model for Real Good Alignment (arXiv:2404.09656), the soft
         update.
+
+        Raises:
+            ValueError: If members have no references of their own.
         """
         if self.reference is None:
             raise ValueError(NO_REFERENCES)

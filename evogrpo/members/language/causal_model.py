@@ -340,7 +340,7 @@ class CausalModel:
         Args:
             prompts: Token ids of each prompt.
             slots: Slot of each prompt, sorted.
-            make_hook: Hooks of the policy version.
+            make_hook: Hooks of the weights, the reference or the base.
         """
         if not self.shares_prefix:
             ids, mask = self._padded(prompts)
@@ -395,7 +395,7 @@ class CausalModel:
             ids: `[n, t]` token ids after the prompt.
             present: `[n, t]` booleans: True for real tokens.
             members: `[n]` slot of each row, sorted.
-            make_hook: Hooks of the policy version.
+            make_hook: Hooks of the weights, the reference or the base.
         """
         hook = make_hook(members)
         # 1. fast_llama: one pass for prompts and rows; only the shared beginning runs before.
@@ -459,7 +459,7 @@ class CausalModel:
             row_of: `[n]` row within that part.
             tokens: New tokens of each row, at least one.
             slots: `[n]` slot of each row, sorted.
-            make_hook: Hooks of the policy version.
+            make_hook: Hooks of the weights, the reference or the base.
         """
         # Rows of different caches have different lengths; gathering pads them on the left.
         past = _gather_rows(parts, part_of.to(self.device), row_of.to(self.device))
@@ -520,7 +520,7 @@ class CausalModel:
             prompt_of: `[n]` prompt of each row.
             slots: `[n]` slot of each row, sorted.
             room: Maximum number of calls of `Decoding.advance`.
-            make_hook: Hooks of the policy version.
+            make_hook: Hooks of the weights, the reference or the base.
         """
         if isinstance(prefix, Prompts):
             return PlainDecoding(self.run, prefix, prompt_of, slots, make_hook)

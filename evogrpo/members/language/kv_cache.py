@@ -164,7 +164,7 @@ class CachedDecoding:
         prefix: Prompts after prefill.
         rows: `[n]` prompt of each row.
         slots: `[n]` slot of each row, sorted.
-        make_hook: Hooks of the policy version.
+        make_hook: Hooks of the weights, the reference or the base.
     """
 
     def __init__(
@@ -218,7 +218,7 @@ class PlainDecoding:
         prompts: Prompts.
         rows: `[n]` prompt of each row.
         slots: `[n]` slot of each row, sorted.
-        make_hook: Hooks of the policy version.
+        make_hook: Hooks of the weights, the reference or the base.
     """
 
     def __init__(

@@ -492,12 +492,14 @@ class Product(Distribution):
 
     def at_temperature(self, outputs: Tensor, temperature: Tensor) -> Tensor:
         """Return the parameters at temperatures; see `Distribution`."""
+        # Columns: the network's outputs of all parts, then the free parameters of all parts.
         of_network = []
         free = []
         for part in self._parts:
-            own = part.distribution.at_temperature(outputs[:, part.outputs], temperature)
-            of_network.append(own[:, : part.distribution.outputs])
-            free.append(own[:, part.distribution.outputs :])
+            parameters = part.distribution.at_temperature(outputs[:, part.outputs], temperature)
+            count = part.distribution.outputs
+            of_network.append(parameters[:, :count])
+            free.append(parameters[:, count:])
         return torch.cat([*of_network, *free], dim=1)
 
     def masked(self, outputs: Tensor, legal: Tensor) -> Tensor:

@@ -222,7 +222,7 @@ def as_step_batch(
 
 
 def _side_by_side(space: spaces.Space[Any], actions: Any, present: BoolArray) -> NDArray[Any]:
-    """Return actions of a Dict or Tuple `[starts, g, t, k]` as a policy counts them.
+    """Return actions of a Dict or Tuple `[starts, g, t, k]`, numbered from 0 as in the policy.
 
     Args:
         space: The action space.

@@ -52,7 +52,7 @@ FREE = ""
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Items of several members, padded to the same number for each.
+    """Items of a batch, such as observations, by member; padded to the same number for each.
 
     Attributes:
         rows: `[q]` rows of the members in their stack.
@@ -528,10 +528,11 @@ class StackedTrainStates:
     def mix_reference(self, slot: int, mixing: float) -> None:
         """Set a member's reference to mixing * weights + (1 - mixing) * reference.
 
-        ValueError without own references.
-
         Source: Learn Your Reference Model for Real Good Alignment (arXiv:2404.09656), the soft
         update.
+
+        Raises:
+            ValueError: If members have no references of their own.
         """
         if not self.own_reference:
             raise ValueError(NO_REFERENCES)

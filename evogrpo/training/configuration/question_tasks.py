@@ -319,11 +319,12 @@ class DatasetTask(QuestionTask):
                 )
         if has_calls and self.form == "agilerl":
             raise ValueError("environment_factory and tools require form: trl.")
-        if self.dataset.streaming and (has_calls or self.max_prompt_length is None):
+        if self.dataset.streaming and has_calls:
             raise ValueError(
-                "dataset.streaming requires max_prompt_length, and neither environment_factory nor"
-                " tools."
+                "dataset.streaming excludes environment_factory and tools. Remove one of them."
             )
+        if self.dataset.streaming and self.max_prompt_length is None:
+            raise ValueError("dataset.streaming requires max_prompt_length. Set it.")
         # 2. Something gives starts, and something rewards.
         if self.dataset.starts is not None and not isinstance(self.environment_factory, str):
             raise ValueError("dataset.starts requires environment_factory with one class.")

@@ -150,8 +150,7 @@ def load_plugin(name: str, what: str, built_in: Collection[str] = ()) -> Callabl
         ValueError: If the name is built in, several packages have a plugin of this name, or it
             cannot be imported.
     """
-    # By value: entry points that lead to the same object are one plugin.
-    # Several installed copies of one plugin count once.
+    # By value: several installed copies of a plugin lead to the same object, and count once.
     found = {each.value: each for each in importlib.metadata.entry_points(group=PLUGINS, name=name)}
     if not found:
         return None

@@ -163,7 +163,7 @@ class LanguageTask:
         size = processes().size
         if size == 1:
             return ", not sharded: there is one process"
-        # The greatest common divisor of both numbers.
+        # The greatest common divisor of the requested parts and the number of processes.
         parts = shard_count(requested)
         layout = "a full copy in every process"
         if parts > 1:
