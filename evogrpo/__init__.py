@@ -48,8 +48,8 @@ def __getattr__(name: str) -> object:
 def _is_imported(frame: FrameType) -> bool:
     """Return True if a frame executes `from evogrpo import NAME`.
 
-    That statement would replace the message of an AttributeError by "cannot import name", without
-    an answer.
+    That statement replaces the message of an AttributeError by "cannot import name", so that the
+    advice in it would be lost.
     """
     return frame.f_code.co_code[frame.f_lasti] == opmap["IMPORT_FROM"]
 

@@ -59,7 +59,7 @@ class RenderError(ValueError):
 def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
     """Render a conversation by the tokenizer's chat template.
 
-    It must end within `RENDER_SECONDS` and have at most `MAX_CHARACTERS`.
+    Rendering must end within `RENDER_SECONDS`, and the text must have at most `MAX_CHARACTERS`.
 
     Args:
         tokenizer: A transformers tokenizer.
@@ -74,8 +74,8 @@ def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options
 
     def on_line(frame: FrameType, event: str, value: Any) -> Any:
         """Raise RenderError at a line of the template after the deadline."""
-        # Processor time from the first line of the template: on a busy machine, compiling alone may
-        # take seconds.
+        # Processor time, counted from the first line of the template: on a busy machine, compiling
+        # it may already take seconds.
         nonlocal deadline
         now = time.thread_time()
         if deadline is None:
@@ -96,12 +96,12 @@ def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options
         return None
 
     # 2. Render under the trace function, and restore that of a debugger.
-    before = sys.gettrace()
+    previous = sys.gettrace()
     sys.settrace(on_call)
     try:
         text = str(tokenizer.apply_chat_template(list(messages), **options, tokenize=False))
     finally:
-        sys.settrace(before)
+        sys.settrace(previous)
     if len(text) > MAX_CHARACTERS:
         raise RenderError(
             f"chat_template must render at most {MAX_CHARACTERS} characters, got {len(text)}."
@@ -153,8 +153,8 @@ def closing_token(tokenizer: Any, options: Mapping[str, Any]) -> str | None:
     tokens = sorted(tokenizer.get_added_vocab(), key=len, reverse=True)
     if not endings or not tokens or not all(answers):
         return None
-    # 2. Split what follows the answer at special tokens. What both have in common closes the turn;
-    #    some templates end the whole conversation with EOS.
+    # 2. Split what follows the answer at special tokens. The part that both endings begin with
+    #    closes the turn; after it, some templates end the whole conversation with EOS.
     pattern = "|".join(map(re.escape, tokens))
     parts = [re.split(f"({pattern})", ending) for ending in endings]
     last = ""
@@ -163,5 +163,5 @@ def closing_token(tokenizer: Any, options: Mapping[str, Any]) -> str | None:
             break
         if part.strip():
             last = part
-    # 3. The turn ends with the last of these tokens, unless ordinary text follows it.
+    # 3. The turn ends with the last common part, if that is a special token and not text.
     return last if last in tokens else None

@@ -79,7 +79,8 @@ class Processes:
         self.rank = rank
         self.size = size
         self._group = group
-        # Of the GPUs, chosen by the first sum; that of the CPUs if ranks share a GPU.
+        # Process group that exchanges tensors on GPUs, chosen by the first `all_reduce` of one.
+        # Without NCCL, or if ranks share a GPU, it is the group of the CPUs.
         self._gpu_group: Any = None
         self.interruptible = size == 1
         self.sharing_errors = False
@@ -101,15 +102,15 @@ class Processes:
         their next block, or in their next sum.
 
         Raises:
-            Interrupted: If any rank was interrupted.
-            torch.OutOfMemoryError: If any rank was out of memory.
-            ProcessError: If another rank failed. An error of this rank is raised unchanged.
+            Interrupted: If a rank was interrupted, and none failed.
+            torch.OutOfMemoryError: If a rank was out of memory, and none failed or was interrupted.
+            ProcessError: If another rank failed. If this one failed, its error is raised unchanged.
         """
         if self.size == 1:
             yield
             return
-        # 1. Local work. An error is kept until the exchange, unless all ranks have it already or
-        #    none can exchange.
+        # 1. Local work. An error is kept until the exchange, unless it was raised on all ranks or
+        #    ranks can no longer exchange outcomes.
         outer = self.sharing_errors
         failure = None
         try:
@@ -133,9 +134,9 @@ class Processes:
         return self.all_gather(result)
 
     def check_stop(self, stop: Stop) -> None:
-        """Raise stop requests and failures of all ranks.
+        """Raise an error on all ranks if one has a stop request or has failed.
 
-        Passes of a sharded base cannot be interrupted themselves.
+        Called before each pass of a sharded base, which cannot be interrupted.
         """
         if self.size == 1:
             return
@@ -159,7 +160,8 @@ class Processes:
         import torch
         import torch.distributed as dist
 
-        # 1. Exchange numbers; after a failure, also texts. The lowest kind of failure counts.
+        # 1. Exchange whether each rank has failed; after a failure, also kinds and messages. The
+        #    lowest kind of failure counts.
         try:
             failed = torch.zeros((self.size, 1), dtype=torch.int64)  # one row for each rank
             rows = list(failed.unbind())
@@ -167,13 +169,14 @@ class Processes:
             self.wait(lambda: dist.all_gather(rows, outcome, group=self._group))
             if not failed.any():
                 return
-            own = None
+            report = None
             if failure is not None:
                 message = f"{class_name(failure)}: {one_line(failure)}"
-                own = (_kind_of(failure), self.rank, message)
-            failures = [each for each in self.all_gather(own) if each is not None]
+                report = (_kind_of(failure), self.rank, message)
+            failures = [each for each in self.all_gather(report) if each is not None]
             kind, rank, text = min(failures)
         except ProcessError as error:
+            # The connection was lost. An error of this rank says more.
             if failure is None or isinstance(failure, Interrupted):
                 raise
             raise failure from error
@@ -244,7 +247,7 @@ class Processes:
     def _transport(self, values: "Tensor") -> "tuple[Any, torch.device]":
         """Return the process group that exchanges a tensor, and the device on which it does.
 
-        A collective on first use.
+        A collective at the first tensor on a GPU.
         """
         import torch
         import torch.distributed as dist
@@ -364,8 +367,8 @@ def processes() -> Processes:
     """Return the ranks of this program; the first call connects them.
 
     Raises:
-        ValueError: If WORLD_SIZE names several processes but the rest of torchrun's environment is
-            missing.
+        ValueError: If WORLD_SIZE is not a number, or names several processes but the rest of
+            torchrun's environment is missing.
     """
     # 1. Without a launcher, this process is alone. `begun` = the program has connected the ranks
     #    itself.
@@ -382,12 +385,11 @@ def processes() -> Processes:
         missing = [
             name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ
         ]
-        if missing or not launched.isdigit():
-            raise ValueError(
-                f"WORLD_SIZE={launched:.20} is set, but {', '.join(missing) or 'it'} is"
-                f" not{'' if missing else ' a number'}. Use torchrun or accelerate launch, or unset"
-                " WORLD_SIZE."
-            )
+        fix = "Use torchrun or accelerate launch, or unset WORLD_SIZE."
+        if not launched.isdigit():
+            raise ValueError(f"WORLD_SIZE must be a number, got {shown(launched, 40)}. {fix}")
+        if missing:
+            raise ValueError(f"WORLD_SIZE={launched} needs {', '.join(missing)} as well. {fix}")
         notice = threading.Timer(NOTICE_SECONDS, _tell_of_waiting)
         notice.daemon = True
         notice.start()
@@ -398,15 +400,14 @@ def processes() -> Processes:
         atexit.register(_disconnect)
     if dist.get_world_size() == 1:
         return Processes()
-    # A group of its own, as records and train states are exchanged on the CPU and the default group
-    # may use NCCL.
+    # Not the default group, which may use NCCL: records and train states are exchanged on the CPU.
     return Processes(
         dist.get_rank(), dist.get_world_size(), dist.new_group(backend="gloo", timeout=timeout)
     )
 
 
 def _tell_of_waiting() -> None:
-    """Say for which processes this one waits."""
+    """Write to stderr that this process waits for others, and how it was launched."""
     variables = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     given = ", ".join(f"{name}={shown(os.environ[name], 40)}" for name in variables)
     if sys.stderr is not None:
@@ -461,11 +462,11 @@ def agree_on_prefix(store: Any, rank: int, size: int, until: float) -> str:
         until: Deadline by `time.monotonic()`.
     """
     # 1. Other ranks: send a random key, and wait for the prefix under it.
-    own = uuid.uuid4().hex
     if rank != 0:
-        store.set(f"greeting of {rank}", own)
+        key = uuid.uuid4().hex
+        store.set(f"greeting of {rank}", key)
         try:
-            prefix = str(store.get(f"prefix for {own}").decode())
+            prefix = str(store.get(f"prefix for {key}").decode())
         except RuntimeError as error:
             raise ProcessError(f"Rank 0 did not connect. See its output ({error}).") from error
         store.set(f"{prefix}: {rank} joined", "")
@@ -473,19 +474,22 @@ def agree_on_prefix(store: Any, rank: int, size: int, until: float) -> str:
 
     # 2. Rank 0: answer until all have joined. A key may be of a killed process until the new one
     #    replaces it.
+    prefix = uuid.uuid4().hex
+
     def joined(other: int) -> bool:
-        return bool(store.check([f"{own}: {other} joined"]))
+        return bool(store.check([f"{prefix}: {other} joined"]))
 
     missing = list(range(1, size))
     while missing := [other for other in missing if not joined(other)]:
         for other in missing:
             greeting = f"greeting of {other}"
             if store.check([greeting]):
-                store.set(f"prefix for {store.get(greeting).decode()}", own)
+                key = store.get(greeting).decode()
+                store.set(f"prefix for {key}", prefix)
         if time.monotonic() > until:
             raise ProcessError(f"Process {missing[0]} of {size} did not connect. See its output.")
         time.sleep(0.02)
-    return own
+    return prefix
 
 
 def _disconnect() -> None:

@@ -47,7 +47,7 @@ def install_hint(purpose: str, *modules: str) -> str | None:
     """
     for module in modules:
         try:
-            # Raises ImportError for a mere folder of that name.
+            # A mere folder of that name has no distribution, which raises an ImportError.
             importlib.metadata.distribution(module)
             found = importlib.util.find_spec(module) is not None
         except (ImportError, ValueError):
@@ -67,7 +67,6 @@ def extra_command(extra: str) -> str:
     """
     # In a checkout, pip installs the extra of this tree.
     root = Path(__file__).absolute().parents[1]
-    # A checkout.
     if (root / "pyproject.toml").is_file():
         return package_command("-e", f"{root}[{extra}]")
     return f'{shlex.quote(sys.executable)} -m pip install "evogrpo[{extra}]"'

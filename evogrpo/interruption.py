@@ -130,7 +130,8 @@ class ProgressCounter:
     def add(self, amount: float) -> None:
         """Add an amount.
 
-        The sum is at most the total, because work may be repeated after running out of memory.
+        The sum stays at the total, as work that is repeated after running out of memory is added
+        twice.
         """
         self.set(self._done + amount)
 
@@ -168,8 +169,8 @@ def stopping_on_signals(
 
     Yield the list of received signals.
 
-    A scheduler's signal may arrive twice, as launchers forward signals that their processes have
-    also received.
+    Further signals of a scheduler are only counted: launchers forward signals that their processes
+    have also received.
 
     User code that blocks, such as a reward function that waits, is interrupted a few seconds after
     the first signal, repeatedly. If it catches that, the process ends within ten seconds of the
@@ -231,7 +232,7 @@ def _interrupt_user_code(
 ) -> None:
     """Interrupt blocking user code from another thread, repeatedly, until the run has stopped.
 
-    Else end the process.
+    If it does not stop, end the process, except after Ctrl-C.
     """
     patience = PATIENCE_SECONDS
     for _ in range(RETRIES):

@@ -44,8 +44,8 @@ class LearnReport:
 
     Attributes:
         metrics: Measured values, under TRL's names where it has one; see
-            `evogrpo.algorithms.learning.metrics`. Those below are attributes as well, NaN where
-            missing.
+            `evogrpo.algorithms.learning.metrics`. Those from `loss` to `mean_length` are attributes
+            as well, NaN where missing.
         advantages: Mean advantage over the actions of each of the member's samples, in the order of
             its rows.
         optimizer_steps: Steps taken.

@@ -85,7 +85,7 @@ class SamplingBatch:
             are any.
         min_new_tokens: Number of first tokens that cannot be an end of sequence.
         options: Truncation of the distribution.
-        stop_strings: Texts that end a completion; None = none. Their tokens count.
+        stop_strings: Texts that end a completion, of which their tokens are a part; None = none.
         history: Token ids after each row's prompt, completions and replies alike; None = nothing
             yet.
         keep: Return the state needed to continue these rows (their KV cache) as `Rollout.kept`.
@@ -96,7 +96,7 @@ class SamplingBatch:
         stop: Checked between tokens; a sampler may ignore it.
 
     Raises:
-        ValueError: If the maximum number of tokens is unknown.
+        ValueError: If `max_new_tokens` is below 1, as without `uniforms` if it is not given.
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -121,8 +121,8 @@ class SamplingBatch:
             object.__setattr__(self, "max_new_tokens", int(self.uniforms.shape[1]))
         if self.max_new_tokens < 1:
             raise ValueError(
-                f"max_new_tokens must be at least 1, got {self.max_new_tokens}. Give it, or"
-                " uniforms."
+                f"max_new_tokens must be at least 1, got {self.max_new_tokens}. Give it, or give"
+                " uniforms, whose width it is."
             )
 
     def __len__(self) -> int:
@@ -335,8 +335,8 @@ class Batch:
     """Experience of one or more members, in a form common to all environments.
 
     Attributes:
-        inputs: Inputs of the policy (prompts or observations), read by the bank only. None in
-            advantages and metrics.
+        inputs: Inputs of the policy (prompts or observations), read by the bank only. None where
+            advantages, losses and metrics are computed, which must not depend on them.
         actions: `[n, t]` token ids or actions, or `[n, t, ...]` where an action is a vector.
         present: `[n, t]` True where attention sees the token.
         action_mask: `[n, t]` True where the action counts in the loss, a subset of `present`.
@@ -395,7 +395,7 @@ class Batch:
         return replace(self, inputs=inputs, **fields)
 
     def select_members(self, slots: Sequence[int]) -> "Batch":
-        """Return the rows of these members, in order."""
+        """Return the rows of these members, in the order of the batch."""
         wanted = torch.tensor(
             list(slots), device=self.member_ids.device, dtype=self.member_ids.dtype
         )
@@ -409,17 +409,17 @@ class Batch:
     def flatten_actions(self) -> "Batch":
         """Return a batch with one row of a single action for each action that counts in the loss.
 
-        Groups, members and rewards are repeated; other values of whole episodes are dropped. Only
-        for small networks, whose inputs can be split by action.
+        Groups, members and rewards are repeated. Other values that advantages are computed from
+        are dropped. Only for small networks, whose inputs can be split by action.
         """
         indices, row = self.counted_actions()
         counted = torch.ones(len(row), 1, dtype=torch.bool, device=row.device)
-        # 1. Values of whole episodes are dropped; those of rows are repeated for each action.
+        # 1. Drop what advantages have been computed from, and repeat the values of rows.
         dropped = ("step_rewards", "reward_components", "component_weights", "truncated")
         fields: dict[str, Any] = dict.fromkeys(dropped)
         for name in ("rewards", "group_ids", "member_ids"):
             fields[name] = select_rows(getattr(self, name), row)
-        # 2. Values of actions are selected, each as a row of its own.
+        # 2. Select the values of the counted actions, each as one row.
         for name in ("actions", "sampler_log_probs"):
             value = getattr(self, name)
             if value is not None:

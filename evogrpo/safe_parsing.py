@@ -143,9 +143,8 @@ def load_yaml(text: str, where: str) -> Any:
         position = ""
         if mark is not None:
             position = f", line {mark.line + 1}, column {mark.column + 1}"
-        raise ValueError(
-            f"{where}{position}: {getattr(error, 'problem', None) or error}"
-        ) from error
+        problem = getattr(error, "problem", None) or error
+        raise ValueError(f"{where}{position}: {problem}") from error
     except (
         ValueError,
         LookupError,
@@ -260,7 +259,7 @@ def _plain(value: Any, path: str) -> Any:
     """Copy a value into plain JSON types; the ValueError for an invalid part has its path."""
     if value is None or isinstance(value, (str, bool)):
         return value
-    # Bool is an int, and handled above; subclasses become plain integers.
+    # Booleans, which are integers in Python, were returned above. Subclasses become plain integers.
     if isinstance(value, int):
         if abs(value) >= 10**MAX_DIGITS:
             raise ValueError(

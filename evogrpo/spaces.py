@@ -55,6 +55,11 @@ def leaf_spaces(
             parts = list(space.spaces.values())
         case spaces.Tuple() if space.spaces:
             parts = list(space.spaces)
+        case spaces.Dict() | spaces.Tuple():
+            raise ValueError(
+                f"{name} must have at least one space in each Dict and Tuple, got {shown(space)}."
+                " Leave the empty one out."
+            )
         case spaces.Box() | spaces.Discrete() | spaces.MultiDiscrete() | spaces.MultiBinary():
             return [space]
         case _:
@@ -117,11 +122,15 @@ def check_action_space(space: spaces.Space[Any] | None) -> None:
     supported = isinstance(space, spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary) or (
         isinstance(space, spaces.Box) and np.issubdtype(space.dtype, np.floating)
     )
-    if not supported or 0 in (getattr(space, "shape", None) or ()):
+    if not supported:
         raise ValueError(
             "action_space must be Discrete, MultiDiscrete, MultiBinary, a floating-point Box, or a"
-            f" Dict or Tuple of these, and not empty, got {shown(space, 200)}. Use a wrapper that"
-            " converts it."
+            f" Dict or Tuple of these, got {shown(space, 200)}. Use a wrapper that converts it."
+        )
+    assert space is not None
+    if 0 in (space.shape or ()):
+        raise ValueError(
+            f"action_space must not be empty, got {shown(space, 200)} of shape {space.shape}."
         )
 
 
@@ -258,7 +267,8 @@ def _batched(observation: Any, shape: tuple[int, ...], device: torch.device | st
         tensor = observation
     else:
         tensor = torch.as_tensor(np.asarray(observation))
-    # `torch.export` must not compare sizes of batches.
+    # The number of dimensions is compared first: `torch.export` must not compare the size of a
+    # batch, which is a symbol there.
     if tensor.ndim == len(shape) and tuple(tensor.shape) == shape:
         tensor = tensor[None]
     if tensor.ndim != len(shape) + 1 or tuple(tensor.shape[1:]) != shape:

@@ -60,4 +60,5 @@ class StopStrings:
 
         if not has_stop(len(tokens)):
             return None
+        # Bisection: if some number of tokens contains a stop string, so does every larger one.
         return bisect_left(range(len(tokens)), True, key=has_stop)

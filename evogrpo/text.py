@@ -50,7 +50,7 @@ def expand_user(path: str | os.PathLike[str], what: str = "path") -> Path:
         ValueError: If it cannot be a path, or there is no such user.
     """
     try:
-        # A path of any type may fail here, also one of a user's class.
+        # An object of a user's class may raise anything here. All faults have one message.
         text = os.fspath(path)
         if len(os.fsencode(text)) > _MAX_PATH or "\0" in text:
             raise ValueError
@@ -195,12 +195,10 @@ def shown(value: object, limit: int = MAX_SHOWN) -> str:
         limit: Maximum number of characters of the repr.
     """
     try:
-        # Long text says how long it is; its whole repr is not needed.
+        # Of a long text, only the beginning is formatted, and its length is added.
         if type(value) is str and len(value) > limit:
-            return (
-                f"{_single_line(repr(value[:limit]), limit + 2)}… ({len(value) - limit:,} more"
-                " characters)"
-            )
+            beginning = _single_line(repr(value[:limit]), limit + 2)
+            return f"{beginning}… ({len(value) - limit:,} more characters)"
         return _single_line(_short_repr.repr(value), limit)
     except Exception:  # noqa: BLE001 - raised by user code
         return f"<{class_name(value)} object>"
@@ -332,7 +330,9 @@ def origin_text(
     """Describe the origin of a member, such as `founder` or `clone of #3 with lr 1 → 2`."""
     if parent is None:
         return "founder"
-    return f"clone of #{parent}" + (f" with {changes_text(changes)}" if changes else ", unchanged")
+    if not changes:
+        return f"clone of #{parent}, unchanged"
+    return f"clone of #{parent} with {changes_text(changes)}"
 
 
 def pluralize(number: int, noun: str, plural: str = "s") -> str:
@@ -394,12 +394,12 @@ def short_repr(record: Any) -> str:
 
     Used as `__repr__`.
     """
-    shown = ", ".join(
-        f"{field.name}={_short_value(getattr(record, field.name))}"
-        for field in fields(record)
-        if field.repr and getattr(record, field.name) is not None
-    )
-    return f"{type(record).__name__}({shown})"
+    parts = []
+    for field in fields(record):
+        value = getattr(record, field.name)
+        if field.repr and value is not None:
+            parts.append(f"{field.name}={_short_value(value)}")
+    return f"{type(record).__name__}({', '.join(parts)})"
 
 
 def _short_value(value: Any) -> str:

@@ -149,6 +149,8 @@ class Misplaced(Protocol):
     def __call__(self, name: str, section: str, valid: Sequence[str]) -> str | None:
         """Return the dotted path of the intended key in another section, or None.
 
+        " (only with another task)" follows the path if only tasks of another kind have the key.
+
         Args:
             name: The unknown key.
             section: Dotted path of its section.
@@ -313,6 +315,7 @@ def describe(
         full_path = (where, *path) if where else path
         if details["type"] in _UNKNOWN_KEY:
             valid = _valid_keys(_schema(model), path[:-1])
+            # This message is whole: it needs neither a rule nor a value.
             line = _unknown_key(full_path, valid, kind, misplaced)
             rules[line, ""] = [""]
             continue
@@ -601,14 +604,14 @@ def lists_options(
     defaults: dict[str, Any] = {}
     for record in reversed(records):  # so that the first one overwrites the others
         if isinstance(record, type):
-            fields_ = [(field.name, field.default) for field in dataclasses.fields(record)]
+            listed = [(field.name, field.default) for field in dataclasses.fields(record)]
         else:
-            fields_ = [
+            listed = [
                 (each.name, each.default) for each in inspect.signature(record).parameters.values()
             ]
         # A default factory is shown as None: the value that it makes may be long.
         missing = (dataclasses.MISSING, inspect.Parameter.empty)
-        defaults |= {name: default for name, default in fields_ if default not in missing}
+        defaults |= {name: default for name, default in listed if default not in missing}
     defaults |= others
 
     def decorate(function: F) -> F:

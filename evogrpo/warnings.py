@@ -43,7 +43,7 @@ def warn(
     if record is not None:
         record(message)
     # Point at the caller of the outermost frame of this library; frames of torch may lie between
-    # its frames.
+    # its frames. The command line counts as the user's program.
     stacklevel = 1
     level = 1
     frame: FrameType | None = sys._getframe(0)

@@ -119,7 +119,7 @@ def test_an_empty_world_size_is_a_single_process(monkeypatch: pytest.MonkeyPatch
     ("environment", "words"),
     [
         ({"WORLD_SIZE": "2", "RANK": "0"}, "MASTER_ADDR"),
-        ({"WORLD_SIZE": "many"}, "RANK"),
+        ({"WORLD_SIZE": "many"}, "must be a number"),
         ({"EVOGRPO_TIMEOUT_MINUTES": "-1", "WORLD_SIZE": "2"}, "above 0"),
     ],
 )
