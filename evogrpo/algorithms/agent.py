@@ -164,8 +164,8 @@ class Agent(NamesMissing, HyperparameterAttributes):
         """
         if not self.hp_config and not self.members.evolves:
             raise ValueError(
-                "The agent has no hp_config, so there is nothing to mutate. Pass hp_config to the"
-                " constructor."
+                "The agent has neither hp_config nor evolve_network, so there is nothing to mutate."
+                " Pass one of them to the constructor."
             )
         for name, parameter in (self.hp_config or {}).items():
             if parameter.proposed:
@@ -228,7 +228,7 @@ class Agent(NamesMissing, HyperparameterAttributes):
 
         Raise an error if `learn_together` is not defined, or an option is not used.
         """
-        # 1. Classes that do not define it inherit the function of this class, which only raises.
+        # 1. A class without a learn_together of its own inherits that of Agent, which only raises.
         inherited = Agent.learn_together.__func__  # type: ignore[attr-defined]
         if getattr(cls.learn_together, "__func__", None) is inherited:
             raise TypeError(
@@ -240,7 +240,8 @@ class Agent(NamesMissing, HyperparameterAttributes):
             space = options.get("hp_config")  # not validated yet
             if name in options or (isinstance(space, HyperparameterConfig) and name in space):
                 raise ValueError(f"{cls.__name__} does not use {name}. Leave it out.")
-        # 3. Without target_kl, a learning rate that is not given is the default one.
+        # 3. An algorithm without target_kl does not calibrate the learning rate: unless lr is given,
+        #    it uses the default.
         if "target_kl" in cls.unused_options:
             return {**options, "target_kl": None}
         return {**options}

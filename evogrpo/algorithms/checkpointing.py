@@ -179,7 +179,7 @@ def read_agent(agent: "Agent", path: str | Path) -> None:
                 f" Load it with {made_by}.load."
             )
         expected = members.checkpoint_record()
-        # The weights mean nothing without these.
+        # Weights fit only the spaces or the base model that they were trained with.
         for name in members.identity:
             if record.shared[name] != expected[name]:
                 raise CheckpointError(
@@ -198,8 +198,8 @@ def read_agent(agent: "Agent", path: str | Path) -> None:
             )
         # 3. Set the train state and all fields, except for those that a population identifies the
         #    agent by.
-        own = {name: getattr(agent, name) for name in ("index", "parent", "born", "retired")}
-        _restore(agent, dataclasses.replace(record.member, **own), state)
+        identity = {name: getattr(agent, name) for name in ("index", "parent", "born", "retired")}
+        _restore(agent, dataclasses.replace(record.member, **identity), state)
 
 
 def population_state(population: Population) -> tuple[Mapping[str, Tensor], PopulationRecord]:
@@ -278,12 +278,15 @@ def restore_population(
         population = Population(agents, members, lineage=lineage)
         # 3. Check that members and lineage agree, and that the next index is unused.
         indices = [agent.index for agent in agents]
-        born = {birth.index for birth in population.lineage}
-        repeated = len(set(indices)) < len(indices)
-        if repeated or not set(indices) <= born:
+        if len(set(indices)) < len(indices):
             raise ValueError(
-                f"Members {indices} are repeated or missing from the lineage. Load another"
-                " checkpoint."
+                f"The indices of members must be distinct, got {indices}. Load another checkpoint."
+            )
+        born = {birth.index for birth in population.lineage}
+        missing = sorted(set(indices) - born)
+        if missing:
+            raise ValueError(
+                f"Members {missing} are missing from the lineage. Load another checkpoint."
             )
         population.next_index = whole_between(
             "next_index", record.next_index, max(born, default=-1) + 1
@@ -336,7 +339,7 @@ def _open(
         tensor_bytes=sum(tensor.nbytes for tensor in tensors.values()),
         folder=folder,
     )
-    # 3. Import the class, if the module of this kind is not loaded yet, and build the members.
+    # 3. Import the class if it is given as "module:Class", and build the members.
     members_class = algorithm.kinds[kind]
     if isinstance(members_class, str):
         members_class = pkgutil.resolve_name(members_class)

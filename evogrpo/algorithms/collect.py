@@ -53,10 +53,10 @@ def sample_groups(
     """
     # 1. Select the starts of the step: those of each position, with all settings.
     distinct = tuple(settings or distinct_settings(learners))
-    positions = max(span.stop for span in groups)
+    position_count = max(span.stop for span in groups)
     step = learners[0].step
     starts_by_settings = [
-        select_starts_for(env, step, positions, starts_per_step, each) for each in distinct
+        select_starts_for(env, step, position_count, starts_per_step, each) for each in distinct
     ]
     starts = tuple(chain.from_iterable(zip(*starts_by_settings, strict=True)))
     # 2. Number the rows. Groups are numbered by member and position, so no two share a number.
@@ -82,7 +82,7 @@ def sample_groups(
         member_ids=per_row([learner.slot for learner in learners]),
         start_ids=position_ids * len(distinct) + per_row(number_of_settings),
         group_ids=per_row(range(len(learners))) * starts_per_step + position_ids,
-        settings=distinct * positions,
+        settings=distinct * position_count,
         temperature=per_row([learner.hyperparameters.temperature for learner in learners]),
         purpose=purpose,
         number=number,
@@ -196,17 +196,22 @@ def resample_groups(
         )
         # 3. Put new groups with signal in the places of old ones.
         rows = _rows_with_refills(batch, drawn.experience[policy], without_signal, kinds)
-        both = _select(merge_rollouts([sampled, drawn]), rows)
+        refilled = _select(merge_rollouts([sampled, drawn]), rows)
+        # A new group gets the number of the one that it replaces.
+        experience = {policy: replace(refilled.experience[policy], group_ids=batch.group_ids)}
+        # The starts of a step are selected from the first one on, so the longer list has all.
+        longer = max(sampled, drawn, key=lambda each: len(each.starts))
         # Rounds follow each other, so their scoring times are added; `merge_rollouts` takes the
         # longest, as ranks score at the same time.
-        longer = max(sampled, drawn, key=lambda each: len(each.starts))
+        scoring_seconds = sampled.scoring_seconds + drawn.scoring_seconds
+        # Metrics are of all rows that were scored together, so those of the first samples stay.
         sampled = replace(
-            both,
-            experience={policy: replace(both.experience[policy], group_ids=batch.group_ids)},
-            scores=replace(both.scores, metrics=sampled.scores.metrics),
+            refilled,
+            experience=experience,
+            scores=replace(refilled.scores, metrics=sampled.scores.metrics),
             starts=longer.starts,
             questions=longer.questions,
-            scoring_seconds=sampled.scoring_seconds + drawn.scoring_seconds,
+            scoring_seconds=scoring_seconds,
         )
     return sampled
 
@@ -221,8 +226,8 @@ def _rows_with_refills(
     rows = torch.arange(len(batch), device=batch.group_ids.device)
     useless = groups_without_signal(new, kinds)
     for slot, useless_groups in useless.items():
-        own = new.member_ids == slot
-        drawn_groups = new.group_ids[own].unique().tolist()
+        of_member = new.member_ids == slot
+        drawn_groups = new.group_ids[of_member].unique().tolist()
         useful = [group for group in drawn_groups if group not in useless_groups]
         # New groups with signal take the places of old ones without.
         for old_group, new_group in zip(without_signal[slot], useful, strict=False):
@@ -246,19 +251,19 @@ def groups_without_signal(batch: Batch, kinds: Mapping[int, str]) -> dict[int, l
     """
     without_signal: dict[int, list[int]] = {}
     for slot in batch.member_ids.unique().tolist():
-        own = batch.select_members([slot])
-        groups = own.group_ids.unique()
-        number, count = consecutive_ids(own.group_ids)
-        equal = zero_variance_groups(own.rewards, number, count)
+        samples = batch.select_members([slot])
+        groups = samples.group_ids.unique()
+        number, count = consecutive_ids(samples.group_ids)
+        equal = zero_variance_groups(samples.rewards, number, count)
         # Some advantages compare other rewards than the total; these must be equal as well.
-        if kinds[slot] in STEP_ADVANTAGES and own.step_rewards is not None:
-            rewarded = own.present & ~own.step_rewards.isnan()
+        if kinds[slot] in STEP_ADVANTAGES and samples.step_rewards is not None:
+            rewarded = samples.present & ~samples.step_rewards.isnan()
             group_of_step = number[:, None].expand(rewarded.shape)[rewarded]
-            equal &= zero_variance_groups(own.step_rewards[rewarded], group_of_step, count)
-        if kinds[slot] == "gdpo" and own.reward_components is not None:
-            weighted = own.reward_components
-            if own.component_weights is not None:
-                weighted = weighted * own.component_weights
+            equal &= zero_variance_groups(samples.step_rewards[rewarded], group_of_step, count)
+        if kinds[slot] == "gdpo" and samples.reward_components is not None:
+            weighted = samples.reward_components
+            if samples.component_weights is not None:
+                weighted = weighted * samples.component_weights
             for values in weighted.unbind(1):
                 equal &= zero_variance_groups(values, number, count)
         without_signal[slot] = groups[equal].tolist()
@@ -269,7 +274,7 @@ def groups_without_signal(batch: Batch, kinds: Mapping[int, str]) -> dict[int, l
 
 
 def _select(rollout: RolloutBatch, rows: Tensor) -> RolloutBatch:
-    """Return some rows of a rollout; what is not by row stays."""
+    """Return some rows of a rollout, with its fields that have no rows."""
     numbers = rows.tolist()
     scores = rollout.scores
     components = {name: values[numbers] for name, values in scores.components.items()}
@@ -364,7 +369,7 @@ def _concatenate_scores(parts: Sequence[Scores]) -> Scores:
     metrics = {}
     for name in first.metrics:
         if all(name in part.metrics for part in parts):
-            # Means of parts with different numbers of rows.
+            # A part counts by its number of rows.
             values = [part.metrics[name] for part in parts]
             metrics[name] = float(np.average(values, weights=rows))
     return replace(

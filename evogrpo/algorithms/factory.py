@@ -155,8 +155,8 @@ def build_members(
     # 1. Check the names of the arguments and the spaces, whose names are the first two of
     #    FIRST_ARGUMENTS.
     refuse_unknown("argument", options, [*Options.__annotations__, *FIRST_ARGUMENTS])
-    both = observation_space, action_space
-    for name, space in zip(FIRST_ARGUMENTS, both, strict=False):
+    given_spaces = observation_space, action_space
+    for name, space in zip(FIRST_ARGUMENTS, given_spaces, strict=False):
         if space is not None and not isinstance(space, spaces.Space):
             raise ValueError(
                 f"{name} must be a Gymnasium space, got {shown(space)}. Use"
@@ -166,8 +166,8 @@ def build_members(
     # 2. Choose the kind of members. Small networks need both spaces, and a module of torch or
     #    none.
     if is_language_model(actor_network):
-        return _language_members(size, both, actor_network, pad_token_id, options)
-    if actor_network is None and both.count(None) == 1:
+        return _language_members(size, given_spaces, actor_network, pad_token_id, options)
+    if actor_network is None and given_spaces.count(None) == 1:
         raise ValueError(
             "observation_space and action_space must both be given to train small networks."
         )
@@ -176,7 +176,7 @@ def build_members(
         and not isinstance(actor_network, nn.DataParallel | jit.ScriptModule)
     )
     # Sequences of tokens are spaces of language models.
-    unfit = any(space is None or isinstance(space, spaces.Sequence) for space in both)
+    unfit = any(space is None or isinstance(space, spaces.Sequence) for space in given_spaces)
     if not plain or unfit:
         raise ValueError(
             "actor_network must be a transformers model without wrappers, or a torch module with"
@@ -205,15 +205,12 @@ def build_members(
 
 def _language_members(
     size: int,
-    both: tuple[spaces.Space[Any] | None, spaces.Space[Any] | None],
+    given_spaces: tuple[spaces.Space[Any] | None, spaces.Space[Any] | None],
     model: "PreTrainedModel",
     pad_token_id: int | None,
     options: Mapping[str, Any],
 ) -> Built:
-    """Validate the arguments for a language model, and build the members.
-
-    `both` are the spaces, if given.
-    """
+    """Validate the arguments for a language model, and build the members."""
     from peft import LoraConfig
 
     from evogrpo.members.language.compatibility import check_causal_class
@@ -259,8 +256,8 @@ def _language_members(
         source=options.get("source"),
         device=choose_device(options.get("accelerator"), options.get("device")),
         autocast=autocast_context(options.get("accelerator")),
-        observation_space=both[0],
-        action_space=both[1],
+        observation_space=given_spaces[0],
+        action_space=given_spaces[1],
     )
     return members, first
 
@@ -278,9 +275,9 @@ def build_joint_members(
     Raises:
         ValueError: If an argument is unknown or out of range.
     """
-    both = {"observation_spaces": observation_spaces, "action_spaces": action_spaces}
-    refuse_unknown("argument", options, [*MultiAgentOptions.__annotations__, *both])
-    for name, by_agent in both.items():
+    given_spaces = {"observation_spaces": observation_spaces, "action_spaces": action_spaces}
+    refuse_unknown("argument", options, [*MultiAgentOptions.__annotations__, *given_spaces])
+    for name, by_agent in given_spaces.items():
         if not isinstance(by_agent, Mapping) or not by_agent:
             raise ValueError(
                 f"{name} must be spaces by agent, such as env.{name}, got {shown(by_agent)}."
@@ -393,7 +390,8 @@ def _first_hyperparameters(
 def warn_of_unused_seed(options: Mapping[str, Any]) -> None:
     """Warn if the program has seeded torch, but gives no seed: agents do not use that of torch."""
     given = torch.initial_seed()
-    # Unless the program sets it, it is a random number of 64 bits. The default here is 0.
+    # A seed that torch has chosen itself is a random number of 64 bits. 0 is also the default of
+    # agents, so it needs no warning.
     if options.get("seed") is None and 0 < given < 1 << 32:
         warn(
             f"torch.manual_seed({given}) has no effect on agents and runs, whose seed is 0. Pass"

@@ -153,7 +153,7 @@ class EvolvableAlgorithm(Agent, AgileRLMethods):
         Raises:
             ValueError: If an argument is unknown, missing or out of range.
         """
-        # 1. Check what is not checked with the policies, and replace hp_config="auto" by the
+        # 1. Check the arguments that only populations have, and replace hp_config="auto" by the
         #    default search space.
         if size is None:
             refuse_unknown(

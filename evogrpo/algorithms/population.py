@@ -131,14 +131,15 @@ class Population(NamesMissing, Sequence[Any]):
         Raises:
             ValueError: If no member has been evaluated.
         """
-        evaluated = [agent for agent in self.agents if agent.fitness is not None]
-        if not evaluated:
+        ranks = [
+            (agent.fitness.mean, -agent.index, agent.slot)
+            for agent in self.agents
+            if agent.fitness is not None
+        ]
+        if not ranks:
             raise ValueError("No member has a fitness yet. Call evaluate or evolve first.")
-        best = max(
-            evaluated,
-            key=lambda agent: (agent.fitness.mean if agent.fitness else 0.0, -agent.index),
-        )
-        return self._handed_out[best.slot]
+        _, _, slot = max(ranks)
+        return self._handed_out[slot]
 
     @property
     def healthy(self) -> "list[Agent]":
@@ -386,7 +387,7 @@ class Population(NamesMissing, Sequence[Any]):
         """Apply a plan: copy train states, retire members, and set up children.
 
         Raises:
-            ValueError: If the plan has another number of slots, or repeats an index.
+            ValueError: If the plan has another number of slots, or the index of a child is not new.
         """
         if len(plan.parents) != len(self):
             raise ValueError(
@@ -473,17 +474,18 @@ def _mean_group_rewards(sampled: RolloutBatch, settings: int) -> dict[int, dict[
 
     Args:
         sampled: The samples.
-        settings: Number of task settings that each start is used with.
+        settings: Number of distinct task settings of the step.
     """
     groups: dict[tuple[int, int], list[float]] = {}
     slots = sampled.member_ids.tolist()
-    starts = (sampled.start_ids // settings).tolist()
+    # The starts of one position, one for each of the settings, follow each other.
+    positions = (sampled.start_ids // settings).tolist()
     rewards_of_rows = sampled.scores.rewards.tolist()
-    for slot, start, reward in zip(slots, starts, rewards_of_rows, strict=True):
+    for slot, position, reward in zip(slots, positions, rewards_of_rows, strict=True):
         if math.isfinite(reward):  # NaN = no reward applies
-            groups.setdefault((slot, start), []).append(reward)
+            groups.setdefault((slot, position), []).append(reward)
     means: dict[int, dict[int, float]] = {}
-    for (slot, start), rewards in groups.items():
+    for (slot, position), rewards in groups.items():
         mean = math.fsum(rewards) / len(rewards)
-        means.setdefault(slot, {})[start] = mean
+        means.setdefault(slot, {})[position] = mean
     return means

@@ -34,7 +34,7 @@ Part = Tensor | slice
 
 @dataclass(frozen=True, kw_only=True)
 class RowHyperparameters:
-    """Hyperparameters of each row's member, as columns `[n, 1]`; masks of names are `[n]`.
+    """Hyperparameters of each row's member: numbers as columns `[n, 1]`, types as masks `[n]`.
 
     Attributes:
         clip_low: Distance from 1 to the lower clipping bound of the probability ratio.
@@ -43,8 +43,8 @@ class RowHyperparameters:
         entropy_coef: Weight of the entropy bonus.
         gamma: Discount per action.
         advantage_clip: Bound on the size of advantages; infinite without one.
-        loss_types: Rows whose members minimise the loss, by loss type in use.
-        advantages: Rows whose members use the advantage, by advantage type in use.
+        loss_types: Mask of the rows whose members have a loss type, by loss type in use.
+        advantages: Mask of the rows whose members have an advantage type, by type in use.
     """
 
     clip_low: Tensor
@@ -78,8 +78,8 @@ class RowHyperparameters:
         names = [field.name for field in fields(cls) if field.name not in by_type]
         values = torch.zeros(len(names), len(kl_factors), dtype=torch.float64)
         for slot, learner in learners.items():
-            own = [learner.hyperparameters.number(name) for name in names]
-            values[:, slot] = torch.tensor(own, dtype=values.dtype)
+            numbers = [learner.hyperparameters.number(name) for name in names]
+            values[:, slot] = torch.tensor(numbers, dtype=values.dtype)
         # The factor of a member without KL may have any value.
         beta = values[names.index("beta")]
         beta *= torch.where(beta > 0, kl_factors, 1.0)
@@ -89,20 +89,20 @@ class RowHyperparameters:
 
         # 3. Mark the rows of each loss type and advantage type.
         def masks(types: Mapping[int, str]) -> dict[str, Tensor]:
-            """Return the rows of each loss type, as a mask by name."""
+            """Return a mask of rows for each type; `types` are those of the members, by slot."""
             found = {}
             for name in sorted(set(types.values())):
                 slots = [slot for slot, kind in types.items() if kind == name]
-                own = torch.tensor(slots, device=member_ids.device)
-                found[name] = torch.isin(member_ids, own)
+                of_type = torch.tensor(slots, device=member_ids.device)
+                found[name] = torch.isin(member_ids, of_type)
             return found
 
         loss_types = {slot: objective.loss_type for slot, objective in objectives.items()}
-        advantages = {slot: objective.advantage for slot, objective in objectives.items()}
+        advantage_types = {slot: objective.advantage for slot, objective in objectives.items()}
         return cls(
             **dict(zip(names, columns, strict=True)),
             loss_types=masks(loss_types),
-            advantages=masks(advantages),
+            advantages=masks(advantage_types),
         )
 
 
@@ -244,7 +244,7 @@ class ActionLosses:
         # 2. Find the clipped actions, each row by its loss type.
         def clipped(name: str, part: Part) -> Tensor:
             """Return masks of clipped actions, of rows whose members have one loss type."""
-            both = clipped_actions(
+            low_and_high = clipped_actions(
                 name,
                 log_probs[part],
                 old[part],
@@ -255,7 +255,7 @@ class ActionLosses:
                 cispo_clip_low=self.objectives[name].cispo_clip_low,
             )
             # Both masks in one tensor `[k, t, 2]`, as `by_loss_type` joins along the rows.
-            return torch.stack(both, 2)
+            return torch.stack(low_and_high, 2)
 
         low, high = self.by_loss_type(rows, clipped).unbind(2)
         # 3. Sum over the actions, in float64, as the sums of all optimizer steps are added up.
@@ -272,8 +272,8 @@ class ActionLosses:
             return compute(next(iter(self.objectives)), slice(None))
         parts = []
         values = []
-        for name, flag in self.per_row.loss_types.items():
-            part = flag[rows].nonzero()[:, 0]
+        for name, has_type in self.per_row.loss_types.items():
+            part = has_type[rows].nonzero()[:, 0]
             parts.append(part)
             if len(part):
                 values.append(compute(name, part))
@@ -326,8 +326,8 @@ def compute_advantages(
         )
     # 2. Compute the advantages of each type for the rows of its members.
     result = torch.zeros(batch.action_mask.shape, dtype=rewards.dtype, device=rewards.device)
-    for kind, flag in per_row.advantages.items():
-        rows = flag.nonzero()[:, 0]
+    for kind, has_type in per_row.advantages.items():
+        rows = has_type.nonzero()[:, 0]
         part = batch.select(rows)
         mask = part.action_mask
         if kind in STEP_ADVANTAGES:

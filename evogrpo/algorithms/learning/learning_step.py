@@ -57,8 +57,8 @@ def learn(
         summed, metrics averaged.
 
     Raises:
-        ValueError: If a policy is unknown, a learner has no rows, a row belongs to no learner, a
-            reward is infinite, or the objective does not fit the batch.
+        ValueError: If gradients are turned off, a policy is unknown, a learner has no rows, a row
+            belongs to no learner, a reward is infinite, or the objective does not fit the batch.
     """
     # 1. Check that the experience has rows of every member that learns, and of no other.
     if not torch.is_grad_enabled():
@@ -141,10 +141,10 @@ def learn_policy(
         # The counter needs the rows of all steps that are left.
         remaining = []
         count = 0
-        for each in updates:
-            own = {slot: rows for slot, rows in each.items() if slot in slots}
-            remaining.append(own)
-            count += sum(map(len, own.values()))
+        for update in updates:
+            rows_by_slot = {slot: rows for slot, rows in update.items() if slot in slots}
+            remaining.append(rows_by_slot)
+            count += sum(map(len, rows_by_slot.values()))
         counter = batch.stop.progress("learning", count, noun)
         for number, rows_by_slot in enumerate(remaining):
             if rows_by_slot:
@@ -463,8 +463,8 @@ def _update(
             old = log_probs.detach()
         else:
             old = select_rows(step.training_rows.old, row_numbers)
-        chosen_for_loss = select_rows(in_policy_loss, chosen)
-        losses = step.losses(row_numbers, log_probs, old, chosen_for_loss, divergences)
+        has_policy_loss = select_rows(in_policy_loss, chosen)
+        losses = step.losses(row_numbers, log_probs, old, has_policy_loss, divergences)
         policy_part = select_rows(weights, chosen) * losses
         entropy_part = select_rows(entropy_weights, chosen) * entropies
         return (policy_part - entropy_part).sum(1)
@@ -501,7 +501,7 @@ def _update(
 def _record_step(step: _Step, totals: _Totals, slot: int, report: UpdateReport) -> None:
     """Add the report of an optimizer step.
 
-    Move an own reference towards the policy every `reference_sync_steps` optimizer steps.
+    Every `reference_sync_steps` optimizer steps, move the member's snapshot towards its policy.
     """
     totals.updates[slot].append(report)
     interval = step.objective.reference_sync_steps
@@ -513,7 +513,7 @@ def _record_step(step: _Step, totals: _Totals, slot: int, report: UpdateReport) 
 def _action_weights(
     step: _Step, rows: Tensor, mask: Tensor, member_ids: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the loss weight of each action, if it has a policy loss, and its entropy weight.
+    """Return loss weights, a mask of the actions that have a policy loss, and entropy weights.
 
     All are `[k, t]`, for rows with the given mask and slots.
     """
@@ -553,8 +553,8 @@ def _report(step: _Step, totals: _Totals, slot: int, step_size: Mapping[str, flo
     updates = totals.updates[slot]
     objective = step.objective
     beta = step.learners[slot].hyperparameters.beta
-    own = step.episodes.member_ids == slot
-    episodes = step.episodes.select(own.nonzero()[:, 0])
+    of_member = step.episodes.member_ids == slot
+    episodes = step.episodes.select(of_member.nonzero()[:, 0])
 
     # 2. Measure the samples, the updates and the sampler.
     sums = dict(zip(ACTION_SUMS, totals.sums[slot].tolist(), strict=True))
@@ -592,7 +592,7 @@ def _report(step: _Step, totals: _Totals, slot: int, step_size: Mapping[str, flo
 
     # 4. Build the report.
     actions_of_sample = episodes.action_mask.sum(1).clamp(min=1)
-    per_sample = step.advantages[own].double().sum(1) / actions_of_sample
+    per_sample = step.advantages[of_member].double().sum(1) / actions_of_sample
     return LearnReport(
         metrics={name: value for name, value in metrics.items() if not math.isnan(value)},
         advantages=tuple(per_sample.tolist()),

@@ -141,8 +141,8 @@ def merge_reports(reports: Mapping[str, LearnReport], *, several: bool) -> Learn
             failures.append(f"policy {policy}: {report.failed}")
     # 2. Average each metric over the policies that have it.
     metrics = {}
-    for name, own in values.items():
-        metrics[name] = sum(own) / len(own)
+    for name, by_policy in values.items():
+        metrics[name] = sum(by_policy) / len(by_policy)
     return LearnReport(
         metrics=metrics | of_policies,
         advantages=tuple(advantages),

@@ -128,8 +128,9 @@ class StepControl:
             self._high = min(self._high, self.factor)
         else:
             self._low = max(self._low, self.factor)
-        # 2. End near the target. Where the KL jumps between two learning rates, the smaller one is
-        #    used, which is safe. The factor of the next step goes by the KL that was reached.
+        # 2. End near the target. If the KL jumps between two learning rates, the search ends with
+        #    the smaller one, which is safe. The KL that was reached corrects the factor of the next
+        #    step, at most to the middle between this factor and the smallest that is too large.
         near = self.target / SEARCH_TOLERANCE <= kl <= self.target * SEARCH_TOLERANCE
         last = self.passes == MAX_SEARCH_PASSES
         if near or (last and not too_large):
@@ -137,14 +138,16 @@ class StepControl:
                 next_factor = self.factor * math.sqrt(self.target / kl)
                 self.factor = min(next_factor, math.sqrt(self.factor * self._high))
             return False
-        # 3. Otherwise take the guess if it lies between the two factors, or their middle.
-        # In the last pass, take what is known to be small enough.
+        # 3. Otherwise set the factor of another pass.
         if last and self._low > 0.0:
+            # In the last pass, take what is known to be small enough.
             self.factor = self._low
         elif self._low == 0.0 or math.isinf(self._high):
-            low, high = (0.01, 0.9) if too_large else (1.1, 100.0)
-            self.factor *= min(max(change, low), high)
+            # All factors so far are too large, or all are too small: move on, within limits.
+            smallest, largest = (0.01, 0.9) if too_large else (1.1, 100.0)
+            self.factor *= min(max(change, smallest), largest)
         else:
+            # Take the guess if it lies between the two factors, otherwise their middle.
             guess = self.factor * change
             inside = self._low < guess < self._high
             self.factor = guess if inside else math.sqrt(self._low * self._high)
@@ -171,7 +174,8 @@ class StepControl:
 
     def _limit(self, kl: float) -> bool:
         """Undo a pass whose KL exceeds the limit by far; otherwise adapt the next factor."""
-        # The factor that reaches the target if KL grows with the square of the learning rate.
+        # This change of the factor reaches the target if KL grows with the square of the learning
+        # rate.
         change = math.sqrt(self.target / kl) if kl > 0 else math.inf
         if kl > LEFT_OUT * self.target:
             self.factor *= max(0.8 * change, 0.1)
@@ -248,8 +252,8 @@ class StepSizes:
             if target_kl is None:
                 continue
             # 1. If all advantages are 0, the member takes no step.
-            own = samples.member_ids == slot
-            learned = own & has_gradient
+            of_member = samples.member_ids == slot
+            learned = of_member & has_gradient
             signal = advantages[learned][samples.action_mask[learned]]
             if not bool(signal.any()):
                 self.idle.add(slot)
@@ -274,7 +278,7 @@ class StepSizes:
             target = step_target(target_kl, signal, transitions=transitions)
             self._controls[slot] = StepControl(factor, ceiling, target=target, target_kl=target_kl)
             # Evenly spaced rows, also those that teach nothing: the KL is that of all actions.
-            acting = own & samples.action_mask.any(1)
+            acting = of_member & samples.action_mask.any(1)
             rows = acting.nonzero()[:, 0]
             count = min(count, len(rows))
             chosen = torch.linspace(0, len(rows) - 1, count).long()
@@ -309,12 +313,12 @@ class StepSizes:
         before = torch.cat([self._before[slot] for slot in slots])
         divergences = self._bank.divergences(rows, before)
         again = set[int]()
-        for slot, own in zip(slots, self._split(divergences, slots), strict=True):
+        for slot, of_member in zip(slots, self._split(divergences, slots), strict=True):
             # 2. Measure the KL between the policies before and after the pass.
             control = self._controls[slot]
             measured_rows = self._rows[slot]
             mask = self._training_rows.samples.action_mask[measured_rows]
-            kl = float(own[mask].double().mean())
+            kl = float(of_member[mask].double().mean())
             # A pass without a finite gradient has made no step that could be measured.
             if not all(math.isfinite(report.grad_norm) for report in updates[slot]):
                 kl = math.inf
@@ -343,7 +347,7 @@ class StepSizes:
         return again
 
     def _set_factor(self, slot: int, factor: float) -> None:
-        """Multiply the learning rate of a slot, as its member has it, by a factor."""
+        """Set the learning rate of the next pass: that of the slot's member times a factor."""
         given = self._learners[slot].hyperparameters
         self.hyperparameters[slot] = (
             given if factor == 1.0 else replace(given, lr=given.lr * factor)
@@ -392,6 +396,6 @@ def _warn_short_step(hyperparameters: Hyperparameters, kl: float, target: float)
 
 
 def _number(hyperparameters: Hyperparameters) -> float:
-    """Return a number that differs for different hyperparameters, above 0."""
+    """Return a checksum of hyperparameters, above 0."""
     text = json.dumps(hyperparameters.to_json())
     return float(1 + zlib.crc32(text.encode()))

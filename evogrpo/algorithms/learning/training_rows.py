@@ -41,7 +41,7 @@ class TrainingRows:
         self.known = torch.zeros(len(mask), dtype=torch.bool, device=mask.device)
         self.from_trainer = torch.zeros_like(self.known)
         self.distributions: Tensor | None = None
-        # Then no pass has to compute the old log-probabilities.
+        # With the log-probabilities of the sampler, no pass has to compute the old ones.
         if trust_sampler:
             assert batch.sampler_log_probs is not None
             self.old = torch.where(mask, batch.sampler_log_probs, 0.0)
