@@ -240,8 +240,8 @@ class Agent(NamesMissing, HyperparameterAttributes):
             space = options.get("hp_config")  # not validated yet
             if name in options or (isinstance(space, HyperparameterConfig) and name in space):
                 raise ValueError(f"{cls.__name__} does not use {name}. Leave it out.")
-        # 3. An algorithm without target_kl does not calibrate the learning rate: unless lr is given,
-        #    it uses the default.
+        # 3. An algorithm without target_kl does not calibrate the learning rate: it is lr, or the
+        #    default.
         if "target_kl" in cls.unused_options:
             return {**options, "target_kl": None}
         return {**options}
