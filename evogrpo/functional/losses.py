@@ -48,8 +48,8 @@ def policy_loss(
       actions).
     - "cispo": -min(rho, 1 + high) A log_probs; the first factor carries no gradient.
     - "sapo": -A sigmoid(tau (rho - 1)) 4 / tau, with one tau for A > 0 and one for the others.
-    - "gmpo": -A exp(mean of d' over the completion), d' = d clipped to [-low, high] on the side
-      where A increases its size.
+    - "gmpo": -A exp(mean of d' over the completion), with d' = min(d, high) where A > 0 and
+      max(d, -low) where A < 0.
 
     Args:
         loss_type: One of `LossType`.
@@ -60,8 +60,8 @@ def policy_loss(
         clip_low: Half-width of the clipping interval below 1 (below 0 for "gmpo"); a float or
             `[n, 1]`.
         clip_high: Half-width above; a float or `[n, 1]`.
-        dual_clip: Where A < 0 the loss is at most `-dual_clip * A`; above 1. None = unbounded. Only
-            for losses with a minimum, as `delta`.
+        dual_clip: Where A < 0 the loss is at most `-dual_clip * A`; above 1. None = unbounded. Read
+            by the first two of these forms only, as `delta`.
         delta: Upper bound of the unclipped rho, above 1 + clip_high. None = unbounded.
         sapo_tau_positive: Temperature tau of "sapo" where A > 0, above 0.
         sapo_tau_negative: Temperature tau elsewhere, above 0.
@@ -357,14 +357,14 @@ def importance_weights(
     (2025), for truncation; Liu et al., "When speed kills stability" (2025), for sequences and
     masks.
     """
-    # As "token_mask": level and treatment of large ratios.
-    level, action = kind.split("_")
+    # For example "token_mask".
+    level, treatment = kind.split("_")
     difference = (old_log_probs - sampler_log_probs).detach()
     difference = torch.where(mask & ~sampler_log_probs.isnan(), difference, 0.0)
     if level == "sequence":
         difference = difference.sum(1, keepdim=True).expand_as(mask)
     ratio = difference.exp()
-    if action == "truncate":
+    if treatment == "truncate":
         ratio = ratio.clamp(max=cap)
     else:
         ratio = torch.where(ratio > cap, 0.0, ratio)

@@ -205,13 +205,12 @@ def update_running_statistics(running: Tensor, rewards: Tensor, member_ids: Tens
 
     Source: Chan, Golub and LeVeque (1983), equation 2.1.
     """
-    # Of the union of two sets: each mean counts by its number of values, and the squares get a term
+    # Merge two sets: each mean counts by its number of values, and the sum of squares gets a term
     # for the distance between the two means.
     count, mean, square = running.unbind(1)
     new = group_statistics(rewards, ~rewards.isnan(), member_ids, len(running))
     total = count + new.amount
     share = new.amount / total.clamp(min=1)
-    # Chan, Golub and LeVeque (1983): means and sums of squares of two sets, merged.
     distance = new.mean - mean
     merged_mean = mean + distance * share
     between = distance**2 * count * share
@@ -226,7 +225,8 @@ def overlong_penalty(lengths: Tensor, max_length: int, buffer: int) -> Tensor:
     Args:
         lengths: `[n]` actions of each completion.
         max_length: Number of actions from which the penalty is -1.
-        buffer: Number of actions before it over which the penalty grows, from 1 to `max_length`.
+        buffer: Number of actions before `max_length` over which the penalty grows, from 1 to
+            `max_length`.
 
     Returns:
         `[n]` float32 in [-1, 0], to be added to the rewards.
