@@ -124,6 +124,12 @@ class TestHyperparameters:
     def test_values_at_the_bounds_are_accepted(self, name, value):
         assert getattr(Hyperparameters(**{name: value}), name) == value
 
+    @pytest.mark.parametrize("name", ["learning", "loss_type", "task.style"])
+    def test_only_numeric_hyperparameters_have_a_number(self, name):
+        record = Hyperparameters(loss_type="grpo", task_settings={"task.style": "brief"})
+        with pytest.raises(ValueError, match=name):
+            record.number(name)
+
     def test_numpy_scalars_become_plain_numbers(self):
         record = Hyperparameters(lr=np.float32(0.5), group_size=np.int64(4), beta=0)
         assert (type(record.lr), type(record.group_size), type(record.beta)) == (float, int, float)

@@ -149,7 +149,7 @@ class LanguageOptions(SamplingOptions, AgentOptions):
     gradient_checkpointing: Literal["auto"] | Flag = "auto"
 
     def __post_init__(self) -> None:
-        # 1. Lengths: no minimum and no penalty may exceed the maximum.
+        # 1. Lengths: limits and penalties must fit the maximum of a completion.
         longest = self.max_output_tokens
         if self.min_output_tokens > longest:
             raise ValueError(
@@ -166,26 +166,25 @@ class LanguageOptions(SamplingOptions, AgentOptions):
                 "stop_strings may end a completion at any token, got min_output_tokens ="
                 f" {self.min_output_tokens}. Remove one of them."
             )
+        buffer = self.objective.overlong_buffer
+        if buffer is not None and buffer > longest:
+            raise ValueError(
+                f"overlong_buffer must be at most max_output_tokens = {longest}, got {buffer}."
+            )
         # 2. The exact KL needs the whole distribution of every action, which is too large here.
         if self.objective.kl_estimator in FULL_KLS:
             raise ValueError(
                 f"kl_estimator={self.objective.kl_estimator!r} is not available for language"
                 " models. Choose 'k3' or 'k2'."
             )
-        buffer = self.objective.overlong_buffer
-        if buffer is not None and buffer > longest:
-            raise ValueError(
-                f"overlong_buffer must be at most max_output_tokens = {longest}, got {buffer}."
-            )
-        # 3. Importance weights compare whole distributions.
+        # 3. Importance weights divide probabilities of the trainer by those of the sampler, which
+        #    must be of the same distribution.
         changed = changed_options(self.sampling_options)
         if self.objective.importance_correction is not None and changed:
-            # The sampler's log-probabilities are those of another distribution than the trainer's.
             parts = [f"{name}={value}" for name, value in changed.items()]
             raise ValueError(
                 "importance_correction needs samples from the whole distribution, got"
-                f" {', '.join(parts)}."
-                " Remove one of them."
+                f" {', '.join(parts)}. Remove importance_correction, or these options."
             )
 
     @property
@@ -265,7 +264,7 @@ class LanguageAgent(LanguageOptions):
 
 
 def _with_stepwise(objective: Any) -> Any:
-    """Complete an objective that is given in part by the values of `STEPWISE`."""
+    """Add the settings of `STEPWISE` that a mapping leaves out; an `Objective` stays as it is."""
     if isinstance(objective, Mapping):
         return {**plain(STEPWISE), **objective}
     return objective
@@ -275,8 +274,8 @@ def _with_stepwise(objective: Any) -> Any:
 class NetworkOptions(AgentOptions):
     """Options of small networks; also the section `agent` of a configuration.
 
-    Settings that `objective` does not name are those of `STEPWISE`: loss type "dapo" with advantage
-    "return_to_go_timestep".
+    The default objective is `STEPWISE`: loss type "dapo" with advantage "return_to_go_timestep". A
+    mapping as `objective` takes the settings that it leaves out from there.
 
     Attributes:
         network: Initial architecture; ignored for a user's own module.

@@ -16,6 +16,7 @@ from evogrpo.config.task_settings import (
 )
 from evogrpo.functional.loss_types import ADVANTAGES, LOSS_TYPES, AdvantageType, LossType
 from evogrpo.synonyms import close_match, unknown_name_error
+from evogrpo.text import shown
 from evogrpo.validation import (
     FLOAT32_LIMIT,
     REAL,
@@ -154,9 +155,11 @@ class Hyperparameters:
         Raises:
             ValueError: If `name` is unknown or not numeric.
         """
+        if is_categorical(name):
+            raise ValueError(f"{name} must be numeric, but its values are names.")
         value = self[name]
-        if isinstance(value, str) or is_categorical(name):
-            raise ValueError(f"{name} is a name, not a number.")
+        if isinstance(value, str):
+            raise ValueError(f"{name} must be numeric, got {shown(value)}.")
         if value is not None:
             if isinstance(value, float):
                 return float(value)

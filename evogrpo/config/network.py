@@ -98,7 +98,7 @@ def mutate_architecture(
 
     Args:
         config: The architecture; may be outside the limits.
-        limits: Limits of the part that changes.
+        limits: Limits of what changes; other parts may lie outside.
         rng: Random generator.
 
     Returns:
@@ -114,6 +114,7 @@ def mutate_architecture(
     def propose(kind: str, **fields: Any) -> None:
         kinds.setdefault(kind, []).append(replace(config, **fields))
 
+    # A new layer has the units of the last one.
     if (
         hidden
         and len(hidden) < limits.max_layers
@@ -130,9 +131,9 @@ def mutate_architecture(
                 propose("add units", hidden=(*before, units + step, *after))
             if units - step >= limits.min_units:
                 propose("remove units", hidden=(*before, units - step, *after))
-    # A linear policy has no activation.
-    for activation in limits.activations if hidden else ():
-        if activation != config.activation:
+    for activation in limits.activations:
+        # A linear policy has no activation.
+        if hidden and activation != config.activation:
             propose("activation", activation=activation)
     if not kinds:
         raise NothingToChangeError(f"The limits {limits} allow no change of {config}. Widen them.")

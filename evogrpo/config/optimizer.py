@@ -64,7 +64,12 @@ class Optimizer:
                     f"total_steps={self.total_steps} has no effect with schedule='constant'."
                     " Remove it."
                 )
-        elif self.total_steps is None or self.total_steps <= self.warmup_steps:
+        elif self.total_steps is None:
+            raise ValueError(
+                f"total_steps must be given with schedule={self.schedule!r}: the optimizer step at"
+                " which it ends."
+            )
+        elif self.total_steps <= self.warmup_steps:
             raise ValueError(
                 f"total_steps must be above warmup_steps ({self.warmup_steps}), got"
                 f" {self.total_steps}."

@@ -94,10 +94,14 @@ class RLParameter:
                 distinct = tuple(dict.fromkeys(self.choices))
             else:
                 distinct = tuple(sorted(set(self.numbers)))
-            enough = len(distinct) >= (1 if self.proposed else 2)
-            if not enough or len(distinct) != len(self.choices):
+            if len(distinct) != len(self.choices):
                 raise ValueError(
-                    f"choices must be at least two distinct values, got {list(self.choices)}."
+                    f"choices must be distinct, got {list(self.choices)}. Remove repeated ones."
+                )
+            if len(distinct) < 2 and not self.proposed:
+                raise ValueError(
+                    f"choices must be at least two values, got {list(self.choices)}. To fix a"
+                    " value, remove it from the search space."
                 )
             # The record is frozen; this is still its construction.
             object.__setattr__(self, "choices", distinct)
@@ -110,7 +114,8 @@ class RLParameter:
             )
         if not self.min < self.max:
             raise ValueError(
-                f"min must be below max, got {self.min} and {self.max}. To fix a value, remove it."
+                f"min must be below max, got {self.min} and {self.max}. To fix a value, remove it"
+                " from the search space."
             )
         if self.scale == "log" and self.min <= 0:
             raise ValueError(
@@ -405,19 +410,20 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
                     'lr="auto" needs target_kl, got None. Leave target_kl out, or give lr a number.'
                 )
             chosen = {name: value for name, value in chosen.items() if name != "lr"}
-        # 2. Calibrate as well if neither of the two is given.
+        # 2. Choose the defaults. The learning rate is calibrated if target_kl evolves, or if lr is
+        #    neither given nor evolves.
         has_lr = "lr" in chosen or "lr" in self
         if "target_kl" not in chosen and ("target_kl" in self or not has_lr):
             defaults = {**defaults, "target_kl": DEFAULT_TARGET_KL}
-        if "clip_coef" in self:
+        if "clip_coef" in self:  # evolves from a number, not from None
             defaults = {"clip_coef": DEFAULT_CLIP, **defaults}
         record = Hyperparameters(**{**defaults, **chosen})
         # Task settings that the caller has not chosen get a default.
-        own_settings = record.task_settings
+        chosen_settings = record.task_settings
         for name, parameter in self.task_settings.items():
-            if name not in own_settings:
+            if name not in chosen_settings:
                 record = record.with_values({name: _first_setting(name, parameter)})
-        chosen = {**chosen, **own_settings}
+        chosen = {**chosen, **chosen_settings}
         # 3. Move defaults into the space. Values that the caller has chosen are not moved.
         moved: dict[str, Any] = {}
         for name, parameter in self.items():

@@ -104,8 +104,8 @@ def configured_values(settings: Mapping[str, Any] | None) -> dict[str, SettingVa
 
 def is_task_setting(name: str) -> bool:
     """Return True if a name is that of a task setting, with its group."""
-    group, _, own = name.partition(".")
-    return group in SETTING_GROUPS and own != ""
+    group, _, name_in_group = name.partition(".")
+    return group in SETTING_GROUPS and name_in_group != ""
 
 
 def without_groups(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -117,9 +117,9 @@ def without_groups(values: Mapping[str, Any]) -> dict[str, Any]:
             continue
         if not isinstance(value, Mapping):
             raise ValueError(f"{name} must be a mapping of names, got {shown(value)}.")
-        for own, each in value.items():
+        for name_in_group, setting in value.items():
             # Names may be numbers in YAML, such as the values of a column.
-            flat[f"{name}.{own}"] = each
+            flat[f"{name}.{name_in_group}"] = setting
     return flat
 
 
