@@ -45,10 +45,13 @@ class Fitness:
         if self.keys is None:
             return
         distinct = len(set(self.keys))
-        if not distinct == len(self.keys) == len(self.scores):
+        if len(self.keys) != len(self.scores):
             raise ValueError(
-                f"keys must be distinct, one per score, got {distinct} distinct of"
-                f" {len(self.keys)} for {len(self.scores)} scores."
+                f"keys must be one per score, got {len(self.keys)} for {len(self.scores)} scores."
+            )
+        if distinct != len(self.keys):
+            raise ValueError(
+                f"keys must be distinct, got {distinct} different ones of {len(self.keys)}."
             )
 
     @classmethod
@@ -196,7 +199,7 @@ class FitnessConfig:
                 f"fitness must be one of {', '.join(get_args(FitnessBy))}, a mapping of settings or"
                 f" a FitnessConfig, got {shown(value)}."
             )
-        return cls(by=value)  # type: ignore[arg-type]  # __post_init__ checks the name
+        return cls(by=value)  # type: ignore[arg-type]  # the constructor checks the name
 
     @property
     def uses_validation(self) -> bool:

@@ -17,7 +17,7 @@ from evogrpo.randomness import streams
 from evogrpo.validation import whole_number
 
 DESIGNS = 200
-"""Number of draws of the founders' task settings, of which the least confounded one counts."""
+"""Number of draws of the founders' task settings, of which the least confounded one is used."""
 MAX_DRAWN = 10_000
 """Maximum number of founders in all these draws."""
 
@@ -35,7 +35,7 @@ def spread_founders(
     The range of each evolving hyperparameter is divided into strata of equal width on its scale,
     one per member, so that a small population covers every range; each value is (log-)uniform.
     Categories are shared evenly. Of `DESIGNS` draws of the task settings, the least confounded one
-    counts. Of two equal points, the later one is redrawn from the whole space until no free point
+    is used. Of two equal points, the later one is redrawn from the whole space until no free point
     is left.
 
     Args:
@@ -71,7 +71,7 @@ def spread_founders(
         while len(designs) < min(DESIGNS, MAX_DRAWN // size):
             drawn = _latin_hypercube(settings, defaults, remaining, rng)
             pairs = zip(others, drawn, strict=True)
-            designs.append([own.with_values(new.task_settings) for own, new in pairs])
+            designs.append([other.with_values(new.task_settings) for other, new in pairs])
 
         def confounded(design: Sequence[Hyperparameters]) -> float:
             """Return how much settings change together if these are the other founders."""
@@ -79,8 +79,8 @@ def spread_founders(
 
         others = min(designs, key=confounded)
     # 3. Redraw duplicates last, so that the others do not change. Without a free point, a duplicate
-    #    stays.
-    # Pairs of parent and hyperparameters, as `draw_distinct` takes them; founders have no parent.
+    #    stays. `taken` has pairs of parent and hyperparameters, as `draw_distinct` takes them;
+    #    founders have no parent.
     taken: set[tuple[int | None, Hyperparameters]] = {(None, founder) for founder in first}
     duplicates = []
     stream = streams(rng)
@@ -113,12 +113,12 @@ def _latin_hypercube(
 
 
 def confounding(space: Mapping[str, RLParameter], members: Sequence[Hyperparameters]) -> int:
-    """Return how far members are from a balanced design; less is better.
+    """Return the sum of the squared frequencies of all pairs of values of two settings.
 
-    In a balanced design, values of a setting are equally frequent, and so are all pairs of values
-    of two settings. The mean effect of one then does not depend on the other. The sum of the
-    squared frequencies of all pairs, over all pairs of settings, is then at its minimum. A range
-    counts as two values: its halves.
+    Less is better: it is smallest in a balanced design, where values of a setting are equally
+    frequent, and so are all pairs of values of two settings. The mean effect of one setting then
+    does not depend on the other. The pairs of a setting with itself are included. A range counts as
+    two values: its halves.
     """
     columns = []
     for name, parameter in space.items():

@@ -223,12 +223,15 @@ class History:
         if not self.generations:
             raise ValueError("generations must hold at least one generation, got none.")
         for before, after in pairwise(self.generations):
-            is_next = after.number == before.number + 1
-            if not is_next or len(after.slots) != len(before.slots):
+            if after.number != before.number + 1:
                 raise ValueError(
-                    "generations must be consecutive, with equal numbers of slots, got generation"
-                    f" {after.number} with {len(after.slots)} after {before.number} with"
-                    f" {len(before.slots)}."
+                    f"generations must be consecutive, got generation {after.number} after"
+                    f" {before.number}."
+                )
+            if len(after.slots) != len(before.slots):
+                raise ValueError(
+                    f"generations must have equal numbers of slots, got {len(after.slots)} in"
+                    f" generation {after.number} and {len(before.slots)} in the one before."
                 )
         indices = [member.index for member in self.last.members]
         if any(index >= self.next_index for index in indices):

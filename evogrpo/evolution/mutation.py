@@ -111,7 +111,7 @@ class Mutation:
                 resampled = uniform_value(name, space[name], fraction)
                 if resampled != value:
                     return resampled
-            # A step continues the one that made the parent: its size has that median.
+            # The median of step sizes is the size of the step that made the parent.
             inherited = (steps or {}).get(name)
             if inherited is None:
                 median_size = STEP
@@ -383,8 +383,8 @@ def perturbation_from_json(values: Any, custom: Callable[..., Any] | None) -> Pe
     """
     if not isinstance(values, Mapping):
         # None, or an invalid value that the constructor of the strategy refuses.
-        other: Perturbation | None = values
-        return other
+        unchanged: Perturbation | None = values
+        return unchanged
     if "name" not in values:
         return build_from_settings(Mutation, "Mutation", values)
     settings = dict(values)

@@ -30,8 +30,8 @@ class Choice:
             or an empty slot.
         reason: Reason as text.
         mutate: Mutate a member that keeps its state; children of other slots are always mutated.
-        hyperparameters: Hyperparameters of the child, or a function that proposes them. None =
-            mutate the parent's.
+        hyperparameters: Hyperparameters of the child, or a function that proposes them. None = a
+            child has those of its parent, mutated.
     """
 
     parent: int | None
@@ -107,7 +107,8 @@ class Plan:
                 mixed.append(slot)
         if mixed:
             raise ValueError(
-                f"parents must be None exactly for founders, got another value in slots {mixed}."
+                "parents must be None for a founder and a slot for any other child, got the opposite"
+                f" in slots {mixed}."
             )
         # 4. A population never becomes empty.
         if len(self.vacant) == len(slots):
@@ -143,8 +144,8 @@ class Plan:
             steps_per_generation: See the attribute.
 
         Raises:
-            ValueError: If there are mutations or proposals and no generator, or if all members
-                failed.
+            ValueError: If there are mutations or proposals and no generator, a parent's slot is
+                empty, or no slot keeps or gets a member.
         """
         last = history.last
         space = history.space.for_samples_per_step(samples_per_step or last.samples_per_step)
@@ -153,8 +154,8 @@ class Plan:
         parents = [None if source is None else last.member(source) for source in sources]
         indices = [None if parent is None else parent.index for parent in parents]
         # 2. Collect fixed hyperparameters in `values`, those to draw in `draws`, and occupied
-        #    points, as (index of the parent, hyperparameters), in `taken`.
-        # Of one parent, no two members may have equal hyperparameters.
+        #    points, as (index of the parent, hyperparameters), in `taken`. Children that are drawn
+        #    must not equal another child of their parent.
         taken: set[tuple[int | None, Hyperparameters]] = set()
         values: dict[int, Hyperparameters] = {}
         draws: dict[int, Proposal] = {}
@@ -209,10 +210,10 @@ class Plan:
             )
             children.append(child)
         # 5. A strategy may count slots in numpy's integers; plans hold plain ones.
-        slots = [None if source is None else int(source) for source in sources]
+        plain_sources = [None if source is None else int(source) for source in sources]
         return cls(
             generation=last.number,
-            parents=tuple(slots),
+            parents=tuple(plain_sources),
             children=tuple(children),
             reasons=tuple(reasons),
             samples_per_step=samples_per_step,

@@ -106,9 +106,9 @@ def has_stagnated(history: History, z: float) -> bool:
             before = earlier[member.index]
         elif member.parent is not None:
             before = earlier.get(member.parent)
-        # Two common questions are the fewest that have a standard error.
         if before is None:
             continue
+        # Two common questions are the fewest that have a standard error.
         common = before.by_key.keys() & fitness.by_key.keys()
         if len(common) < 2:
             continue

@@ -85,10 +85,10 @@ class Replay(Stateless):
         choices = []
         healthy = last.ranked
         for slot in range(history.capacity):
-            if slot not in healthy:
-                choices.append(
-                    Choice(parent=None, reason="empty" if slot in last.empty else "retired: failed")
-                )
+            if slot in last.empty:
+                choices.append(Choice(parent=None, reason="empty"))
+            elif slot not in healthy:
+                choices.append(Choice(parent=None, reason="retired: failed"))
             elif last.member(slot).hyperparameters == stage.hyperparameters:
                 choices.append(
                     Choice(parent=slot, reason=f"kept: stage of {stage.steps} learning steps")

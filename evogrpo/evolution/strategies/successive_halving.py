@@ -59,8 +59,8 @@ class SuccessiveHalving(Stateless):
         last = history.last
         generations = last.number - first.number + 1
         rungs, remainder = divmod(generations, self.every)
-        # The quotient underflows to 0 in a long run.
         quotient = len(first.members) / self.eta**rungs
+        # At least 1, as the quotient underflows to 0 in a long run.
         survivor_count = max(1, math.ceil(quotient))
         survivors = ranked_by_chance(last, rng)
         if remainder:
@@ -103,10 +103,10 @@ class SuccessiveHalving(Stateless):
         # Count from the start of the run, so that learning steps lost to rounding are added to a
         # later generation.
         generations = history.generations
-        steps = [len(each.members) * each.steps_per_generation for each in generations]
+        taken = [len(each.members) * each.steps_per_generation for each in generations]
         per_generation = len(first.members) * first.steps_per_generation
         allowed = per_generation * (len(generations) + 1)
-        left = allowed - sum(steps)
+        left = allowed - sum(taken)
         return max(1, left // members), last.samples_per_step
 
 
