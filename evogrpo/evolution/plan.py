@@ -107,8 +107,8 @@ class Plan:
                 mixed.append(slot)
         if mixed:
             raise ValueError(
-                "parents must be None for a founder and a slot for any other child, got the opposite"
-                f" in slots {mixed}."
+                "parents must be None for a founder and a slot for any other child, got the"
+                f" opposite in slots {mixed}."
             )
         # 4. A population never becomes empty.
         if len(self.vacant) == len(slots):
