@@ -123,13 +123,15 @@ def load_agent(
 ) -> AnyAgent:
     """Load one agent into a bank of its own; see `GRPO.load`."""
     # 1. Recognise folders that are often passed by mistake.
-    best = expand_user(path) / "best"
-    if not checkpoint_path(Path(path) / "manifest.json").exists():
+    path = expand_user(path)
+    folder = checkpoint_path(path)
+    if not (folder / "manifest.json").exists():
+        best = path / "best"
         if checkpoint_path(best).is_dir():
             raise CheckpointError(
                 f"{path} is a run directory, not an agent. Load its best member: {best}"
             )
-        if (Path(path) / "adapter_config.json").is_file():
+        if (path / "adapter_config.json").is_file():
             raise CheckpointError(
                 f"{path} is a PEFT adapter without the agent's settings. Load the folder best of"
                 " its run, or start an agent from it: GRPO(actor_network=...,"
@@ -146,7 +148,6 @@ def load_agent(
                 f" with {AGENT_CLASSES[stored_kind]}.load."
             )
         # 3. Build the member, then set its train state and all of its fields.
-        folder = checkpoint_path(Path(path))
         members = _open(
             kind,
             record.shared,
@@ -165,6 +166,7 @@ def load_agent(
 def read_agent(agent: "Agent", path: str | Path) -> None:
     """Load a saved agent into an existing one; see `GRPO.load_checkpoint`."""
     # 1. Read the checkpoint.
+    path = expand_user(path)
     tensors, values = read_checkpoint(path, kind="agent")
     with checkpoint_errors(path):
         record = validate(AgentRecord, values, extra="forbid")

@@ -178,6 +178,17 @@ def test_a_path_in_a_checkpoint_is_never_followed(copy, tmp_path, monkeypatch):
     assert equal_states(loaded.state(), load_file(copy / "agent.safetensors"))
 
 
+def test_a_path_in_the_home_directory_is_saved_and_loaded(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path))
+    agent = step_agent(seed=1)
+    agent.save_checkpoint("~/agent")
+    assert equal_states(GRPO.load("~/agent").state(), agent.state())
+    other = step_agent(seed=1, lr=0.5)
+    other.load_checkpoint("~/agent")
+    assert other.hyperparameters == agent.hyperparameters
+
+
 def test_the_source_is_stored_as_named_by_the_user(tmp_path):
     tiny_agent(source="someone/some-model").save_checkpoint(tmp_path / "agent")
     assert (

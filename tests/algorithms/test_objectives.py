@@ -1,6 +1,7 @@
 """Every objective end to end: a learning step against formulas, in any micro-batches."""
 
 import math
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from evogrpo import Objective
 from evogrpo.algorithms.learning.learning_step import learn, minibatches
+from evogrpo.distributed import processes
 from evogrpo.functional.loss_types import ADVANTAGES, IMPORTANCE_CORRECTIONS, LOSS_TYPES
 from evogrpo.functional.losses import ROUNDING
 from evogrpo.records import Batch
@@ -346,7 +348,7 @@ def test_importance_weights_stay_fixed_while_the_policy_moves():
     assert equal_and_nonzero(got, weighted_gradient(first, batch, weights), 2e-3)
 
 
-def test_equal_step_rewards_cause_a_warning_with_process_advantages():
+def test_equal_step_rewards_cause_a_warning_with_process_advantages(monkeypatch):
     agent, batch = prepared(advantage="process")
     mask = torch.arange(batch.action_mask.shape[1]) < torch.tensor([1, 2, 3, 2] * 3)[:, None]
     steps = torch.where(mask, 1.0, torch.nan)
@@ -357,3 +359,10 @@ def test_equal_step_rewards_cause_a_warning_with_process_advantages():
         report = learn_from(agent, episodes)
     assert set(report.advantages) == {0.0}
     assert report.grad_norm == 0.0
+    # All ranks have all rows, so only rank 0 warns.
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    processes.cache_clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        learn_from(agent, episodes)

@@ -377,6 +377,5 @@ def _warn_equal_steps(kind: str, batch: Batch) -> None:
     if differ and len(step_rewards) and bool(step_rewards.min() == step_rewards.max()):
         warn(
             f"Every step earned {float(step_rewards[0]):g}, so advantage='process' is 0 everywhere"
-            " and nothing is learned. Choose 'return_to_go_timestep' or 'outcome'.",
-            rank_zero_only=False,
+            " and nothing is learned. Choose 'return_to_go_timestep' or 'outcome'."
         )
