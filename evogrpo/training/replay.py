@@ -132,7 +132,7 @@ class HyperparameterSchedule:
         Raises:
             ValueError: If the file exists already.
         """
-        path = Path(file)
+        path = expand_user(file, "file")
         if path.exists():
             raise ValueError(f"{path} already exists. Choose another file.")
         # `ascii` escapes newlines in untrusted names, which would end the comment.

@@ -23,7 +23,7 @@ from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
 from evogrpo.envs.control.seeded_groups import SeededGroups
 from evogrpo.envs.control.single_env import EnvFactory, mask_of
 from evogrpo.extras import extra_command, require
-from evogrpo.text import class_name, one_line, shorten, shown
+from evogrpo.text import class_name, expand_user, one_line, shorten, shown
 
 RENDER_MODE = "rgb_array"
 _HEADLESS_VARIABLES = {"SDL_VIDEODRIVER": "dummy", "MUJOCO_GL": "egl"}
@@ -205,7 +205,7 @@ def record_video(
     """
     # 1. Check the arguments and that videos can be written.
     seeds = _seeds(env, episodes, seeds)
-    path = Path(path)
+    path = expand_user(path)
     if path.suffix != ".mp4":
         raise ValueError(f"path must end in .mp4, got {shown(str(path))}.")
     targets = [path]

@@ -100,9 +100,11 @@ def test_a_replay_uses_the_same_micro_batches(tmp_path):
     assert (agent.micro_batch_tokens, agent.top_k) == (32, 9)
 
 
-def test_the_file_is_plain_yaml_and_round_trips(found, tmp_path):
+def test_the_file_is_plain_yaml_and_round_trips(found, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path))
     schedule = HyperparameterSchedule.read(found)
-    schedule.write(tmp_path / "new" / "schedule.yaml")
+    schedule.write("~/new/schedule.yaml")
     assert HyperparameterSchedule.read(tmp_path / "new" / "schedule.yaml") == schedule
     values = yaml.safe_load((tmp_path / "new" / "schedule.yaml").read_text())
     assert [each["generations"] for each in values["stages"]] == [

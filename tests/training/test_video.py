@@ -143,10 +143,14 @@ def test_no_display_is_needed(tmp_path, monkeypatch, display):
     assert "SDL_VIDEODRIVER" not in os.environ
 
 
-def test_a_video_is_never_overwritten(tmp_path):
+@pytest.mark.parametrize("folder", ["home", "absolute"])
+def test_a_video_is_never_overwritten(tmp_path, monkeypatch, folder):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path))
     (tmp_path / "best-1.mp4").write_bytes(b"precious")
+    path = "~/best.mp4" if folder == "home" else tmp_path / "best.mp4"
     with pytest.raises(FileExistsError, match=r"best-1\.mp4 already exists"):
-        record_video(drawn_agent(), Drawn, tmp_path / "best.mp4", episodes=2)
+        record_video(drawn_agent(), Drawn, path, episodes=2)
     assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"precious"]
 
 
