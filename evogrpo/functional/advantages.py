@@ -292,7 +292,7 @@ def _returns(step_rewards: Tensor, mask: Tensor, gamma: float | Tensor) -> Tenso
         ahead = slice(span, None)
         later_rewards = decays[:, :-span] * totals[:, ahead]
         totals[:, :-span] += later_rewards
-        # Not in place: both sides overlap.
+        # Computed before it is stored, as the columns that are read and written overlap.
         longer = decays[:, :-span] * decays[:, ahead]
         decays[:, :-span] = longer
         span *= 2

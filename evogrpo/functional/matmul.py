@@ -18,7 +18,7 @@ outweighs the gain.
 """
 
 FEW_ROWS = 128
-"""Largest number of rows (tokens) for which oneDNN is used even if it is no `ROW_MULTIPLE`."""
+"""Largest number of rows (tokens) for which oneDNN is used without a multiple of `ROW_MULTIPLE`."""
 ROW_MULTIPLE = 32
 """Multiple to which callers pad rows, so that few shapes occur."""
 FEW_ROWS_MULTIPLE = 8

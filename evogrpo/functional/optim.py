@@ -61,8 +61,8 @@ def clipped_adamw_steps_(
         return norms
     saved = [(matrix, matrix[idle]) for matrix in (weights, exp_avg, exp_avg_sq)]
 
-    # 2. Clip the gradients, as `torch.nn.utils.clip_grad_norm_`.
-    # Rows without a step are restored at the end, so any factor serves.
+    # 2. Clip the gradients, as `torch.nn.utils.clip_grad_norm_`. Rows without a step are restored
+    #    at the end, so any factor serves.
     factors = []
     for norm, max_norm in zip(norms, max_norms, strict=True):
         if math.isnan(norm):
@@ -78,7 +78,8 @@ def clipped_adamw_steps_(
     exp_avg.lerp_(gradients, 1.0 - betas[0])
     exp_avg_sq.mul_(betas[1]).addcmul_(gradients, gradients, value=1.0 - betas[1])
 
-    # 4. Step: the bias corrections of both moments divide root and learning rate.
+    # 4. Step. The bias correction of the second moment divides the root, that of the first moment
+    #    the learning rate.
     root = torch.sqrt(exp_avg_sq, out=gradients)
     corrections = [math.sqrt(1.0 - betas[1] ** step) for step in steps]
     root.div_(_column(corrections, weights)).add_(eps)
