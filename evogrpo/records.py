@@ -446,8 +446,8 @@ class Batch:
             if name in _NOT_ROWS:
                 continue
             parts = [getattr(self, name), getattr(other, name)]
-            known = next((part for part in parts if part is not None), None)
-            if known is None:
+            if parts[0] is None:
+                assert parts[1] is None, f"only one batch has {name}"
                 fields[name] = None
                 continue
             if name in _WITHOUT_TIME:

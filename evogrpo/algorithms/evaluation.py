@@ -195,7 +195,8 @@ def measure_fitness(
             answers=config.answers if config.sampled else None,
             stop=stop,
         )
-        scores[running, first:last], spent = evaluate_questions(members, env, request)
+        rewards, spent = evaluate_questions(members, env, request)
+        scores[running, first:last] = rewards
         evaluated[running, first:last] = True
         for slot, amount in zip(request.slots, spent, strict=True):
             tokens[slot] += amount
