@@ -123,7 +123,7 @@ class VLLMBase:
         return folder
 
     def _keep_current(self, slots: Sequence[int]) -> None:
-        """Remove the files of the old adapters of these slots, whose new ones vLLM has."""
+        """Record the versions of these slots, and remove the files of their old adapters."""
         bank = self._connected()
         for slot in slots:
             if slot in self._versions:
@@ -250,7 +250,7 @@ class VLLMBase:
                     f"{source} returned the completions in another order than the prompts."
                     f" {SUPPORTED_SERVERS}"
                 )
-            # `_finish` cuts the completion, and returns False if it is none that was requested.
+            # `_finish` also cuts the completion, and sets its finish reason.
             if not _finish(choice, rows, ends, vocabulary):
                 tokens = choice.token_ids
                 places = [place for place, token in enumerate(tokens) if token in ends]
@@ -339,6 +339,9 @@ def _finish(choice: Choice, rows: SamplingBatch, ends: Sequence[int], vocabulary
     if places or stopped:
         choice.finish_reason = "stop"
     if places:
+        # The first end token is the last token, and enough tokens come before it.
+        first_end = places[0]
+        is_last = first_end == len(tokens) - 1
         shortest = min(rows.min_new_tokens, longest)
-        return shortest <= places[0] == len(tokens) - 1 < longest
+        return is_last and shortest <= first_end < longest
     return stopped or len(tokens) == longest

@@ -107,7 +107,7 @@ class ColocatedVLLMSampler(VLLMBase):
                 "vLLM loads the base model itself, but its source is unknown. Load it with"
                 " evogrpo.load_base from a hub id or a folder."
             )
-        torch.cuda.empty_cache()  # nothing without CUDA
+        torch.cuda.empty_cache()  # does nothing without CUDA
         with _reported("start"):
             engine = importlib.import_module("vllm").LLM(
                 model=model,
