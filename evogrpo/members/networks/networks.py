@@ -78,7 +78,7 @@ class ObservationEncoder:
         Raises:
             ValueError: If the observations do not fit the space.
         """
-        # Numbers of the user, checked against the space and split into its leaves.
+        # The observations are checked against the space, and split into its leaves.
         vectors = []
         images = []
         tree = preprocess_observation(observations, self.space, device)
@@ -467,7 +467,9 @@ class DefaultNetwork:
 
 
 _CHECKED_ROWS = 64
-"""Rows for which a user's module is checked: in some, a row depends on others in larger batches."""
+"""Rows for which a user's module is checked: in some modules, a row depends on others in larger
+batches only.
+"""
 
 
 class ModuleNetwork:
