@@ -120,7 +120,7 @@ class FastDecoding:
         rows: `[n]` prompt of each row.
         slots: `[n]` slot of each row, sorted.
         room: Maximum number of calls of `advance`.
-        make_hook: Hooks of the policy version.
+        make_hook: Hooks of the weights, the reference or the base.
     """
 
     def __init__(
@@ -237,8 +237,8 @@ class FastDecoding:
         # 4. All layers. Tokens are columns, and the residual stream is in float32.
         hidden = self._passes.embed(tokens).float().T.contiguous()
         layers = zip(layout.layers, self._own, self._shared, strict=True)
-        for layer, own, shared in layers:
-            self._layer(layer, hidden, rotation, biases[layer.window], own, shared)
+        for layer, stored, shared in layers:
+            self._layer(layer, hidden, rotation, biases[layer.window], stored, shared)
         return _normed(hidden, layout.decoder.norm).T.contiguous()
 
     def _layer(
@@ -250,7 +250,7 @@ class FastDecoding:
         stored: Sequence[Tensor],
         shared: Sequence[KeyValues],
     ) -> None:
-        """Run one layer on the residual stream `[h, n]`, in position.
+        """Run one layer on the residual stream `[h, n]`, in place.
 
         Args:
             layer: The layer.
@@ -301,7 +301,7 @@ class FastDecoding:
         names = tuple(name for name, _ in layers)
         if names not in self._adapters:
             self._adapters[names] = self._hook.stacked(names, x.shape[1], x.dtype)
-        # Add scale * B A x in position.
+        # Add scale * B A x in place.
         for part in self._adapters[names]:
             low = torch.bmm(part.a, _by_segment(x, part))
             for module, columns, b in part.b:
@@ -319,7 +319,8 @@ class FastDecoding:
     def _reallocate(self, rows: Tensor | None, room: int) -> None:
         """Move keys and values of some or all rows to zeroed storage of `room` tokens.
 
-        One tensor after the other, to save memory.
+        One tensor after the other, to save memory. Zeroed, because masked positions take part in
+        products, where a NaN would spread.
         """
         for stored in self._own:
             for number, part in enumerate(stored):  # [kv, n, ., d]
@@ -408,14 +409,16 @@ class _SharedDecoding:
         if prefix_of is None:
             return self._decoding.advance(tokens)
         # 1. Distinct (prefix, token) pairs, each as one integer: they are the prefixes after this
-        #    step.
-        pairs, pair_of = torch.unique(prefix_of << 32 | tokens, return_inverse=True)
+        #    step. The token is in the lower 32 bits.
+        prefix_and_token = (prefix_of << 32) | tokens
+        pairs, pair_of = torch.unique(prefix_and_token, return_inverse=True)
         parents = pairs >> 32
-        next_tokens = pairs & (1 << 32) - 1
+        next_tokens = pairs & ((1 << 32) - 1)
         # Pairs are sorted, so those of one prefix are neighbours.
         forked = bool((parents[1:] == parents[:-1]).any())
         self._length += 1
-        self._copied += forked * len(pairs) * self._length
+        if forked:
+            self._copied += len(pairs) * self._length
         self._skipped += len(prefix_of) - self._size
         # 2. Too many forks or copies: continue with separate rows.
         many_forks = len(pairs) > MAX_DISTINCT_SHARE * len(prefix_of)
