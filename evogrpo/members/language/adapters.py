@@ -433,8 +433,8 @@ class AdapterStates:
             finite.
         """
         settings = self._optimizer
-        # 1. Learning rate. One that `target_kl` calibrates was measured in AdamW's first step, so it
-        #    needs the factor of `momentum_warmup`.
+        # 1. Learning rate. One that `target_kl` calibrates was measured in AdamW's first step, so
+        #    it needs the factor of `momentum_warmup`.
         lr = hyperparameters.lr * settings.factor(self._steps[slot])
         if hyperparameters.target_kl is not None:
             lr *= settings.momentum_warmup(self._steps[slot])

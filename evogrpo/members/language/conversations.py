@@ -305,7 +305,7 @@ def _reply(
             f"respond must return one entry per conversation, got {len(replies)} for"
             f" {len(waiting)}."
         )
-    # 2. Append each reply. The conversation goes on if another full turn fits behind it.
+    # 2. Append each reply. The conversation continues if another full turn fits after it.
     histories = {}
     for conversation, reply in zip(waiting, replies, strict=True):
         if reply is None:

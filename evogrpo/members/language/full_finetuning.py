@@ -185,7 +185,7 @@ def find_export(folder: Path) -> Export:
     """Return the files of an adapter or of a model in a checkpoint."""
     if (folder / CONFIG).is_file():
         base = json.loads((folder / CONFIG).read_text())["base_model_name_or_path"]
-        # With the name of its base, PEFT loads both.
+        # If the adapter names its base, PEFT loads that too.
         if base:
             model = "AutoPeftModelForCausalLM.from_pretrained({})"
         else:

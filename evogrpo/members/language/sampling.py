@@ -45,7 +45,7 @@ ROWS_OF_LOGITS = 128
 COMPACT_BELOW = 0.75
 """Remove finished rows when at most this fraction is unfinished; removal copies the KV cache."""
 ALIGNED_ROWS = 8
-"""Number of rows of which accelerators prefer a multiple in matrix products."""
+"""Accelerators multiply matrices faster if their number of rows is a multiple of this."""
 CHECK_EVERY = 8
 CHECK_EVERY_ON_CPU = 1
 """Tokens between checks for finished rows. Except on a CPU, a check waits for the device."""
@@ -217,8 +217,8 @@ def cached_tokens(model: CausalModel, width: int, new: int, *, keep: bool) -> tu
         free = free_memory(model.device)
     if free is None:
         return CACHED_TOKENS, CACHED_TOKENS
-    # 1. Bytes of a row. Prompts run in one pass, and are cached once more for batched products.
-    #    Without a cache, all tokens run in one pass.
+    # 1. Bytes of a row. Prompts run in one pass, and their keys and values are copied once more for
+    #    batched products. Without a cache, all tokens run in one pass.
     precision = next(model.model.parameters()).element_size()
     prompt = width
     if model.shares_prefix:

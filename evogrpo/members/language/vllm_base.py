@@ -228,7 +228,7 @@ class VLLMBase:
         rows: SamplingBatch,
         source: str,
     ) -> None:
-        """Check completions of prompts, and cut them behind their stop strings.
+        """Check completions of prompts, and cut them after their stop strings.
 
         Args:
             choices: One completion for each prompt.
@@ -267,7 +267,7 @@ class Completions:
 
     Args:
         rows: The batch.
-        pad_id: Token behind the end of a completion.
+        pad_id: Token after the end of a completion.
         on_finished: Called with added completions; see `Sampler.sample`.
     """
 
@@ -310,7 +310,7 @@ class Completions:
 
 
 def _finish(choice: Choice, rows: SamplingBatch, ends: Sequence[int], vocabulary: int) -> bool:
-    """Cut a completion behind its first stop string, and set its finish reason.
+    """Cut a completion after its first stop string, and set its finish reason.
 
     Returns:
         False if the completion is invalid. It must end with its only end token or with a stop

@@ -130,7 +130,7 @@ class StackedBank(StackedTrainStates):
         return SampledActions(actions=actions, log_probs=log_probs)
 
     def _layouts(self, purpose: str, slots: IntArray, *, base: bool) -> Layouts:
-        """Lay items out by stack and member; under the base policy all are items of one member.
+        """Lay items out by stack and member; under the base policy all belong to one member.
 
         Environments and optimizer steps often repeat the same slots, so the latest layouts of each
         purpose are cached.
@@ -434,7 +434,7 @@ class StackedBank(StackedTrainStates):
         if batch.inputs.action_masks is not None:
             legal = take(batch.inputs.action_masks).to(outputs.device)
 
-        # 2. Apply both to the parameters of the policy, and of the reference.
+        # 2. Apply temperatures and masks to the parameters of the policy, and of the reference.
         def adjusted(parameters: Tensor) -> Tensor:
             """Return parameters at the temperatures, with illegal actions masked."""
             if temperature is not None:
