@@ -156,7 +156,10 @@ def logits_of(model: PreTrainedModel, ids: Tensor) -> Tensor:
             f" {one_line(error)}. Use a causal language model that needs no other inputs."
         ) from error
     if bool(logits.isnan().any()):
-        raise ValueError(f"The logits of {class_name(model)} contain NaN. Its weights are damaged.")
+        raise ValueError(
+            f"The logits of {class_name(model)} contain NaN. Its weights are damaged: load another"
+            " copy."
+        )
     return logits
 
 

@@ -484,7 +484,9 @@ def load_tokenizer(model: PreTrainedModel) -> Any:
     """
     name = loadable_name(model)
     if name is None:
-        raise ValueError("tokenizer is required: the source of the base model is unknown.")
+        raise ValueError(
+            "tokenizer is required, as the source of the base model is unknown. Pass tokenizer=."
+        )
     with _loading(name):
         return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
 

@@ -514,7 +514,8 @@ class LanguageMembers(BankMembers):
         single = isinstance(prompts, str) or not hasattr(prompts, "__len__")
         if single or any(isinstance(prompt, dict) for prompt in prompts):
             raise ValueError(
-                "prompts must be a list of texts or conversations. Put a single one in a list."
+                f"prompts must be a list of texts or conversations, got {shown(prompts)}. Put a"
+                " single one in a list."
             )
         settings = self.settings
         n = whole_between("n", n, 1)

@@ -150,8 +150,11 @@ def as_batch(
     rows: list[tuple[Tensor, Tensor]] = []
     for number, (ids, counted) in enumerate(zip(completion_ids, action_masks, strict=True)):
         mask = counted.bool()
-        if bool((counted != mask).any()):
-            raise ValueError(f"action_masks[{number}] must contain 0 and 1 only.")
+        others = counted[counted != mask]
+        if len(others):
+            raise ValueError(
+                f"action_masks[{number}] must contain 0 and 1 only, got {others[0].item()}."
+            )
         if ids.is_floating_point():
             raise ValueError(
                 f"completion_ids[{number}] must be token ids, which are integers, got {ids.dtype}."
