@@ -505,7 +505,7 @@ class FastLlama:
 
         Positions are counted from the first True.
         """
-        # Padding on the left has no position; any serves.
+        # Padding on the left has no position, so the value is of no importance.
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         return self.rotations_at(positions[:, -t:])
 
@@ -637,7 +637,7 @@ def attention_biases(
         near = distance >= 0
         if window is not None:
             near &= distance < window
-        # One bias serves all rows without padding.
+        # Without padding, all rows have the same bias.
         visible = near[None] if no_padding else near & mask[:, None, keys]
         biases[window] = None
         # Keys that must be masked by the bias.

@@ -200,7 +200,7 @@ def head_matrix(head: object, hidden: Tensor) -> Tensor | None:
 
 
 def _plain(module: nn.Module, decoder: nn.Module) -> bool:
-    """Return True if a module is of a class that fast_llama knows.
+    """Return True if a module is of a class that fast_llama supports.
 
     These are linear layers, embeddings, containers of torch, SiLU, and the classes in the decoder's
     own file.

@@ -137,9 +137,9 @@ def choose_precision(
     Members' weights, moments and losses are always float32.
 
     Args:
-        wanted: A precision, or "auto": float32 on a CUDA device without bfloat16, and on a CPU
-            without instructions for bfloat16 or with a model that has fewer than `MIN_PARAMETERS`
-            parameters or is not supported by fast_llama; otherwise bfloat16.
+        wanted: A precision, or "auto": bfloat16 where the device supports it, otherwise float32. On
+            a CPU, bfloat16 also requires at least `MIN_PARAMETERS` parameters and a model that
+            fast_llama supports.
         model: The base model, with or without weights.
         device: Device of the base.
         full: Members train all weights, which requires float32.

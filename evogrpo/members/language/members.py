@@ -256,8 +256,8 @@ class LanguageMembers(BankMembers):
                 )
             for text in self._stop_strings.texts:
                 warn_of_literal_newline("stop_strings", text)
-        # An environment may know the largest token and the longest prompt of all its prompts.
-        # Otherwise those of this batch are checked.
+        # Environments may have the largest token and the length of the longest prompt of all their
+        # prompts as attributes. Otherwise those of this batch are checked.
         largest = getattr(env, "largest_token", max(map(max, batch.prompts)))
         longest = getattr(env, "longest_prompt", max(map(len, batch.prompts)))
         check_token_ids(self.bank.base.model, [largest], "tokens of prompts")

@@ -244,7 +244,7 @@ def distinct_prefixes(
     Returns:
         The pairs, sorted by member and then prompt; and `[n]` the index of each row's pair.
     """
-    # `unique` sorts the pairs, and says which one each row has.
+    # `unique` sorts the pairs, and returns the index of each row's pair.
     pairs = torch.stack([member_ids, prompt_ids], 1)
     distinct, pair_of_row = torch.unique(pairs, dim=0, return_inverse=True)
     return list(map(tuple, distinct.tolist())), pair_of_row

@@ -56,7 +56,7 @@ def largest_rank(rank: int | None) -> int:
 def served_dtype(model: PreTrainedModel) -> torch.dtype:
     """Return the precision in which vLLM serves a base model and its adapters."""
     if is_quantised(model):
-        # It computes in bfloat16, and vLLM serves the plain model.
+        # A quantised base computes in bfloat16, and vLLM serves the plain model.
         return torch.bfloat16
     return next(model.parameters()).dtype
 

@@ -565,7 +565,7 @@ class ModuleNetwork:
                 f"actor_network must be differentiable, but the output of {self.name} requires no"
                 " gradient. Remove no_grad and detach from its forward."
             )
-        # 4. Check that nothing but the observation of a row decides about its output.
+        # 4. Check that the output of a row depends on its observation only.
         after = dict(self.module.named_buffers())
         changed = []
         for name, value in buffers.items():

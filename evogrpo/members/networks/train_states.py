@@ -233,7 +233,7 @@ class Stack:
 
     def _select(self, name: str, rows: IntArray) -> tuple[Tensor, Parameters]:
         """Return some members' rows `[q, k]` and parameters: views of all, copies of fewer."""
-        # Rows are sorted, so as many rows as members are all of them.
+        # Rows are distinct and sorted: as many rows as members are those of all members, in order.
         matrix = self.tensors[name]
         if len(rows) == len(matrix):
             return matrix, self._views[name]
