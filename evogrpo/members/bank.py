@@ -81,7 +81,9 @@ class Update:
 
 
 RepeatStep = Callable[[Hyperparameters], UpdateReport]
-"""Function that repeats an optimizer step with another learning rate."""
+"""Function that takes an optimizer step again with the same gradient and other hyperparameters,
+from the current train state.
+"""
 PolicyVersion = Literal["weights", "reference", "base"]
 """The members' current weights, the reference policy of the KL term, or the untrained base policy.
 """
@@ -104,7 +106,7 @@ RUNNING_STATS = (
 )
 """Columns of `PolicyBank.running_stats`: factor on beta (adaptive KL); count, mean and sum of
 squared deviations of the raw rewards so far (running reward normalisation); factor on lr, its
-largest value, and a number of the hyperparameters that they were found with (`target_kl`).
+largest value, and a checksum of the hyperparameters that they were found with (`target_kl`).
 """
 
 INITIAL_RUNNING_STATS = (1.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0)
@@ -187,10 +189,12 @@ class PolicyBank(Protocol):
         """
 
     def mix_reference(self, slot: int, mixing: float) -> None:
-        """Set a member's own reference to mixing * policy + (1 - mixing) * reference; 1 copies it.
+        """Set a member's reference to mixing * policy + (1 - mixing) * reference.
+
+        A mixing of 1 copies the policy.
 
         Raises:
-            ValueError: If the bank has no own references.
+            ValueError: If the bank does not store one reference per member.
         """
 
     def update(
@@ -211,8 +215,8 @@ class PolicyBank(Protocol):
             loss_fn: Weighted losses of rows; their sum is minimised.
             hyperparameters: Hyperparameters by slot.
             entropy_gradient: Make the entropies that `loss_fn` gets differentiable.
-            repeats: Filled by banks that keep gradients: for each slot, a function that takes the
-                same step from the same train state with other hyperparameters.
+            repeats: Filled by banks that keep gradients: a function for each slot that repeats this
+                step. The caller first loads the train state from before the step.
         """
 
     def cost(self, batch: Batch) -> dict[int, int]:
@@ -254,7 +258,7 @@ def check_parents(parents: Sequence[int | None], size: int) -> None:
 
 
 NO_REFERENCES = "Members have no references of their own. Set reference='snapshot'."
-"""Message of an error: `mix_reference` of a bank without own references."""
+"""Message of an error: `mix_reference` of a bank that stores no reference per member."""
 
 
 def check_train_state(

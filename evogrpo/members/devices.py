@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 BASE_ALLOWANCE = 2**26
 """Bytes that a checkpoint's settings may need, however small its tensors are."""
 ALLOWANCE_FACTOR = 100
-"""Multiple of the size of its tensors that a checkpoint's settings may need besides."""
+"""Multiple of the size of its tensors that a checkpoint's settings may need in addition to
+`BASE_ALLOWANCE`.
+"""
 
 Precision = Literal["auto", "float32", "bfloat16", "int8", "nf4"]
 """Precisions of a base model; see `evogrpo.members.language.loading.choose_precision`."""
@@ -51,7 +53,7 @@ def checked_device(device: "str | torch.device") -> str:
             chosen = torch.device(chosen.type, int(rank) % max(1, count))
         # Copied back, because a tensor on the meta device has no data.
         torch.empty(1, device=chosen).cpu()
-    # torch asserts that it was built with CUDA.
+    # A torch built without CUDA raises AssertionError.
     except (RuntimeError, AssertionError, TypeError) as error:
         raise ValueError(
             f"device {shown(device, 40)} is not available. Use 'cpu', or 'cuda' if"
@@ -167,8 +169,8 @@ def check_allocation(needed: int, device: "torch.device", what: str) -> None:
     Args:
         needed: Bytes.
         device: Device of the allocation.
-        what: What is allocated and how to make it smaller, for the message: "the adapters of 8
-            members: use fewer".
+        what: What is allocated and how to make it smaller, for the message: "the weights of 8
+            members. Use fewer members."
 
     Raises:
         ValueError: If the device has less memory.

@@ -254,8 +254,8 @@ class Members(Protocol):
             accelerator: Chooses the device and the precision; None = not given.
 
         Raises:
-            CheckpointError: If the base model is another one.
-            ValueError: If it cannot be built.
+            CheckpointError: If the base model or module is another one than in the checkpoint.
+            ValueError: If the members cannot be built from the arguments.
         """
 
     def shared_tensors(self) -> dict[str, Tensor]:
@@ -389,7 +389,7 @@ def _split_key(name: str) -> tuple[str, str]:
 
 
 def _on_cpu(values: Tensor) -> Tensor:
-    """Copy a tensor to CPU memory; from a GPU into pinned memory, which transfers are faster to."""
+    """Return a tensor in CPU memory; from a GPU in pinned memory, as transfers to it are faster."""
     if values.device.type != "cuda":
         return values.cpu()
     pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)

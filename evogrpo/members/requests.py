@@ -46,7 +46,7 @@ class SamplingRequest:
         group_ids: `[k]` one number per member and start.
         settings: Task settings of each start; empty = all without any.
         temperature: `[k]` sampling temperatures.
-        purpose: Name of the random stream, with step and index.
+        purpose: Name of the random streams; the numbers of each are in `streams`.
         number: Distinguishes streams of one purpose within a step.
         stop: Checked between tokens or steps, and between reward calls.
     """
@@ -67,8 +67,7 @@ class SamplingRequest:
 
     @property
     def streams(self) -> list[tuple[int, ...]]:
-        """Numbers of each member's random stream."""
-        # The number is left out if it is 0, so that first samples have the shorter name.
+        """Numbers of each member's random stream: step, index and, unless it is 0, `number`."""
         further = [self.number] if self.number else []
         return [(learner.step, learner.index, *further) for learner in self.learners]
 
@@ -173,7 +172,7 @@ class EvaluationRequest:
         """`[n]` position in `starts` of each row, ordered by slot, then question."""
         count = len(self.questions)
         questions = torch.arange(count).repeat_interleave(self.answers_per_question)
-        # Position of the first start with each settings.
+        # Position of the first start with each of the distinct settings.
         first = {each: count * number for number, each in enumerate(self._distinct)}
         of_slots = self.settings or (NO_SETTINGS,) * len(self.slots)
         return torch.cat([first[each] + questions for each in of_slots])
@@ -191,9 +190,8 @@ class EvaluationRequest:
     @property
     def temperature(self) -> Tensor:
         """`[n]` 1 for sampled answers, 0 for greedy ones."""
-        return torch.full(
-            (len(self.slots) * self.rows_per_slot,), 0.0 if self.answers is None else 1.0
-        )
+        value = 0.0 if self.answers is None else 1.0
+        return torch.full((len(self.slots) * self.rows_per_slot,), value)
 
     @property
     def streams(self) -> list[tuple[int, ...]]:

@@ -98,7 +98,8 @@ def space_from_json(values: Mapping[str, Any], stored_bytes: int = 0) -> spaces.
         case "box":
             dtype = np.dtype(values["dtype"])
             shape = tuple(values["shape"])
-            # Both bounds are stored, so a record of a huge shape has huge files.
+            # Two arrays of bounds are built. Equal bounds are stored as one number, so a short
+            # record may have a huge shape.
             check_stored_size(2 * math.prod(shape) * dtype.itemsize, stored_bytes)
             low = _bounds_from_json(values["low"], shape, dtype)
             high = _bounds_from_json(values["high"], shape, dtype)

@@ -206,6 +206,16 @@ def test_exports_are_checked_with_peft(change, tmp_path):
         check_export(tmp_path, family_model(family, **of_base))
 
 
+def test_an_export_without_tensors_of_a_module_is_refused(tmp_path):
+    model = family_model("llama")
+    tensors, _ = written(different_members(model, 1), tmp_path)
+    module, _, _ = max(tensors).rpartition(".lora_")
+    kept = {name: values for name, values in tensors.items() if not name.startswith(module)}
+    save_file(kept, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match="PEFT adapts modules"):
+        check_export(tmp_path, model)
+
+
 def test_an_export_names_its_base(tmp_path, monkeypatch):
     """A relative folder becomes an absolute one."""
     monkeypatch.chdir(tmp_path)

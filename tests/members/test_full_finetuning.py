@@ -138,6 +138,12 @@ def test_saved_agents_are_equal(tmp_path):
         )
 
 
+def partly_double():
+    model = tiny_model()
+    model.get_input_embeddings().double()
+    return model
+
+
 @pytest.mark.parametrize(
     ("options", "rule"),
     [
@@ -146,6 +152,10 @@ def test_saved_agents_are_equal(tmp_path):
         (
             {"actor_network": tiny_model().bfloat16()},
             "requires a base in float32, got torch.bfloat16",
+        ),
+        (
+            {"actor_network": partly_double()},
+            "requires a base in float32, got torch.float64",
         ),
         ({"full_finetuning": 1}, "full_finetuning must be True or False"),
     ],

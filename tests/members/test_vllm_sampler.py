@@ -195,6 +195,7 @@ def test_every_server_has_all_adapters_and_an_equal_share_of_the_rows(members, b
 WRONG_URLS = [
     "127.0.0.1:8000",
     [],
+    ["http://a", "http://a/"],
     "ftp://a",
     "http://a:99999",
     "http://a:0",

@@ -69,7 +69,8 @@ def attention(
         k: `[kv, n, s, d]`.
         v: `[kv, n, s, d]`.
         t: Tokens of a row that attend, the last t of s, each to none that come later.
-        bias: `[n or 1, t, s]` bias of the rows' own keys; None = later tokens are masked.
+        bias: `[n or 1, t, s]` bias of the rows' own keys. None = only later tokens are masked; on a
+            CPU it is required unless t is 1.
         shared: Keys and values of the prompts, if any.
         shared_bias: `[n or 1, t or 1, P]` bias of the prompts' keys; None = 0.
 
@@ -85,7 +86,8 @@ def attention(
     on_cpu = q.device.type == "cpu"
     out: Tensor  # [kv, n, rep * t, d]
     if t < 2 * BLOCK and (t == 1 or on_cpu):
-        # 1. Short rows: one product of all rows of a prompt with its keys.
+        # 1. Short rows on a CPU, and single tokens: one product of all rows of a prompt with its
+        #    keys.
         if shared is None:
             out = _Attention.apply(q, k, v, t, bias, None, None, keep)
         else:
@@ -108,29 +110,29 @@ def attention(
 
 
 def _joined_biases(
-    shared: Tensor | None, own: Tensor | None, sizes: tuple[int, int, int], like: Tensor
+    shared: Tensor | None, bias: Tensor | None, sizes: tuple[int, int, int], like: Tensor
 ) -> Tensor | None:
     """Join the biases of prompts and rows along the keys: `[n or 1, t, P + s]`.
 
     None = only later tokens are masked.
 
     Args:
-        shared: `[n or 1, t or 1, P]`; None = 0.
-        own: `[n or 1, t, s]`; None = later tokens are masked.
+        shared: `[n or 1, t or 1, P]` bias of the prompts' keys; None = 0.
+        bias: `[n or 1, t, s]` bias of the rows' own keys; None = later tokens are masked.
         sizes: t, P and s.
         like: Tensor with the dtype and device of the result.
     """
-    if shared is None and own is None:
+    if shared is None and bias is None:
         return None
     t, past, s = sizes
     if shared is None:
         shared = like.new_zeros(1, 1, 1)
-    if own is None:
-        own = _causal_bias(t, s, like)
-    rows = max(len(shared), len(own))
+    if bias is None:
+        bias = _causal_bias(t, s, like)
+    rows = max(len(shared), len(bias))
     shared = shared.expand(rows, t, past)
-    own = own.expand(rows, t, s)
-    return torch.cat([shared, own], 2)
+    bias = bias.expand(rows, t, s)
+    return torch.cat([shared, bias], 2)
 
 
 def _causal_bias(t: int, s: int, like: Tensor) -> Tensor:
@@ -155,11 +157,12 @@ def _in_blocks(q: Tensor, k: Tensor, v: Tensor, t: int, bias: Tensor | None, kee
         block = by_token[:, :, :, start:end].reshape(kv, n, -1, d)
         keys = k[:, :, :visible]
         values = v[:, :, :visible]
-        own: Tensor | None = None
+        block_bias: Tensor | None = None
         if bias is not None:
-            own = bias[:, start:end, :visible]
-        out: Tensor = _Attention.apply(block, keys, values, end - start, own, None, None, keep)
-        outputs.append(out.view(kv, n, -1, end - start, d))
+            block_bias = bias[:, start:end, :visible]
+        size = end - start
+        out: Tensor = _Attention.apply(block, keys, values, size, block_bias, None, None, keep)
+        outputs.append(out.view(kv, n, -1, size, d))
     return torch.cat(outputs, 3)
 
 
@@ -285,8 +288,8 @@ class _Attention(torch.autograd.Function):
         ctx.t = t
         ctx.runs = runs
         # 2. Weighted sum of the values.
-        own = weights[..., past:].flatten(0, 1)  # [kv * n, rep * t, s]
-        out = (own @ v.flatten(0, 1)).view(q.shape)
+        own_weights = weights[..., past:].flatten(0, 1)  # [kv * n, rep * t, s]
+        out = (own_weights @ v.flatten(0, 1)).view(q.shape)
         if runs is not None:
             _add_weighted(out, weights[..., :past], shared[1], runs)
         return out
@@ -332,8 +335,8 @@ def _products(
         past = shared[0].shape[2]
     out = q.new_empty((kv, n, wide, past + k.shape[2]))
     # 1. Products with the rows' own vectors. Views of `out` are written in place.
-    own = out.flatten(0, 1)[..., past:]
-    torch.bmm(q.flatten(0, 1), k.flatten(0, 1).mT, out=own)
+    own_products = out.flatten(0, 1)[..., past:]
+    torch.bmm(q.flatten(0, 1), k.flatten(0, 1).mT, out=own_products)
     if runs is None:
         return out
     # 2. Products with the vectors of the prompts, one for each group of prompts.

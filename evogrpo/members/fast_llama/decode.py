@@ -37,13 +37,13 @@ class KeyValues(NamedTuple):
 
 
 def decode_attention(
-    q: Tensor, own: KeyValues, shared: Sequence[KeyValues], bias: Tensor
+    q: Tensor, of_rows: KeyValues, shared: Sequence[KeyValues], bias: Tensor
 ) -> Tensor:
     """Return the attention of one token per row, without gradient; see `attention`.
 
     Args:
         q: `[kv, n, rep, d]`, already scaled.
-        own: Keys and values of the rows, b = kv * n.
+        of_rows: Keys and values of the rows, b = kv * n.
         shared: Keys and values of their prompts, b = kv * prompts, for each run of prompts with
             equally many rows.
         bias: `[n, 1, P + s]`.
@@ -60,14 +60,14 @@ def decode_attention(
         products = torch.bmm(queries, run.keys)
         parts.append(products.view(kv, -1, rep, past))
     shared_scores = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-    own_scores = torch.bmm(q.flatten(0, 1), own.keys)
+    own_scores = torch.bmm(q.flatten(0, 1), of_rows.keys)
     scores = torch.cat([shared_scores, own_scores.view(kv, n, rep, -1)], 3)
     # 2. Attention weights.
     weights = torch.softmax(scores.add_(bias), -1, dtype=torch.float32)
     shared_weights = weights[..., :past].to(q.dtype)
     own_weights = weights[..., past:].to(q.dtype)
     # 3. Weighted sum of the values.
-    out = torch.bmm(own_weights.flatten(0, 1), own.values).view(q.shape)
+    out = torch.bmm(own_weights.flatten(0, 1), of_rows.values).view(q.shape)
     for run in shared:
         part = shared_weights[:, run.rows].reshape(len(run.values), -1, past)
         # A single run holds all rows, so its sums are a view of `out`.
@@ -120,7 +120,7 @@ class FastDecoding:
         rows: `[n]` prompt of each row.
         slots: `[n]` slot of each row, sorted.
         room: Maximum number of calls of `advance`.
-        make_hook: Hooks of the policy version.
+        make_hook: Hooks of the weights, the reference or the base.
     """
 
     def __init__(
@@ -237,8 +237,8 @@ class FastDecoding:
         # 4. All layers. Tokens are columns, and the residual stream is in float32.
         hidden = self._passes.embed(tokens).float().T.contiguous()
         layers = zip(layout.layers, self._own, self._shared, strict=True)
-        for layer, own, shared in layers:
-            self._layer(layer, hidden, rotation, biases[layer.window], own, shared)
+        for layer, stored, shared in layers:
+            self._layer(layer, hidden, rotation, biases[layer.window], stored, shared)
         return _normed(hidden, layout.decoder.norm).T.contiguous()
 
     def _layer(
@@ -250,7 +250,7 @@ class FastDecoding:
         stored: Sequence[Tensor],
         shared: Sequence[KeyValues],
     ) -> None:
-        """Run one layer on the residual stream `[h, n]`, in position.
+        """Run one layer on the residual stream `[h, n]`, in place.
 
         Args:
             layer: The layer.
@@ -281,8 +281,8 @@ class FastDecoding:
         keys[:, :, number] = heads[kv * rep :].mT
         values[:, :, number] = v.view(kv, width, -1).mT
         own_keys = keys.flatten(0, 1).mT
-        own = KeyValues(slice(None), own_keys, values.flatten(0, 1))
-        attended = decode_attention(q, own, shared, bias)
+        of_rows = KeyValues(slice(None), own_keys, values.flatten(0, 1))
+        attended = decode_attention(q, of_rows, shared, bias)
         (out,) = self._projected(attended.T, [layer.output])
         hidden += out
         # 3. MLP.
@@ -301,7 +301,7 @@ class FastDecoding:
         names = tuple(name for name, _ in layers)
         if names not in self._adapters:
             self._adapters[names] = self._hook.stacked(names, x.shape[1], x.dtype)
-        # Add scale * B A x in position.
+        # Add scale * B A x in place.
         for part in self._adapters[names]:
             low = torch.bmm(part.a, _by_segment(x, part))
             for module, columns, b in part.b:
@@ -319,7 +319,8 @@ class FastDecoding:
     def _reallocate(self, rows: Tensor | None, room: int) -> None:
         """Move keys and values of some or all rows to zeroed storage of `room` tokens.
 
-        One tensor after the other, to save memory.
+        One tensor after the other, to save memory. Zeroed, because masked positions take part in
+        products, where a NaN would spread.
         """
         for stored in self._own:
             for number, part in enumerate(stored):  # [kv, n, ., d]
@@ -335,16 +336,17 @@ class FastDecoding:
         """Return the KV cache of `rows`: their prompts, then their own tokens."""
         prompt_of_row = self._prompt_of_row[rows]
 
-        def joined(prompts: Tensor, own: Tensor) -> Tensor:
-            own_tokens = own[:, rows, : self._length]
-            both = torch.cat([prompts[:, prompt_of_row], own_tokens], 2)
-            return both.transpose(0, 1)
+        def joined(of_prompts: Tensor, stored: Tensor) -> Tensor:
+            """Return the keys, or the values, of the prompts, then of the rows' own tokens."""
+            own_tokens = stored[:, rows, : self._length]
+            whole = torch.cat([of_prompts[:, prompt_of_row], own_tokens], 2)
+            return whole.transpose(0, 1)
 
         # Rows `[n, kv, P + length, d]`, as transformers' caches.
         layers = []
-        for prompts, own in zip(self._prompts, self._own, strict=True):
-            keys = joined(prompts[0], own[0])
-            values = joined(prompts[1], own[1])
+        for of_prompts, stored in zip(self._prompts, self._own, strict=True):
+            keys = joined(of_prompts[0], stored[0])
+            values = joined(of_prompts[1], stored[1])
             layers.append((keys, values))
         mask = torch.cat([self._mask[rows], real], dim=1)
         return KVCache(layers=tuple(layers), mask=mask).left_padded()
@@ -408,14 +410,16 @@ class _SharedDecoding:
         if prefix_of is None:
             return self._decoding.advance(tokens)
         # 1. Distinct (prefix, token) pairs, each as one integer: they are the prefixes after this
-        #    step.
-        pairs, pair_of = torch.unique(prefix_of << 32 | tokens, return_inverse=True)
+        #    step. The token is in the lower 32 bits.
+        prefix_and_token = (prefix_of << 32) | tokens
+        pairs, pair_of = torch.unique(prefix_and_token, return_inverse=True)
         parents = pairs >> 32
-        next_tokens = pairs & (1 << 32) - 1
+        next_tokens = pairs & ((1 << 32) - 1)
         # Pairs are sorted, so those of one prefix are neighbours.
         forked = bool((parents[1:] == parents[:-1]).any())
         self._length += 1
-        self._copied += forked * len(pairs) * self._length
+        if forked:
+            self._copied += len(pairs) * self._length
         self._skipped += len(prefix_of) - self._size
         # 2. Too many forks or copies: continue with separate rows.
         many_forks = len(pairs) > MAX_DISTINCT_SHARE * len(prefix_of)

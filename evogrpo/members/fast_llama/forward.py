@@ -70,8 +70,8 @@ class _RMSNorm(torch.autograd.Function):
             torch.mul(grad, weight, out=out_rows)
             # y = x / s with s^2 = mean(x^2) + eps, so dx = (g - x mean(g x) / s^2) / s.
             products = torch.linalg.vecdot(out_rows, rows)[:, None].float()
-            mean = products * inverse.pow(3) / -x.shape[-1]
-            out_rows.mul_(inverse).addcmul_(rows, mean.to(x.dtype))
+            factor_of_x = products * inverse.pow(3) / -x.shape[-1]
+            out_rows.mul_(inverse).addcmul_(rows, factor_of_x.to(x.dtype))
         return out, None, None
 
 
@@ -505,7 +505,7 @@ class FastLlama:
 
         Positions are counted from the first True.
         """
-        # Padding on the left has no position; any serves.
+        # Padding on the left has no position, so the value is of no importance.
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         return self.rotations_at(positions[:, -t:])
 
@@ -592,8 +592,7 @@ class FastLlama:
         attended, _, _ = attend(number, layer, *heads)
         (added,) = projected(attended, [layer.output], hook)
         hidden = hidden + added
-        # 4. MLP.
-        # Gate and up projections share a product with the adapters' A.
+        # 4. MLP. Gate and up projections share a product with the adapters' A.
         normed = _normed(hidden, layer.before_mlp)
         gate, up = projected(normed, layer.gates, hook)
         (added,) = projected(gated_unit(gate, up), [layer.down], hook)
@@ -638,15 +637,16 @@ def attention_biases(
         near = distance >= 0
         if window is not None:
             near &= distance < window
-        # One bias serves all rows without padding.
+        # Without padding, all rows have the same bias.
         visible = near[None] if no_padding else near & mask[:, None, keys]
         biases[window] = None
-        hidden = ~visible
+        # Keys that must be masked by the bias.
+        masked = ~visible
         if kernels_are_causal:
-            hidden = hidden & (distance >= 0)
+            masked = masked & (distance >= 0)
             if not no_padding:
-                hidden = hidden & mask[:, -t:, None]
-        if bool(hidden.any()):
+                masked = masked & mask[:, -t:, None]
+        if bool(masked.any()):
             zeros = torch.zeros(visible.shape, dtype=dtype, device=mask.device)
             biases[window] = zeros.masked_fill_(~visible, lowest)
     return biases

@@ -33,7 +33,10 @@ DEVICES = ("cpu", "cuda", "meta")
 
 
 def fast_paths_disabled() -> bool:
-    """Return True if EVOGRPO_SLOW=1: all rows run through the model's own `forward`."""
+    """Return True if EVOGRPO_SLOW is set, and not to 0.
+
+    All rows, also identical ones, then run through the model's own `forward`.
+    """
     return os.environ.get("EVOGRPO_SLOW", "0") not in ("", "0")
 
 
@@ -174,7 +177,7 @@ def _has_plain_weights(decoder: nn.Module) -> bool:
 def is_unmodified(decoder: nn.Module) -> bool:
     """Return True if fast_llama would skip no hook, `forward` or compiled call of the user's."""
     for module in decoder.modules():
-        # An own `forward` of the instance, or a compiled one.
+        # `forward` was replaced on the instance, or compiled.
         if "forward" in vars(module) or module._compiled_call_impl:
             return False
         if (module._forward_pre_hooks or module._forward_hooks) and has_user_hooks(module):
@@ -197,7 +200,11 @@ def head_matrix(head: object, hidden: Tensor) -> Tensor | None:
 
 
 def _plain(module: nn.Module, decoder: nn.Module) -> bool:
-    """Return True if a module is a plain linear layer or defined in the decoder's own file."""
+    """Return True if a module is of a class that fast_llama supports.
+
+    These are linear layers, embeddings, containers of torch, SiLU, and the classes in the decoder's
+    own file.
+    """
     file = type(decoder).__module__
     if type(module) in (nn.Linear, nn.Embedding):
         return True

@@ -68,7 +68,8 @@ class StackedAdapters(NamedTuple):
         tokens: Tokens of the segments.
         slots: Positions of the segments' slots among the slots of the pass.
         a: `[s, modules * r, in]` of the modules with an adapter.
-        b: Number, columns in x A^T, and B `[s, out, r]` of each of these modules.
+        b: Position in the list of modules, columns in x A^T, and B `[s, out, r]`, of each of these
+            modules.
         scale: Factor on B A x.
     """
 
@@ -174,12 +175,11 @@ class LoraHook:
             transposed: Lay matrices out for products with their transposes. Otherwise they may be
                 views of the weights, valid until the next optimizer step.
         """
-        # 1. Matrices of each module with adapters: A `[s, r, in]`, B `[s, out, r]`. They are views
-        #    if slots are adjacent, else copies of the module's own matrices.
+        # 1. Matrices of each module with adapters: A `[s, r, in]`, B `[s, out, r]`. Those of
+        #    adjacent slots are a slice of the bank's matrices, which needs no copy.
         first_slot = self.slots[0]
         last_slot = self.slots[-1]
         chosen: slice | Sequence[int] = self.slots
-        # A slice of the bank's matrices needs no copy.
         if last_slot - first_slot + 1 == len(self.slots):
             chosen = slice(first_slot, last_slot + 1)
         numbers = []
@@ -264,6 +264,7 @@ HookFactory = Callable[[Tensor], LoraHook | None]
 
 
 _WARNED: WeakSet[PreTrainedModel] = WeakSet()
+"""Models for which a warning has named the modules without adapters."""
 
 
 class AdapterStates:
@@ -432,7 +433,8 @@ class AdapterStates:
             finite.
         """
         settings = self._optimizer
-        # 1. Learning rate. With a target KL it is measured in AdamW's first step, the largest one.
+        # 1. Learning rate. One that `target_kl` calibrates was measured in AdamW's first step, so
+        #    it needs the factor of `momentum_warmup`.
         lr = hyperparameters.lr * settings.factor(self._steps[slot])
         if hyperparameters.target_kl is not None:
             lr *= settings.momentum_warmup(self._steps[slot])
@@ -496,7 +498,7 @@ class AdapterStates:
             # The right-hand side is a copy, so parents may be overwritten as well.
             matrix[copied] = matrix[sources]
             matrix[new] = self._initial_state[name]
-        # 3. Step counts; engines with copies of the weights load them again.
+        # 3. Step counts, and counters of changes, by which external samplers reload the weights.
         self._steps = [0 if parent is None else self._steps[parent] for parent in parents]
         for slot in copied + new:
             self.changes[slot] += 1

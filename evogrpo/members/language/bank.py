@@ -44,6 +44,7 @@ NO_GRAD_FACTOR = 4
 REDUCED_LOGITS_ROWS = 256
 """Tokens whose logits exist at once with `reduce_memory_peak`."""
 NO_LIMIT = 1 << 30
+"""The same without `reduce_memory_peak`."""
 T = TypeVar("T")
 
 
@@ -314,13 +315,13 @@ class AdapterBank(AdapterSampler):
         self, batch: Batch, parts: Sequence[MicroBatch], policy: PolicyVersion
     ) -> dict[int, tuple[Tensor, Tensor]]:
         """Return the scores of this rank's micro-batches by number, without repeated ones."""
-        own = {}
+        scores = {}
         with self.base.in_lockstep():
             for number, is_mine in self._own_parts(len(parts)):
                 log_probs, entropies = self._forward(batch, parts[number], policy)
                 if is_mine:
-                    own[number] = (log_probs.cpu(), entropies.cpu())
-        return own
+                    scores[number] = (log_probs.cpu(), entropies.cpu())
+        return scores
 
     def _own_parts(self, parts: int) -> list[tuple[int, bool]]:
         """Return the numbers of this rank's micro-batches, assigned round robin.
@@ -328,14 +329,14 @@ class AdapterBank(AdapterSampler):
         In lockstep, a rank without a micro-batch in the last round repeats the last one, marked
         with False.
         """
-        own = []
+        numbers = []
         for first in range(0, parts, self.processes.size):
             number = first + self.processes.rank
             if number < parts:
-                own.append((number, True))
+                numbers.append((number, True))
             elif self.base.lockstep:
-                own.append((parts - 1, False))
-        return own
+                numbers.append((parts - 1, False))
+        return numbers
 
     def _in_smaller_parts(self, compute: Callable[[], T]) -> T:
         """Return the result of a pass over all rows.
@@ -550,7 +551,8 @@ class AdapterBank(AdapterSampler):
         batch = whole.select(part.run)
         inputs: TokenInputs = batch.inputs
         used = int(used_columns(batch.action_mask).max())
-        # With a token after the first action, each micro-batch takes as many passes.
+        # In lockstep, all ranks must run equally many passes. A micro-batch whose rows have one
+        # action needs no pass on top of the prompts, so it gets a second column.
         if self.base.lockstep:
             used = min(max(used, 2), batch.action_mask.shape[1])
         mask = batch.action_mask[:, :used]

@@ -314,20 +314,20 @@ class CausalModel:
 
             return partial(checkpoint, compute, use_reentrant=False, preserve_rng_state=False)
 
-        # A function in the layer's own dictionary replaces `forward` of its class; hooks of the
-        # layer run once.
+        # A function in the layer's `__dict__` replaces `forward` of its class. Calls of the layer
+        # still run its hooks, once.
         replaced = []
         try:
             for layer in layers_of(self.model):
-                own = vars(layer)
-                replaced.append((own, own.get("forward")))
-                own["forward"] = recomputed(layer.forward)
+                attributes = vars(layer)
+                replaced.append((attributes, attributes.get("forward")))
+                attributes["forward"] = recomputed(layer.forward)
             yield
         finally:
-            for own, before in replaced:
-                del own["forward"]
+            for attributes, before in replaced:
+                del attributes["forward"]
                 if before is not None:
-                    own["forward"] = before
+                    attributes["forward"] = before
 
     def prefix(
         self, prompts: Sequence[Tokens], slots: Sequence[int], make_hook: HookFactory
@@ -371,8 +371,8 @@ class CausalModel:
             return None, torch.arange(len(prompts)), prompts
         # 3. Run it.
         beginnings = [prompts[0][:common]] * len(members)
-        own_rows = torch.arange(len(members))
-        cache = self._run_on(None, own_rows, beginnings, make_hook(members))
+        no_past = torch.arange(len(members))
+        cache = self._run_on(None, no_past, beginnings, make_hook(members))
         rests = [prompt[common:] for prompt in prompts]
         return cache, rows.to(self.device), rests
 
@@ -541,7 +541,7 @@ class CausalModel:
         return CachedDecoding(self.run, prefix, prompt_of, slots, make_hook)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return logits `[m, v]` of hidden states `[m, h]`, without gradient."""
+        """Return logits `[n, v]` of hidden states `[n, h]`, without gradient."""
         # fast_llama's product is faster; it is the same for a plain linear head.
         weight = self.head_matrix(hidden)
         if weight is None:

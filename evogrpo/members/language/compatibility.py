@@ -156,7 +156,10 @@ def logits_of(model: PreTrainedModel, ids: Tensor) -> Tensor:
             f" {one_line(error)}. Use a causal language model that needs no other inputs."
         ) from error
     if bool(logits.isnan().any()):
-        raise ValueError(f"The logits of {class_name(model)} contain NaN. Its weights are damaged.")
+        raise ValueError(
+            f"The logits of {class_name(model)} contain NaN. Its weights are damaged: load another"
+            " copy."
+        )
     return logits
 
 
@@ -362,12 +365,13 @@ FOLLOWING = ((2, 1, 3), (3, 3, 1), (1, 2, 2))
 """Token ids of `prefix_cache_works`: prompts, prompt of each row, and tokens of each row after its
 prompt.
 """
+# Names of settings in the configs of models: sizes of blocks and of sliding windows.
 BLOCKS = re.compile(r"compress|block_size|stride|attention_chunk_size|attn_chunk_length")
 WINDOWS = re.compile(r"window_size")
 # DeepSeek-V4's compress_rope_theta is no number of tokens.
 NOT_IN_TOKENS = re.compile(r"theta")
-# In tokens.
 LONGEST_PROBE = 1024
+"""Maximum length of the sequence that `check_padding` runs, in tokens."""
 
 
 def check_padding(
@@ -400,12 +404,14 @@ def check_padding(
     context = context_of(model)
     blocks = token_counts(model, BLOCKS)
     if context is not None:
-        # The sequence is shorter than twice the context: longer blocks have no second block in it.
+        # Rows of a batch are shorter than twice the context, padding included. So they never reach
+        # the second block of longer blocks.
         blocks = {name: size for name, size in blocks.items() if size < 2 * context}
     windows = [size for size in token_counts(model, WINDOWS).values() if size < LONGEST_PROBE]
     largest = max([0, *blocks.values(), *windows])
     width = min(6 + 3 * largest, LONGEST_PROBE, context or LONGEST_PROBE)
-    # About a third is padding. An odd number shifts tokens within blocks of any size.
+    # About a third is padding. An odd number is no multiple of an even size of blocks, so tokens
+    # shift within them.
     padding = max(1, (width // 3 - 1) | 1)
     length = width - padding
     for name, size in blocks.items():

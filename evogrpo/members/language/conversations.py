@@ -50,6 +50,7 @@ def rewarded_batch(
     if scores.step_rewards is not None:
         steps = torch.from_numpy(scores.step_rewards).to(device)
         missing = present.shape[1] - steps.shape[1]
+        # A negative number removes columns.
         steps = pad(steps, (0, missing), value=torch.nan)
     # 2. Add the overlong penalty. Rows without a reward stay NaN.
     buffer = settings.objective.overlong_buffer
@@ -304,7 +305,7 @@ def _reply(
             f"respond must return one entry per conversation, got {len(replies)} for"
             f" {len(waiting)}."
         )
-    # 2. Append each reply. The conversation goes on if another full turn fits behind it.
+    # 2. Append each reply. The conversation continues if another full turn fits after it.
     histories = {}
     for conversation, reply in zip(waiting, replies, strict=True):
         if reply is None:

@@ -52,10 +52,9 @@ class ShardedLayers:
         self._whole: Any = None
         # A layer, and the handle of its gather.
         self._prefetched: tuple[Any, Any] | None = None
-        # By the layer before and the current one.
+        # Layer that was gathered after two layers, by these two.
         self._successors: dict[tuple[Any, Any], Any] = {}
-        # The last two layers.
-        self._before: tuple[Any, Any] = (None, None)
+        self._last_two: tuple[Any, Any] = (None, None)
 
         def before(module: nn.Module, args: object) -> None:
             self.gather(module)
@@ -124,10 +123,10 @@ class ShardedLayers:
         self._whole = layer
         # 2. Prefetch the layer that followed the last two last time. The pair tells forward from
         #    backward passes.
-        _, previous = self._before
-        self._successors[self._before] = layer
-        self._before = (previous, layer)
-        successor = self._successors.get(self._before)
+        _, previous = self._last_two
+        self._successors[self._last_two] = layer
+        self._last_two = (previous, layer)
+        successor = self._successors.get(self._last_two)
         if self._prefetched is None and successor is not None and successor is not layer:
             # A gathered layer cannot be gathered again.
             successor.reshard()
@@ -154,6 +153,8 @@ class ShardedLayers:
 
 
 _OWN_HOOKS: WeakKeyDictionary[nn.Module, frozenset[int]] = WeakKeyDictionary()
+"""Ids of the forward hooks of each layer when it had just been sharded; later ones are the user's.
+"""
 _SHARDED: WeakKeyDictionary[PreTrainedModel, ShardedLayers] = WeakKeyDictionary()
 
 
@@ -170,6 +171,7 @@ def has_user_hooks(module: nn.Module) -> bool:
 
 def unsharded_class(module: nn.Module) -> type:
     """Return the class that a module had before it was sharded."""
+    # `fully_shard` gives a module a class with two bases: one of FSDP, and the class before.
     if module in _OWN_HOOKS:
         return type(module).__bases__[1]
     return type(module)
@@ -188,7 +190,7 @@ def run_on_all_ranks(model: PreTrainedModel, work: Callable[[], T]) -> T:
     layers = sharded_layers(model)
     if layers is None:
         return work()
-    # Results of other ranks need not be sent, so the own result is kept here.
+    # Results of other ranks need not be sent, so this rank's result is kept here.
     found: list[T] = []
 
     def run() -> None:

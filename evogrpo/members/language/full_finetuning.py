@@ -30,6 +30,7 @@ class AllWeights:
     """
 
     size: int
+    # The rest of the interface of `LoraTargets`: no modules with adapters, and no rank.
     modules = ()
     rank = None
     description = "each with all weights of its own"
@@ -60,14 +61,22 @@ def choose_trained(
     if lora_config is not None:
         return choose_targets(model, lora_config, outline=outline)
     # Gradients of all weights need plain float32 tensors in this process.
-    if is_quantised(model) or sharded_over(model) > 1:
+    if is_quantised(model):
         raise ValueError(
-            "full_finetuning requires a base that is neither quantised nor sharded. Train adapters."
+            "full_finetuning requires a base that is not quantised. Load it with load_base(...,"
+            " dtype='float32'), or train adapters."
+        )
+    parts = sharded_over(model)
+    if parts > 1:
+        raise ValueError(
+            f"full_finetuning requires a base that is not sharded, got {parts} parts. Set"
+            " base_parts=1, or train adapters."
         )
     dtypes = {parameter.dtype for parameter in model.parameters()}
-    if not outline and dtypes != {torch.float32}:
+    others = sorted(str(dtype) for dtype in dtypes - {torch.float32})
+    if others and not outline:
         raise ValueError(
-            f"full_finetuning requires a base in float32, got {min(map(str, dtypes))}. Load it with"
+            f"full_finetuning requires a base in float32, got {others[0]}. Load it with"
             " load_base(..., dtype='float32')."
         )
     return AllWeights(size=sum(parameter.numel() for parameter in model.parameters()))
@@ -76,8 +85,8 @@ def choose_trained(
 class MemberModels:
     """A model of each member, whose parameters are views of the member's weights.
 
-    Modules, buffers and configuration are copied from the base; it is never changed. The models
-    stay in evaluation mode.
+    Modules and configuration are copied from the base, which is never changed; buffers are shared
+    with it. The models stay in evaluation mode.
 
     Args:
         model: The base model.
@@ -176,7 +185,7 @@ def find_export(folder: Path) -> Export:
     """Return the files of an adapter or of a model in a checkpoint."""
     if (folder / CONFIG).is_file():
         base = json.loads((folder / CONFIG).read_text())["base_model_name_or_path"]
-        # With the name of its base, PEFT loads both.
+        # If the adapter names its base, PEFT loads that too.
         if base:
             model = "AutoPeftModelForCausalLM.from_pretrained({})"
         else:

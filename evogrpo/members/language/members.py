@@ -194,8 +194,9 @@ class LanguageMembers(BankMembers):
     def processes(self, processes: Processes) -> None:
         # All ranks must plan the same micro-batches, also where the default follows from the memory
         # of a rank's GPU.
-        own = (self.bank.micro_batch_tokens, self.settings.micro_batch_tokens)
-        current, initial = zip(*processes.all_gather(own), strict=True)
+        sizes = (self.bank.micro_batch_tokens, self.settings.micro_batch_tokens)
+        sizes_of_ranks = processes.all_gather(sizes)
+        current, initial = zip(*sizes_of_ranks, strict=True)
         self.bank.micro_batch_tokens = min(current)
         self.settings = replace(self.settings, micro_batch_tokens=min(initial))
         self.bank.processes = processes
@@ -255,7 +256,8 @@ class LanguageMembers(BankMembers):
                 )
             for text in self._stop_strings.texts:
                 warn_of_literal_newline("stop_strings", text)
-        # Environments that know more than this batch say so.
+        # Environments may have the largest token and the length of the longest prompt of all their
+        # prompts as attributes. Otherwise those of this batch are checked.
         largest = getattr(env, "largest_token", max(map(max, batch.prompts)))
         longest = getattr(env, "longest_prompt", max(map(len, batch.prompts)))
         check_token_ids(self.bank.base.model, [largest], "tokens of prompts")
@@ -319,8 +321,8 @@ class LanguageMembers(BankMembers):
     ) -> RolloutBatch:
         """Sample one completion or conversation for each requested row, and reward it.
 
-        Row r, token t of turn k uses number `[r, t]` of the stream (seed, purpose, step, index);
-        from the second turn on, the turn's number is appended to the purpose.
+        Row r, token t of a turn uses number `[r, t]` of the stream (seed, purpose, step, index,
+        number); from the second turn on, the turn's number is appended to the purpose.
 
         Args:
             env: Provides prompts and rewards.
@@ -512,7 +514,8 @@ class LanguageMembers(BankMembers):
         single = isinstance(prompts, str) or not hasattr(prompts, "__len__")
         if single or any(isinstance(prompt, dict) for prompt in prompts):
             raise ValueError(
-                "prompts must be a list of texts or conversations. Put a single one in a list."
+                f"prompts must be a list of texts or conversations, got {shown(prompts)}. Put a"
+                " single one in a list."
             )
         settings = self.settings
         n = whole_between("n", n, 1)
@@ -574,8 +577,8 @@ class LanguageMembers(BankMembers):
         hyperparameters = learner.hyperparameters
         shortest = self.settings.min_output_tokens
         batch = as_batch(experiences, learner.slot, hyperparameters, shortest, self.device)
-        tokens = [int(batch.actions.max()), int(batch.actions.min())]
-        check_token_ids(self.bank.base.model, tokens, "completion_ids")
+        extremes = [int(batch.actions.max()), int(batch.actions.min())]
+        check_token_ids(self.bank.base.model, extremes, "completion_ids")
         # 2. A completion whose last token does not end it was truncated.
         last = batch.present.sum(1, keepdim=True).clamp(min=1) - 1
         last_tokens = batch.actions.gather(1, last)

@@ -16,8 +16,8 @@ from evogrpo.members.fast_llama.weight_layout import fast_paths_disabled
 from evogrpo.members.language.causal_model import CausalModel
 from evogrpo.records import Batch, TokenInputs
 
-MIN_SAVING = 0.95
-"""An order of rows is changed if it leaves at most this fraction of the tokens."""
+REORDER_BELOW = 0.95
+"""Another order of rows is used if it needs less than this fraction of the tokens."""
 BISECTIONS = 6
 """Steps that find the size of micro-batches on several ranks, to a 64th."""
 
@@ -143,7 +143,8 @@ def micro_batches(
 ) -> list[list[int]]:
     """Split rows into parts with a limited padded size.
 
-    Several ranks get as many parts each as they need, of about equal size.
+    With several ranks, parts are made smaller as long as no rank gets one more part. The parts are
+    then of about equal size.
 
     Args:
         groups: Rows that can be in one part, each sorted by member and prefix.
@@ -194,8 +195,8 @@ def _split_groups(groups: Sequence[Sequence[int]], sizes: RowSizes, budget: int)
         for key in (by_prefix_length, by_length):
             found = _split(sorted(group, key=key), sizes, budget)
             tokens = sum(map(sizes.padded_tokens, found))
-            # Rows of one prefix share products, so an order that separates them must save more.
-            if tokens < MIN_SAVING * fewest:
+            # Rows of one prefix share products, so an order that separates them must save enough.
+            if tokens < REORDER_BELOW * fewest:
                 best = found
                 fewest = tokens
         # 3. In each part, rows are sorted as in the group.
@@ -243,7 +244,7 @@ def distinct_prefixes(
     Returns:
         The pairs, sorted by member and then prompt; and `[n]` the index of each row's pair.
     """
-    # `unique` sorts the pairs, and says which one each row has.
+    # `unique` sorts the pairs, and returns the index of each row's pair.
     pairs = torch.stack([member_ids, prompt_ids], 1)
     distinct, pair_of_row = torch.unique(pairs, dim=0, return_inverse=True)
     return list(map(tuple, distinct.tolist())), pair_of_row

@@ -72,9 +72,8 @@ def prompt_rows(
         prompts.append(tuple(ids[mask].tolist()))
         if not prompts[-1]:
             raise ValueError(f"Prompt {number} has no tokens. Leave it out.")
-    # 2. Draw the random numbers. Greedy rows ignore theirs, but the width is the maximum length of
-    #    a completion.
-    # Outside training: one greedy completion of each prompt.
+    # 2. Draw the random numbers of groups in training, or of one greedy completion of each prompt.
+    #    Greedy rows ignore their numbers, but the width is the maximum length of a completion.
     size = 1
     temperature = 0.0
     if training:
@@ -150,10 +149,12 @@ def as_batch(
     prompts: list[tuple[int, ...]] = []
     rows: list[tuple[Tensor, Tensor]] = []
     for number, (ids, counted) in enumerate(zip(completion_ids, action_masks, strict=True)):
-        # Column 0 of a mask belongs to the second token.
         mask = counted.bool()
-        if bool((counted != mask).any()):
-            raise ValueError(f"action_masks[{number}] must contain 0 and 1 only.")
+        others = counted[counted != mask]
+        if len(others):
+            raise ValueError(
+                f"action_masks[{number}] must contain 0 and 1 only, got {others[0].item()}."
+            )
         if ids.is_floating_point():
             raise ValueError(
                 f"completion_ids[{number}] must be token ids, which are integers, got {ids.dtype}."
@@ -166,7 +167,7 @@ def as_batch(
             )
         if not bool(mask.any()):
             raise ValueError(f"action_masks[{number}] must have at least one True value, got none.")
-        # Entry i of the mask belongs to token i + 1.
+        # Column j of the mask belongs to token j + 1.
         start = int(mask.any(0).nonzero()[0]) + 1
         prompts.append(tuple(ids[0, :start].tolist()))
         same_prompt = ids[:, :start] == ids[:1, :start]
@@ -191,8 +192,7 @@ def as_batch(
         padded_masks.append(pad(counted, (0, missing)))
     actions = torch.stack(padded_ids).to(device)
     mask = torch.stack(padded_masks).to(device)
-    # 4. Build the batch.
-    # All tokens up to the last counted one are present.
+    # 4. Build the batch. All tokens up to the last counted one are present.
     columns = torch.arange(1, width + 1, device=device)
     last = (mask * columns).amax(1, keepdim=True)
     group_ids = torch.arange(len(prompts), device=device).repeat_interleave(group_size)

@@ -203,22 +203,23 @@ def check_export(folder: Path, model: nn.Module) -> int:
         model: The base model, with or without weights.
 
     Raises:
-        ValueError: If PEFT does not load one of them, by name and shape.
+        ValueError: If PEFT does not load one of the tensors, by name and shape, or adapts modules
+            without tensors.
     """
     # Names and shapes suffice: no tensor is read.
     record = json.loads((folder / CONFIG).read_text())
     with safe_open(folder / TENSORS, framework="pt") as file:
         shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118  # no mapping
     missing, adapts_others = _not_loaded_by_peft(model, shapes, record)
-    if missing or adapts_others:
-        if missing:
-            problem = f"for example {min(missing)}"
-        else:
-            problem = "it adapts other modules"
+    cause = "The adapter belongs to another base model, or was written by another version of PEFT."
+    if missing:
         raise ValueError(
             f"PEFT does not load {len(missing)} of the {len(shapes)} tensors in {folder} onto"
-            f" {class_name(model)} ({problem}). The adapter belongs to another base model, or was"
-            " written by another version of PEFT."
+            f" {class_name(model)} (for example {min(missing)}). {cause}"
+        )
+    if adapts_others:
+        raise ValueError(
+            f"PEFT adapts modules of {class_name(model)} for which {folder} has no tensors. {cause}"
         )
     return len(shapes)
 

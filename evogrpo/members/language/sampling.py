@@ -37,15 +37,15 @@ caches saved for the next turn.
 """
 CPU_ROWS = 128
 CPU_TOKENS = 16_384
-"""On a CPU, batches stop growing at this many rows or tokens: twice as many are only 6 to 10 %
-faster.
+"""On a CPU, batches stop growing at this many rows or tokens, whichever allows more rows: twice as
+many are only 6 to 10 % faster.
 """
 ROWS_OF_LOGITS = 128
 """Maximum rows whose logits exist at once."""
 COMPACT_BELOW = 0.75
 """Remove finished rows when at most this fraction is unfinished; removal copies the KV cache."""
 ALIGNED_ROWS = 8
-"""Number of rows of which accelerators prefer a multiple in matrix products."""
+"""Accelerators multiply matrices faster if their number of rows is a multiple of this."""
 CHECK_EVERY = 8
 CHECK_EVERY_ON_CPU = 1
 """Tokens between checks for finished rows. Except on a CPU, a check waits for the device."""
@@ -93,6 +93,7 @@ class AdapterSampler(AdapterStates):
 
     base: CausalModel
     end_ids: Tensor
+    # By policy version and slot, if each member has its own model.
     _own_passes: Mapping[PolicyVersion, Sequence[CausalModel]]
 
     def model_of(self, policy: PolicyVersion, slot: int) -> CausalModel:
@@ -216,16 +217,17 @@ def cached_tokens(model: CausalModel, width: int, new: int, *, keep: bool) -> tu
         free = free_memory(model.device)
     if free is None:
         return CACHED_TOKENS, CACHED_TOKENS
-    # 1. Bytes of a row. Prompts run in one pass, and are cached once more for batched products.
-    #    Without a cache, all tokens run in one pass.
+    # 1. Bytes of a row. Prompts run in one pass, and their keys and values are copied once more for
+    #    batched products. Without a cache, all tokens run in one pass.
     precision = next(model.model.parameters()).element_size()
     prompt = width
     if model.shares_prefix:
         prompt = width - new
     bytes_of_row = sampling_bytes(model.model, width + prompt, precision)
     bytes_of_row += prefill_bytes(model.model, prompt, precision)
-    # 2. Tokens that fit. Saving the caches of a batch needs two copies of it, so a quarter is for
-    #    the batch, a half for its copies, or for saved caches and the last of the copies.
+    # 2. Tokens that fit. Saving the cache of a batch copies it twice, and the second copy is kept.
+    #    So a quarter is for the batch, a quarter for the first copy, and a half for saved caches,
+    #    the second copy included.
     tokens = int(FREE_SHARE * free * width / bytes_of_row)
     batch = tokens // 4 if keep else tokens
     return 1 << max(0, batch.bit_length() - 1), tokens // 2
@@ -281,7 +283,7 @@ class _Sampler:
         self._greedy = temperature == 0
         # Greedy rows take the largest logit, at any temperature above 0.
         self._temperature = torch.where(self._greedy, 1.0, temperature)
-        # Read once, as each such question waits for a GPU.
+        # Read once, as each reading waits for a GPU.
         self._all_greedy = bool(self._greedy.all())
         self._any_greedy = bool(self._greedy.any())
         self._scaled = bool((self._temperature != 1.0).any())
@@ -440,7 +442,8 @@ class _Sampler:
             """Save the caches of some rows of `numbers`, which have been fed this many tokens."""
             if not keep:
                 return
-            # The last token of a row may not have been fed. Dropping it makes all rows equal.
+            # A token counts as cached if another one follows it: the last token of a row may not
+            # have been fed.
             real = self._present[numbers[local], 1 : fed + 1]
             cache = decoding.copy_cache(local, real)
             if cache is not None:
@@ -512,9 +515,9 @@ class _Sampler:
     def _uniform_rows(self, numbers: Tensor, live: Tensor) -> Tensor:
         """Return which rows stay so that one batched product covers all members and prompts.
 
-        Every prompt keeps as many rows, and every member as many prompts; some are finished. On an
-        accelerator, reading weights and starting kernels takes longer than the products of more
-        rows.
+        All prompts keep equally many rows, and all members equally many prompts, so some of the
+        rows are finished. On an accelerator, reading weights and starting kernels takes longer than
+        the products of more rows.
 
         Args:
             numbers: `[n]` row numbers, sorted by member and prompt.
@@ -528,7 +531,7 @@ class _Sampler:
         unfinished = live.cpu()
         counts = torch.bincount(pair_of_row, minlength=len(pairs))
         alive = torch.bincount(pair_of_row[unfinished], minlength=len(pairs))
-        # 2. Members with unfinished rows keep as many pairs: the first ones of this order.
+        # 2. Members with unfinished rows keep equally many pairs, those with most unfinished rows.
         member_of_pair = torch.tensor([slot for slot, _ in pairs])
         unfinished_members = member_of_pair[alive > 0]
         prompts = torch.bincount(unfinished_members).max()
@@ -538,7 +541,8 @@ class _Sampler:
         kept &= torch.isin(members_in_order, unfinished_members)
         pair_stays = torch.zeros(len(pairs), dtype=torch.bool)
         pair_stays[order[kept]] = True
-        # 3. Pairs keep as many rows, unfinished ones first; the total is a multiple if possible.
+        # 3. These pairs keep equally many rows, unfinished ones first. The total is a multiple of
+        #    `ALIGNED_ROWS` if possible.
         most = int(alive.max())
         largest = int(counts.max())
         while most < largest and most * int(kept.sum()) % ALIGNED_ROWS:

@@ -234,6 +234,7 @@ def activation_room(bank: "AdapterBank") -> float:
         available, _ = device_memory(str(bank.base.device))
         if available is None:
             return math.inf
+        # Weights and two moments of each member, perhaps a reference.
         vectors = 3 * bank.size
         if bank.reference is not None:
             vectors += bank.size

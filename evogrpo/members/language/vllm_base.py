@@ -56,7 +56,7 @@ def largest_rank(rank: int | None) -> int:
 def served_dtype(model: PreTrainedModel) -> torch.dtype:
     """Return the precision in which vLLM serves a base model and its adapters."""
     if is_quantised(model):
-        # It computes in bfloat16, and vLLM serves the plain model.
+        # A quantised base computes in bfloat16, and vLLM serves the plain model.
         return torch.bfloat16
     return next(model.parameters()).dtype
 
@@ -123,7 +123,7 @@ class VLLMBase:
         return folder
 
     def _keep_current(self, slots: Sequence[int]) -> None:
-        """Remove the files of the old adapters of these slots, whose new ones vLLM has."""
+        """Record the versions of these slots, and remove the files of their old adapters."""
         bank = self._connected()
         for slot in slots:
             if slot in self._versions:
@@ -228,7 +228,7 @@ class VLLMBase:
         rows: SamplingBatch,
         source: str,
     ) -> None:
-        """Check completions of prompts, and cut them behind their stop strings.
+        """Check completions of prompts, and cut them after their stop strings.
 
         Args:
             choices: One completion for each prompt.
@@ -250,7 +250,7 @@ class VLLMBase:
                     f"{source} returned the completions in another order than the prompts."
                     f" {SUPPORTED_SERVERS}"
                 )
-            # `_finish` cuts the completion, and returns False if it is none that was requested.
+            # `_finish` also cuts the completion, and sets its finish reason.
             if not _finish(choice, rows, ends, vocabulary):
                 tokens = choice.token_ids
                 places = [place for place, token in enumerate(tokens) if token in ends]
@@ -267,7 +267,7 @@ class Completions:
 
     Args:
         rows: The batch.
-        pad_id: Token behind the end of a completion.
+        pad_id: Token after the end of a completion.
         on_finished: Called with added completions; see `Sampler.sample`.
     """
 
@@ -310,7 +310,7 @@ class Completions:
 
 
 def _finish(choice: Choice, rows: SamplingBatch, ends: Sequence[int], vocabulary: int) -> bool:
-    """Cut a completion behind its first stop string, and set its finish reason.
+    """Cut a completion after its first stop string, and set its finish reason.
 
     Returns:
         False if the completion is invalid. It must end with its only end token or with a stop
@@ -339,6 +339,9 @@ def _finish(choice: Choice, rows: SamplingBatch, ends: Sequence[int], vocabulary
     if places or stopped:
         choice.finish_reason = "stop"
     if places:
+        # The first end token is the last token, and enough tokens come before it.
+        first_end = places[0]
+        is_last = first_end == len(tokens) - 1
         shortest = min(rows.min_new_tokens, longest)
-        return shortest <= places[0] == len(tokens) - 1 < longest
+        return is_last and shortest <= first_end < longest
     return stopped or len(tokens) == longest

@@ -107,7 +107,7 @@ class ColocatedVLLMSampler(VLLMBase):
                 "vLLM loads the base model itself, but its source is unknown. Load it with"
                 " evogrpo.load_base from a hub id or a folder."
             )
-        torch.cuda.empty_cache()  # nothing without CUDA
+        torch.cuda.empty_cache()  # does nothing without CUDA
         with _reported("start"):
             engine = importlib.import_module("vllm").LLM(
                 model=model,
@@ -138,7 +138,7 @@ class ColocatedVLLMSampler(VLLMBase):
             adapter = importlib.import_module("vllm.lora.request").LoRARequest
             for slot in changed:
                 folder = self._write(slot)
-                # A new number, by which vLLM knows an adapter.
+                # vLLM identifies an adapter by its number, so each version gets a new one.
                 number = next(self._numbers)
                 self._adapters[slot] = adapter(folder.name, number, str(folder))
         self._keep_current(changed)
@@ -233,7 +233,7 @@ def _torchrun_variables(bank: AdapterBank) -> Iterator[None]:
     """Set the environment variables of torchrun, which vLLM reads, and restore them."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    # Without torchrun, this is the only process, and any free port serves.
+    # Without torchrun, this is the only process, and any free port will do.
     variables = {
         "RANK": str(bank.processes.rank),
         "WORLD_SIZE": str(bank.processes.size),

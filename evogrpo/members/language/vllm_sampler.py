@@ -107,9 +107,13 @@ class VLLMSampler(VLLMBase):
             raise ValueError(f"timeout must be a positive number of seconds, got {seconds}.")
         urls: Sequence[Any] = url if isinstance(url, list | tuple) else [url]
         self._servers = [Server(each, seconds) for each in urls]
-        different = {server.url for server in self._servers}
-        if not urls or len(different) < len(urls):
-            raise ValueError(f"url must be one address or several different ones, got {len(urls)}.")
+        if not urls:
+            raise ValueError("url must contain at least one address, got none.")
+        different = set[str]()
+        for server in self._servers:
+            if server.url in different:
+                raise ValueError(f"url must contain each address once, got {server.url} twice.")
+            different.add(server.url)
         super().__init__(adapters_dir)
 
     def connect(self, bank: AdapterBank) -> None:

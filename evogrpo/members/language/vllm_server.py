@@ -100,7 +100,8 @@ class Server:
         self.url = url.rstrip("/")
         self.base = ""
         self._timeout = timeout
-        # When the server last answered: while it does, requests that it has not got to are waiting.
+        # Time of the latest answer. While the server answers other calls, a call without an answer
+        # is only waiting for its turn.
         self._answered = -math.inf
         self._address = urllib.parse.urlsplit(self.url)
         # 2. Read the key. http.client would show an invalid one in its error.
@@ -233,7 +234,8 @@ class Server:
                         raise http.client.IncompleteRead(b"", response.length)
             finally:
                 done.set()
-        # 4. Check time and size. Without a length in the header, a shut down looks like an end.
+        # 4. Check time and size. Without a length in the header, the end that `_watch` makes looks
+        #    like the end of the answer.
         if expired.is_set():
             raise TimeoutError("the answer was not complete in time")
         if len(content) > limit and status == http.HTTPStatus.OK:

@@ -130,7 +130,7 @@ class StackedBank(StackedTrainStates):
         return SampledActions(actions=actions, log_probs=log_probs)
 
     def _layouts(self, purpose: str, slots: IntArray, *, base: bool) -> Layouts:
-        """Lay items out by stack and member; under the base policy all are items of one member.
+        """Lay items out by stack and member; under the base policy all belong to one member.
 
         Environments and optimizer steps often repeat the same slots, so the latest layouts of each
         purpose are cached.
@@ -343,11 +343,10 @@ class StackedBank(StackedTrainStates):
         if slots is not None and len(slots) < self.size:
             included &= np.isin(member_ids, list(slots))
         rows = np.flatnonzero(included)
-        # 2. Compute the number of parts: bytes of all float32 values, divided by the memory and
-        #    rounded up.
+        # 2. Compute the number of parts from the bytes of all float32 values.
         values = max(stack.network.values_per_observation for stack in self.stacks)
         needed = 4 * values * int(counts[rows].sum())
-        parts = min(len(rows), -(-needed // self.memory))
+        parts = min(len(rows), math.ceil(needed / self.memory))
         # 3. Every part takes each `parts`-th row of those sorted by member, so it has rows of all
         #    members, and the batched products stay full.
         if parts > 1:
@@ -435,7 +434,7 @@ class StackedBank(StackedTrainStates):
         if batch.inputs.action_masks is not None:
             legal = take(batch.inputs.action_masks).to(outputs.device)
 
-        # 2. Apply both to the parameters of the policy, and of the reference.
+        # 2. Apply temperatures and masks to the parameters of the policy, and of the reference.
         def adjusted(parameters: Tensor) -> Tensor:
             """Return parameters at the temperatures, with illegal actions masked."""
             if temperature is not None:
@@ -452,7 +451,7 @@ class StackedBank(StackedTrainStates):
         )
         if reference is None:
             return [log_probs, entropies]
-        # A second copy of the policy's parameters: each use has its own gradient.
+        # Adjusted again: the gradients of the two uses are added up at `outputs` only.
         first = adjusted(outputs)
         second = adjusted(take(reference).to(outputs.device))
         if reverse_kl:

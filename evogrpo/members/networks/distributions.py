@@ -163,6 +163,7 @@ class Categorical(Distribution):
         # 1. Logits [o, m]: sums over a short first axis are faster.
         rows = np.arange(len(outputs))
         logits = np.ascontiguousarray(outputs.T)
+        # Log-probabilities of most likely actions are those at temperature 1.
         if uniforms is None:
             temperature = None
         greedy, divisor = _greedy_and_divisor(temperature)
@@ -528,9 +529,9 @@ class Product(Distribution):
         """Return KL(first || second); see `Distribution`."""
         divergences = []
         for part in self._parts:
-            own = first[:, part.outputs]
-            other = second[:, part.outputs]
-            divergences.append(part.distribution.kl(own, other))
+            first_part = first[:, part.outputs]
+            second_part = second[:, part.outputs]
+            divergences.append(part.distribution.kl(first_part, second_part))
         return _sum(divergences)
 
 

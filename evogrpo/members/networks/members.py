@@ -115,7 +115,7 @@ class NetworkMembers(BankMembers):
             )
         super().__init__({name: policy.bank for name, policy in self.policies.items()})
         self.processes = Processes()
-        # Several agents have no space in common.
+        # Several agents have one space each; see `mapping`.
         self.observation_space = None
         self.action_space = None
         if self._single:
@@ -128,7 +128,7 @@ class NetworkMembers(BankMembers):
         return next(iter(self.policies.values())).custom
 
     def _spaces(self) -> dict[str, Any]:
-        """Return the spaces of a single agent, or by agent, by the constructor's argument."""
+        """Return the constructor arguments of agents that are spaces, or dicts of them by agent."""
         if self._single:
             return {"observation_space": self.observation_space, "action_space": self.action_space}
         return {
@@ -226,7 +226,7 @@ class NetworkMembers(BankMembers):
     def evaluate(self, env: Any, request: EvaluationRequest) -> tuple[FloatArray, tuple[int, ...]]:
         """Play held-out starts, sampled at temperature 1 or greedy.
 
-        Rewards are undiscounted returns or the score.
+        Rewards are the fitness of each episode: by default the sum of all agents' returns.
 
         Returns:
             `[n]` raw task rewards in the order of `EvaluationRequest.start_ids`, float64; NaN = no
@@ -462,7 +462,10 @@ class NetworkMembers(BankMembers):
             masks = () if own_masks is None else (own_masks,)
             experiences = (observations, *experiences[1:], *masks)
         batch, observed = as_step_batch(experiences, learner, self.policies[DEFAULT_POLICY])
-        return {DEFAULT_POLICY: batch}, () if observed is None else ({DEFAULT_POLICY: observed},)
+        experience = {DEFAULT_POLICY: batch}
+        if observed is None:
+            return experience, ()
+        return experience, ({DEFAULT_POLICY: observed},)
 
     # ---- the networks
 
@@ -503,9 +506,9 @@ class NetworkMembers(BankMembers):
         `architecture` has the form of `propose_architecture`: with several policies, {name of the
         policy: fields}.
         """
-        ((name, fields),) = (
-            ((DEFAULT_POLICY, architecture),) if self._single else architecture.items()
-        )
+        if self._single:
+            architecture = {DEFAULT_POLICY: architecture}
+        ((name, fields),) = architecture.items()
         self.policies[name].change_architecture(slot, fields, rng)
 
     # ---- checkpoints
@@ -516,14 +519,14 @@ class NetworkMembers(BankMembers):
         Spaces are lists of pairs to keep the order of agents, which policies follow.
         """
         module = self._module
-        pairs = {
-            name: [
-                [agent, space_to_json(space)]
-                for agent, space in getattr(self.mapping, name).items()
-            ]
-            for name in ("observation_spaces", "action_spaces")
-        }
-        return {**pairs, "module": None if module is None else type(module).__qualname__}
+        record: dict[str, Any] = {}
+        for name in ("observation_spaces", "action_spaces"):
+            by_agent = getattr(self.mapping, name)
+            record[name] = [[agent, space_to_json(space)] for agent, space in by_agent.items()]
+        record["module"] = None
+        if module is not None:
+            record["module"] = type(module).__qualname__
+        return record
 
     def shared_tensors(self) -> dict[str, Tensor]:
         """Return the initial weights and buffers of the user's module, by name."""
@@ -561,11 +564,13 @@ class NetworkMembers(BankMembers):
         action_spaces = spaces_by_agent["action_spaces"]
         # 2. Read the settings and map agents to policies.
         if record["kind"] == "joint":
-            if accelerator is not None or actor_network is not None:
-                raise ValueError(
-                    "accelerator and actor_network are not available for several agents. Leave them"
-                    " out."
-                )
+            arguments = {"accelerator": accelerator, "actor_network": actor_network}
+            for name, argument in arguments.items():
+                if argument is not None:
+                    raise ValueError(
+                        f"{name} is not available for several agents, got {class_name(argument)}."
+                        " Leave it out."
+                    )
             settings: NetworkSettings = validate(JointSettings, record["settings"])
             assert isinstance(settings, JointSettings)
             mapping = map_policies(

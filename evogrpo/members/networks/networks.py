@@ -78,7 +78,7 @@ class ObservationEncoder:
         Raises:
             ValueError: If the observations do not fit the space.
         """
-        # Numbers of the user, checked against the space and split into its leaves.
+        # The observations are checked against the space, and split into its leaves.
         vectors = []
         images = []
         tree = preprocess_observation(observations, self.space, device)
@@ -467,7 +467,9 @@ class DefaultNetwork:
 
 
 _CHECKED_ROWS = 64
-"""Rows for which a user's module is checked: in some, a row depends on others in larger batches."""
+"""Rows for which a user's module is checked: in some modules, a row depends on others in larger
+batches only.
+"""
 
 
 class ModuleNetwork:
@@ -563,7 +565,7 @@ class ModuleNetwork:
                 f"actor_network must be differentiable, but the output of {self.name} requires no"
                 " gradient. Remove no_grad and detach from its forward."
             )
-        # 4. Check that nothing but the observation of a row decides about its output.
+        # 4. Check that the output of a row depends on its observation only.
         after = dict(self.module.named_buffers())
         changed = []
         for name, value in buffers.items():

@@ -148,10 +148,11 @@ def as_step_batch(
     # 1. Check masks and rewards.
     observations, actions, masks, rewards, *further = _checked_parts(experiences)
     flags = np.asarray(masks)
-    if not np.isin(flags, (0, 1)).all():
+    others = flags[~np.isin(flags, (0, 1))]
+    if len(others):
         raise ValueError(
-            "action_masks must contain 0 and 1 only, got other numbers. The order is (observations,"
-            " actions, action_masks, rewards)."
+            f"action_masks must contain 0 and 1 only, got {shown(others[0])}. The order is"
+            " (observations, actions, action_masks, rewards)."
         )
     present = flags.astype(np.bool_)
     earned = np.asarray(rewards, dtype=np.float64)
@@ -319,6 +320,11 @@ def _legal(
     values = chosen.reshape(len(rows), -1)[:, maskable].astype(np.int64)
     starts = np.cumsum((0, *sizes[:-1]))
     columns = values + starts
-    if not np.take_along_axis(legal, columns, axis=1)[steps].all():
-        raise ValueError("An action was not legal. Pass the masks that get_action was called with.")
+    is_legal = np.take_along_axis(legal, columns, axis=1).all(axis=1)
+    illegal = np.argwhere(present & ~is_legal.reshape(present.shape))
+    if len(illegal):
+        raise ValueError(
+            f"actions{illegal[0].tolist()} is not legal by the masks in experiences[4]. Pass the"
+            " masks that get_action was called with."
+        )
     return legal.reshape(*chosen.shape[:2], -1)

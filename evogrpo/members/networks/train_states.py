@@ -233,7 +233,7 @@ class Stack:
 
     def _select(self, name: str, rows: IntArray) -> tuple[Tensor, Parameters]:
         """Return some members' rows `[q, k]` and parameters: views of all, copies of fewer."""
-        # Rows are sorted, so as many rows as members are all of them.
+        # Rows are distinct and sorted: as many rows as members are those of all members, in order.
         matrix = self.tensors[name]
         if len(rows) == len(matrix):
             return matrix, self._views[name]
@@ -336,8 +336,8 @@ class StackedTrainStates:
         count = _size(shapes)
         copies = size * (4 + int(own_reference)) + 2
         what = (
-            f"the networks of {size} members with {count:,} weights each: use fewer, or smaller"
-            " layers"
+            f"the networks of {size} members with {count:,} weights each. Use fewer members, or"
+            " smaller layers."
         )
         check_allocation(4 * count * copies, self.device, what)
         # 3. Build the train state of a new member.
@@ -442,12 +442,10 @@ class StackedTrainStates:
     # ---- states
 
     def inherit(self, parents: Sequence[int | None]) -> None:
-        """Copy the train state of slot parents[i] to slot i, all at once.
-
-        None = a fresh initialisation.
+        """Copy the train state of slot `parents[i]` to slot i, all at once; None = a new member.
 
         Raises:
-            ValueError: If `parents` does not name one existing slot (or None) per slot.
+            ValueError: If `parents` is not one existing slot (or None) per slot.
         """
         check_parents(parents, self.size)
         self._rebuild_stacks(
@@ -477,11 +475,10 @@ class StackedTrainStates:
         """
         stack, row = self.locate(slot)
         example = self.state(slot)
-        # 1. Check the architecture.
+        # 1. Check the architecture. Its bytes may be missing, or anything else.
         architecture = state.get("architecture", torch.empty(0))
         try:
             config = self._decoded(architecture)
-        # Other bytes, or no bytes at all.
         except (ValueError, TypeError, RecursionError) as error:
             raise ValueError(f"train state 'architecture' is damaged: {error}") from error
         changed = architecture.tolist() != example["architecture"].tolist()
@@ -564,14 +561,14 @@ class StackedTrainStates:
             lrs: list[float | None] = []
             max_norms = []
             for slot in stack.slots:
-                own = hyperparameters.get(slot)
-                if own is None:
+                values = hyperparameters.get(slot)
+                if values is None:
                     lrs.append(None)
                     max_norms.append(math.inf)
                 else:
                     factor = settings.factor(self._steps[slot])
-                    lrs.append(own.lr * factor)
-                    max_norms.append(own.max_grad_norm)
+                    lrs.append(values.lr * factor)
+                    max_norms.append(values.max_grad_norm)
             # 2. Clip the gradients and take AdamW steps.
             norms = clipped_adamw_steps_(
                 stack.tensors["weights"],
