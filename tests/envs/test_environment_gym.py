@@ -669,7 +669,7 @@ def test_static_and_class_methods_are_tools():
 
 def test_the_error_of_a_made_up_argument_names_those_of_the_schema():
     class Search(Counter):
-        def find(self, what: str, **others) -> str:
+        def find(self, what: str, **others: str) -> str:
             """Find a text.
 
             Args:

@@ -50,11 +50,11 @@ def tool_schema(function: Tool) -> Schema:
         schema: Schema = get_json_schema(function)
     except Exception as error:  # transformers raises several classes without a common base
         name = getattr(function, "__qualname__", repr(function))
-        rule = (
-            "A tool needs type hints and a docstring with Args. Names of other methods start with"
-            " an underscore."
-        )
-        raise ValueError(f"{name} cannot be a tool: {error} {rule}") from error
+        reason = str(error).strip().removesuffix(".")
+        raise ValueError(
+            f"{name} cannot be a tool: {reason}. A tool needs type hints and a docstring with Args."
+            " Names of other methods start with an underscore."
+        ) from error
     return schema
 
 
