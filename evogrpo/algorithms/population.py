@@ -18,7 +18,7 @@ from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.search_space import HyperparameterConfig, check_group_size
 from evogrpo.config.task_settings import SettingValue, TaskSettings
 from evogrpo.distributed import ProcessError, Processes
-from evogrpo.envs.protocol import GroupEnvironment, Split, supporting
+from evogrpo.envs.protocol import GroupEnvironment, Split, require_task_settings
 from evogrpo.evolution.fitness import GREEDY_EVALUATION, Fitness
 from evogrpo.evolution.history import NETWORK, Generation, History, MemberRecord
 from evogrpo.evolution.plan import Plan
@@ -466,7 +466,7 @@ def check_settings(
     if not values:
         return
     listed = {name: tuple(each) for name, each in values.items()}
-    supporting(env, values).check_settings(listed)
+    require_task_settings(env, values).check_settings(listed)
 
 
 def _mean_group_rewards(sampled: RolloutBatch, settings: int) -> dict[int, dict[int, float]]:

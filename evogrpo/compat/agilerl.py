@@ -16,7 +16,7 @@ NETWORKS = ("actor", "base")
 """Networks of an agent: the one that learns, and the untrained one."""
 
 WEIGHTS = ("adapter", "weights", "architecture")
-"""Names of a policy's tensors in train states; all others belong to the optimizer."""
+"""Names of the tensors of a train state that make up the network."""
 
 
 @dataclass(frozen=True)

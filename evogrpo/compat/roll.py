@@ -205,7 +205,7 @@ def _read(values: Mapping[str, Any]) -> Translation:
         section_values = None
         if isinstance(role_values, Mapping):
             section_values = role_values.get(name)
-            # Other keys of a role are about machines.
+            # Their values are not read, so the reason takes their place.
             for key in role_values.keys() - {name}:
                 given[f"{role}.{key}"] = _INFRASTRUCTURE
                 ignored[f"{role}.{key}"] = _INFRASTRUCTURE

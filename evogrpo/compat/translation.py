@@ -209,7 +209,6 @@ class Translation:
             (Optimizer, arguments["optimizer"]),
             (SamplingOptions, sampling),
         ]
-        # One by one, so that each problem is found.
         records += [(Hyperparameters, {name: value}) for name, value in hyperparameters.items()]
         built = []
         problems = list(dict.fromkeys(self.refused))

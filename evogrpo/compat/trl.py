@@ -147,7 +147,7 @@ UNSUPPORTED: Unsupported = {
     "vllm_structured_outputs_regex": ((None,), "sampling is not constrained by a grammar"),
     "vllm_guided_decoding_regex": ((None,), "sampling is not constrained by a grammar"),
     "router_aux_loss_coef": ((None, 0), "there is no auxiliary loss"),
-    "max_tool_calling_iterations": ((None,), "there are no tool calls"),
+    "max_tool_calling_iterations": ((None,), "set max_turns of the task to this number plus 1"),
     "neftune_noise_alpha": ((None, 0), "embeddings get no noise"),
     "off_policy_mask_threshold": ((None,), "samples come from the current policy"),
     "use_adaptive_entropy": ((False,), "the entropy coefficient is fixed or evolves"),
@@ -266,7 +266,7 @@ def from_trl(source: object) -> Imported:
     trl.check(UNSUPPORTED, dict.fromkeys(sorted(infrastructure), reason))
     reason = "memory is bounded by micro_batch_tokens, with the same results"
     trl.ignore(reason, *GRADIENT_CHECKPOINTING)
-    trl.ignore("sampling does not use vLLM", "use_vllm")
+    trl.ignore("set sampler to sample with vLLM", "use_vllm")
     # 2. Translate the fields that depend on each other; fields with a target in `FIELDS` follow.
     samples, batch = _batch(trl)
     objective = {**_objective(trl), **_importance(trl)}
@@ -285,7 +285,8 @@ def from_trl(source: object) -> Imported:
 def _given_fields(source: object) -> dict[str, Any]:
     """Return fields by name.
 
-    Of a GRPOConfig only those that are translated, not the default, or checkpointing.
+    Of a GRPOConfig: all that are translated, those that differ from their default, and gradient
+    checkpointing.
     """
     if isinstance(source, Mapping):
         return dict(source)
@@ -300,9 +301,9 @@ def _given_fields(source: object) -> dict[str, Any]:
         else:
             default = field.default_factory()
         value = getattr(source, field.name)
-        # Checkpointing is on by default in TRL and costs time. It is listed as ignored.
-        costs_time = field.name in GRADIENT_CHECKPOINTING and value
-        if field.name in FIELDS or value != default or costs_time:
+        # On by default in TRL. It costs time there, so that it is listed as ignored here.
+        is_checkpointing = field.name in GRADIENT_CHECKPOINTING and value
+        if field.name in FIELDS or value != default or is_checkpointing:
             values[field.name] = value
     return values
 
@@ -387,11 +388,16 @@ def _batch(trl: Translation) -> tuple[int, int]:
     # each process.
     micro, rest = divmod(generation, steps)
     batch = micro * accumulation
-    if rest or batch > generation:
+    if rest:
         trl.refuse(
             "generation_batch_size",
-            f"({generation}) must be a multiple of steps_per_generation ({steps}) and at least one"
-            f" optimizer step, got gradient_accumulation_steps {accumulation}: lower it",
+            f"must be a multiple of steps_per_generation {steps}, got {generation}",
+        )
+    elif batch > generation:
+        trl.refuse(
+            "gradient_accumulation_steps",
+            f"must be at most steps_per_generation {steps}, got {accumulation}: an optimizer step"
+            f" would need more than the {generation} samples of a generation batch",
         )
     return generation, batch
 

@@ -31,10 +31,9 @@ from evogrpo.envs.source_code import (
 from evogrpo.text import class_name
 from evogrpo.warnings import warn
 
-_DECORATED = (
-    *(staticmethod, classmethod, property),
-    *(functools.cached_property, type(functools.lru_cache(len))),
-)
+_LruCache = type(functools.lru_cache(len))
+_DECORATED = (staticmethod, classmethod, property, functools.cached_property, _LruCache)
+"""Types of decorated methods in a class."""
 _CODE_STATEMENTS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
 """Statements that bind code, which is described by its value."""
 
@@ -160,9 +159,8 @@ class _Description:
         elif isinstance(value, tuple):
             for item in value:
                 self.add(item)
-        # 2. Code is described once. It may refer to itself.
+        # 2. Code is described once. It may refer to itself, or to code that is being described.
         elif not self._is_new(value):
-            # Described already, or being described: values may refer to each other.
             self.texts.append("again")
         elif isinstance(value, functools.partial):
             self.texts.append(canonical([value.args, value.keywords]))
@@ -307,7 +305,6 @@ class _Description:
             statements = bindings(module).get(name, statements)
         # A name that no statement binds comes from one of the `from ... import *`.
         if not statements:
-            statements = []
             for module in modules:
                 statements += bindings(module).get("*", ())
         # 2. Describe them. A variable's value is not read, since it may change during a run.

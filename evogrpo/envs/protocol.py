@@ -14,7 +14,7 @@ from evogrpo.config.task_settings import NO_SETTINGS, SettingValue, TaskSettings
 from evogrpo.randomness import generator
 from evogrpo.text import class_name, short_repr
 
-if TYPE_CHECKING:  # verifier workers must not import torch
+if TYPE_CHECKING:  # `evogrpo.records` imports torch, which takes seconds
     from evogrpo.records import Conversation
 
 Split = Literal["train", "validation", "test"]
@@ -187,7 +187,8 @@ def select_starts_for(
 ) -> tuple[int, ...]:
     """Return the training starts of a member with these task settings."""
     if settings.group("data_weights"):
-        return supporting(env, settings).select_starts(step, count, starts_per_step, settings)
+        supporting = require_task_settings(env, settings)
+        return supporting.select_starts(step, count, starts_per_step, settings)
     return env.select_starts(step, count, starts_per_step)
 
 
@@ -197,15 +198,20 @@ def make_batch_for(
     """Return a batch of starts, each with the task settings at its position."""
     if any(settings):
         names = chain.from_iterable(settings)
-        return supporting(env, names).make_batch(split, starts, settings)
+        supporting = require_task_settings(env, names)
+        return supporting.make_batch(split, starts, settings)
     return env.make_batch(split, starts)
 
 
-def supporting(env: object, names: Iterable[str]) -> SupportsTaskSettings:
-    """Return the environment, for members that have these task settings.
+def require_task_settings(env: object, names: Iterable[str]) -> SupportsTaskSettings:
+    """Return the environment if it supports task settings.
+
+    Args:
+        env: The environment.
+        names: Full names of the members' task settings, for the message.
 
     Raises:
-        ValueError: If it has no task settings.
+        ValueError: If it does not support task settings.
     """
     if isinstance(env, SupportsTaskSettings):
         return env
@@ -237,7 +243,7 @@ class SupportsDate(Protocol):
         """Date and time in the prompts, in ISO format; None if they contain none."""
 
     def set_date(self, date: str) -> None:
-        """Build the prompts again with another date, that of the start of a resumed run."""
+        """Build the prompts again with another date: a resumed run keeps the date of its start."""
 
 
 @runtime_checkable
@@ -287,13 +293,17 @@ def shuffled_starts(
     Raises:
         ValueError: If an argument is out of range.
     """
-    if size < 1 or step < 0 or not 1 <= count <= starts_per_step:
-        raise ValueError(
-            f"size, step, count or starts_per_step is out of range, got {size}, {step}, {count},"
-            f" {starts_per_step}."
-        )
+    if size < 1:
+        raise ValueError(f"size must be at least 1, got {size}.")
+    if step < 0:
+        raise ValueError(f"step must be at least 0, got {step}.")
+    if not 1 <= count <= starts_per_step:
+        raise ValueError(f"count must be in [1, starts_per_step={starts_per_step}], got {count}.")
     # Positions in the endless order; `size` of them are one pass.
-    positions = range(step * starts_per_step, step * starts_per_step + count)
-    return tuple(
-        int(_shuffled(seed, size, position // size)[position % size]) for position in positions
-    )
+    first = step * starts_per_step
+    starts = []
+    for position in range(first, first + count):
+        number_of_pass, position_in_pass = divmod(position, size)
+        order = _shuffled(seed, size, number_of_pass)
+        starts.append(int(order[position_in_pass]))
+    return tuple(starts)

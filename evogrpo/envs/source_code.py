@@ -18,13 +18,13 @@ FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 
 _PURE_CALLS = (
-    *("bool", "float", "frozenset", "int", "len", "max", "min"),
-    *("re.compile", "round", "str", "sum", "tuple"),
-    *("field", "Field", "dataclasses.field", "pydantic.Field"),
-)
+    "bool", "float", "frozenset", "int", "len", "max", "min", "re.compile", "round", "str", "sum",
+    "tuple", "field", "Field", "dataclasses.field", "pydantic.Field",
+)  # fmt: skip
 """Calls whose result depends on their arguments alone, and declarations of fields."""
 
 _IMPURE = (ast.Lambda, ast.comprehension, ast.Await, ast.Yield, ast.YieldFrom, ast.NamedExpr)
+"""Expressions that are never taken for constants."""
 
 
 @lru_cache(maxsize=256)
@@ -300,12 +300,13 @@ def constant_attributes(classes: Iterable[ast.AST]) -> list[str]:
                 of_arguments = names_from_arguments(statement)
                 given |= of_arguments
                 changing |= stored_names(statement) - of_arguments
+            # 2. Annotated names, unless the default is a call that may depend on the time or the
+            #    process.
             elif isinstance(statement, ast.AnnAssign):
-                # The default may be a call that depends on the time or the process.
                 if statement.value is None or is_constant(statement.value, frozenset()):
                     given |= {f".{name}" for name in stored_names(statement)}
+            # 3. Other methods, and attributes that they set on any object.
             else:
-                # 2. Other methods, and attributes that they set on any object.
                 changing |= stored_names(statement)
     constant = given - changing
     return sorted(name[1:] for name in constant if name.startswith("."))

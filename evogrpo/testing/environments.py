@@ -80,14 +80,14 @@ class GroupEnvironmentTestCase(ABC):
         assert all(env.size(split) >= 2 for split in SPLITS)
         assert env.size("train") >= 8
 
-    def test_smaller_counts_deal_a_prefix_of_the_block(self, env: Any) -> None:
+    def test_smaller_counts_select_a_prefix_of_the_starts(self, env: Any) -> None:
         for step in (3, 0, 1):
             starts = env.select_starts(step, 7, 7)
             assert all(0 <= start < env.size("train") for start in starts)
             for count in (5, 1, 7):
                 assert env.select_starts(step, count, 7) == starts[:count]
 
-    def test_deal_does_not_depend_on_earlier_calls(self, env: Any) -> None:
+    def test_selected_starts_do_not_depend_on_earlier_calls(self, env: Any) -> None:
         fresh = self.make_env()
         expected = fresh.select_starts(2, 4, 4)
         for step in range(4):
@@ -107,8 +107,8 @@ class GroupEnvironmentTestCase(ABC):
         starts = {each.select_starts(0, 8, 8) for each in (env, *others)}
         assert len(starts) > 1
         if isinstance(env, SupportsFingerprint):
-            own = dict(env.fingerprint())
-            assert all(dict(each.fingerprint()) != own for each in others)
+            fingerprint = dict(env.fingerprint())
+            assert all(dict(each.fingerprint()) != fingerprint for each in others)
 
     def test_equal_environments_have_equal_fingerprints(self, env: Any) -> None:
         env.make_batch("validation", [0])  # must not change it
@@ -122,7 +122,7 @@ class GroupEnvironmentTestCase(ABC):
         assert isinstance(equal, SupportsFingerprint)
         assert dict(env.fingerprint()) == dict(equal.fingerprint()) == fingerprint
 
-    def test_open_is_reproducible(self, env: Any) -> None:
+    def test_batches_are_reproducible(self, env: Any) -> None:
         fresh = self.make_env()
         for split in SPLITS:
             starts = self.sample_starts(env, split)
@@ -202,7 +202,7 @@ class PromptEnvironmentTestCase(GroupEnvironmentTestCase):
         return found
 
     def conversations(self, env: Any) -> tuple[PromptBatch, list[Conversation]]:
-        """Open 4 starts and complete 3 conversations for each."""
+        """Make a batch of 4 starts, and complete 3 conversations for each."""
         batch = env.make_batch("train", range(4))
         start_of_row = np.repeat(range(4), 3).tolist()
         found = self.converse(env, batch, start_of_row, range(12))
@@ -301,8 +301,8 @@ class PromptEnvironmentTestCase(GroupEnvironmentTestCase):
                 # Without the padding, whose width depends on the other rows.
                 steps.append((given.tolist(), row[given].tolist()))
         return [
-            (row.tobytes(), text, str(own))
-            for row, text, own in zip(values, scores.completions, steps, strict=True)
+            (row.tobytes(), text, str(steps_of_row))
+            for row, text, steps_of_row in zip(values, scores.completions, steps, strict=True)
         ]
 
 
@@ -359,8 +359,9 @@ class PseudoRandomActor:
         space: Any = self.space
         if isinstance(space, spaces.Dict | spaces.Tuple):
             parts = []
-            for leaf, own in zip(leaf_spaces(space), masks_of_parts(space, mask), strict=True):
-                chosen = PseudoRandomActor(leaf).choose(mixed, m, own)
+            pairs = zip(leaf_spaces(space), masks_of_parts(space, mask), strict=True)
+            for leaf, mask_of_leaf in pairs:
+                chosen = PseudoRandomActor(leaf).choose(mixed, m, mask_of_leaf)
                 parts.append(chosen.reshape(m, -1))
             return np.concatenate(parts, axis=1).astype(np.float32)
         expanded = mixed.reshape(m, *[1] * len(space.shape))
@@ -458,23 +459,25 @@ class PlayedEnvironmentTestCase(GroupEnvironmentTestCase):
         # 2. Collect the values of each row without padding, as bytes, which compare exactly.
         parts: list[list[Any]] = [[] for _ in members]
         first_of: list[list[Any]] = [[] for _ in members]
-        for policy, own in played.episodes.items():
+        for policy, episodes in played.episodes.items():
             spec = mapping.specs[policy]
-            leaves = flatten(spec.observation_space, own.observations)
-            for number, row in enumerate(own.rows.tolist()):
-                here = own.present[number]
-                if not here.any():
+            leaves = flatten(spec.observation_space, episodes.observations)
+            rewards = (episodes.own_rewards, episodes.team_rewards)
+            columns = (*leaves, episodes.actions, episodes.log_probs, *rewards)
+            for number, row in enumerate(episodes.rows.tolist()):
+                present = episodes.present[number]
+                if not present.any():
                     continue
-                columns = (*leaves, own.actions, own.log_probs, own.own_rewards, own.team_rewards)
-                values = [column[number][here].tobytes() for column in columns]
-                ended = bool(own.terminated[number])
-                cut = bool(own.truncated[number])
-                steps = tuple(np.flatnonzero(here).tolist())
-                parts[row].append((own.agents[number], steps, *values, ended, cut))
+                agent = episodes.agents[number]
+                values = [column[number][present].tobytes() for column in columns]
+                terminated = bool(episodes.terminated[number])
+                truncated = bool(episodes.truncated[number])
+                steps = tuple(np.flatnonzero(present).tolist())
+                parts[row].append((agent, steps, *values, terminated, truncated))
                 # Agents that act right after the reset see the first observation.
-                if here[0]:
+                if present[0]:
                     first = [leaf[number, 0].tobytes() for leaf in leaves]
-                    first_of[row].append((own.agents[number], *first))
+                    first_of[row].append((agent, *first))
         earned = [tuple(sorted(returns.items())) for returns in played.returns]
         return [
             PlayedRow(first=tuple(first_of[row]), steps=(*parts[row], earned[row]))

@@ -171,9 +171,9 @@ class MembersTestCase(ABC):
         for slot, report in reports.items():
             assert report.failed is None
             assert len(report.advantages) >= SAMPLES_PER_STEP
-            changed = population.members.state(slot)
-            own_before = before[slot]
-            assert any(not torch.equal(changed[name], own_before[name]) for name in changed)
+            after = population.members.state(slot)
+            state_before = before[slot]
+            assert any(not torch.equal(after[name], state_before[name]) for name in after)
 
     def test_learning_together_equals_learning_alone(self) -> None:
         population = self.trained()

@@ -137,11 +137,11 @@ def with_robust_uniforms(
     uniforms = rows.uniforms.clone()
     plain = replace(rows, keep=False, kept=None, kept_rows=None)
     left = torch.arange(len(rows))
-    apart = torch.tensor([-LOG_PROB_ERROR / 2, LOG_PROB_ERROR / 2])
+    smaller_and_larger = torch.tensor([-LOG_PROB_ERROR / 2, LOG_PROB_ERROR / 2])
     # Sample each row with a slightly smaller and a slightly larger uniform. If the completions
     # differ, a boundary is near: choose another uniform.
     for _ in range(50):
-        shifts = apart.repeat_interleave(len(left))[:, None]
+        shifts = smaller_and_larger.repeat_interleave(len(left))[:, None]
         moved = uniforms[left].repeat(2, 1) + shifts
         both = plain.select(left.repeat(2))
         both = replace(both, uniforms=moved.clamp(0.0, 1.0 - 1e-7))
@@ -268,8 +268,8 @@ class SamplerTestCase(ABC):
         assert torch.equal(lengths, expected.present.sum(1)[order])
         assert torch.equal(rollout.truncated, expected.truncated[order])
         width = int(lengths.max())
-        own = rollout.actions[:, :width]
-        assert torch.equal(own, expected.actions[order, :width])
+        actions = rollout.actions[:, :width]
+        assert torch.equal(actions, expected.actions[order, :width])
 
     # ---- completions
 
@@ -411,7 +411,7 @@ class SamplerTestCase(ABC):
     def turns(self, sampler: Sampler, **options: Any) -> tuple[SamplingBatch, Rollout]:
         """Sample a turn, add replies, and sample a second turn from the kept caches.
 
-        Return it and its rows.
+        Return the rows and the rollout of the second turn.
         """
         rows = replace(self.rows(**options), keep=True)
         second = next_turn(rows, sampler.sample(rows), example_replies(rows, 0))

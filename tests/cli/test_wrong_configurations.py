@@ -194,9 +194,9 @@ project     | task.reward=missing.py:score             | no file
 project     | task.reward=rewards                      | "path.py:function"
 project | task.reward=no_such_module:f | loading no_such_module raised ModuleNotFoundError
 project     | task.form=trl                            | must have the columns
-project     | search_space.task.style.choices=[a, b]   | Nothing reads; task.style
+project     | search_space.task.style.choices=[a, b]   | reads the setting; task.style
 project     | search_space.task.style.choices=[a, b] task.system_prompt="{stile}"
-  | Nothing reads; {stile}; {style}
+  | reads the setting; {stile}; {style}
 project     | search_space.reward_weights.scor.choices=[0, 1] | 'scor': did you mean 'score'?
 project     | search_space.data_weights.a.choices=[0, 1] | data_column
 project     | task.settings={style: a} search_space.task.stile.choices=[a, b] | task.stile

@@ -74,6 +74,11 @@ def test_partial_credit(completion, digits, near):
     assert closeness(completion, "579", "") == pytest.approx(near)
 
 
+def test_a_number_too_long_for_a_float_has_no_credit():
+    digits = "9" * 400
+    assert right_digits(digits, "579", "") == closeness(digits, "579", "") == 0
+
+
 def test_sequences_are_arithmetic_and_distinct():
     rows = sequence_questions(0)
     seen = set()

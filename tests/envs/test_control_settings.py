@@ -142,8 +142,10 @@ def test_environments_of_gymnasium_with_options_are_not_native():
     assert not env.native
     first = play_rows(env, ALWAYS_RIGHT, [0], [0], [0]).observations[0, 0]
     assert ((first >= 0.01) & (first <= 0.02)).all()
-    with pytest.raises(ValueError, match="vectorization"):
+    with pytest.raises(ValueError, match=r"vectorization.* CartPole-v1 with .*0\.01"):
         GymnasiumGroups("CartPole-v1", settings={"low": 0.01}, vectorization="native")
+    with pytest.raises(ValueError, match=r"vectorization.* for FrozenLake-v1\. "):
+        GymnasiumGroups("FrozenLake-v1", vectorization="native")
 
 
 class PulledTeam(joint_probes.Alike):

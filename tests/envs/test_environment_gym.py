@@ -667,6 +667,23 @@ def test_static_and_class_methods_are_tools():
         assert f"={result}" in batch.tokenizer.decode(conversation.replies[0])
 
 
+def test_the_error_of_a_made_up_argument_names_those_of_the_schema():
+    class Search(Counter):
+        def find(self, what: str, **others: str) -> str:
+            """Find a text.
+
+            Args:
+                what: The text.
+                others: Other arguments.
+            """
+            return what
+
+    batch = gym(environment_factory=Search).make_batch("train", [0])
+    conversation = converse(batch, call("find", where="here"), "<eos>")
+    (reply,) = reply_texts(batch, conversation)
+    assert "Its arguments are: what." in reply
+
+
 def test_random_observations_are_refused():
     count = iter(range(1000))
 

@@ -123,13 +123,23 @@ def test_a_system_prompt_precedes_messages_of_a_column(tokenizer):
     assert batch.questions[0] == CHATS[0]["prompt"][0]["content"] or batch.questions[0]
     batch.score(single_turn_conversations([0, 0], [[9], [9]], [0, 0]))
     assert lengths.styles == ["Think.", "Think."]
-    with pytest.raises(ValueError, match="system_prompt"):
+
+
+@pytest.mark.parametrize(
+    ("prompt", "named"),
+    [
+        ("text", "system_prompt .* the text 'text'"),
+        ([{"role": "system", "content": "Hi."}], "system_prompt .* system message"),
+        (["text"], "Row 0 .*: prompt must be"),
+    ],
+)
+def test_prompts_that_a_system_prompt_does_not_fit_are_refused(tokenizer, prompt, named):
+    with pytest.raises(ValueError, match=named):
         HuggingFaceGym(
-            [{"prompt": "text"}] * 9,
+            [{"prompt": prompt}] * 9,
             None,
             tokenizer,
-            reward_funcs=lengths,
-            settings=STYLE,
+            reward_funcs=lambda completions: [0.0] * len(completions),
             system_prompt="x",
         )
 

@@ -39,9 +39,14 @@ def test_orders_differ_between_passes_and_seeds():
 
 
 @pytest.mark.parametrize(
-    ("size", "step", "count", "starts_per_step"),
-    [(9, 0, 0, 4), (9, 0, 5, 4), (0, 0, 1, 1), (3, -1, 1, 1)],
+    ("size", "step", "count", "starts_per_step", "named"),
+    [
+        (9, 0, 0, 4, "count .* got 0"),
+        (9, 0, 5, 4, "count .* got 5"),
+        (0, 0, 1, 1, "size .* got 0"),
+        (3, -1, 1, 1, "step .* got -1"),
+    ],
 )
-def test_arguments_out_of_range_are_refused(size, step, count, starts_per_step):
-    with pytest.raises(ValueError, match=f"got {size}, {step}, {count}, {starts_per_step}"):
+def test_arguments_out_of_range_are_refused(size, step, count, starts_per_step, named):
+    with pytest.raises(ValueError, match=named):
         shuffled_starts(0, size, step, count, starts_per_step)

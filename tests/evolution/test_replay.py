@@ -48,6 +48,17 @@ class TestReplay(StrategyTestCase):
         assert short.stage_of(99) == (STAGES[1], STAGES[1].generations[0])
 
 
+class TestRepeatedStages(StrategyTestCase):
+    """Members change in some generations only, the best one too."""
+
+    keeps_elite = False
+    no_twins = False
+
+    def make_strategy(self):
+        stages = [STAGES[number // 2] for number in range(len(STAGES))]
+        return Replay(stages=tuple(stages))
+
+
 @pytest.mark.parametrize(
     ("stages", "message"),
     [

@@ -13,7 +13,7 @@ Uniforms = Callable[[Sequence[str], IntArray, IntArray], Float32Array]
 [0, 1); the same for the same entry at every call.
 """
 
-_FIRST_CHUNK = 64  # steps; each further chunk is twice as long
+_FIRST_CHUNK = 64  # steps; each further chunk is twice as long, so that few are drawn
 
 
 class ActionNoise:
@@ -67,11 +67,10 @@ class ActionNoise:
                 part = self._chunks[agent]
                 width = self._width_of(agent)
                 purpose = f"{self._purpose} for {agent}" if agent else self._purpose
-                # Each chunk is twice as long as the last, so that few are drawn.
                 length = _FIRST_CHUNK << part
                 chunks = []
-                for name, count in self._streams:
-                    rng = generator(self._seed, purpose, *name, part)
+                for stream, count in self._streams:
+                    rng = generator(self._seed, purpose, *stream, part)
                     chunks.append(rng.random((count, length, width), dtype=np.float32))
                 chunk = np.concatenate(chunks)
                 if table is None:

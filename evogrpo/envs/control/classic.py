@@ -38,6 +38,7 @@ class ClassicControl(VectorEnv):
 
     Attributes:
         options: Supported keyword arguments of the Gymnasium environment.
+        state_size: Number of quantities in the state of an episode.
         max_episode_steps: As passed.
     """
 
@@ -206,7 +207,8 @@ _HALF = 0.5
 class Acrobot(ClassicControl):
     """Two links that swing up; see `ClassicControl`. State: two angles, two angular velocities.
 
-    The dynamics are those of the book, integrated by one fourth-order Runge-Kutta step.
+    The dynamics are those of Sutton and Barto's book, Gymnasium's default, integrated by one
+    fourth-order Runge-Kutta step.
     """
 
     state_size = 4
@@ -475,7 +477,7 @@ NATIVE_IDS = (
     "MountainCarContinuous-v0",
     "Pendulum-v1",
 )
-"""Newest ids of the environments below."""
+"""Newest ids of the environments of this file."""
 
 _NATIVE: Mapping[object, type[ClassicControl]] = {
     "gymnasium.envs.classic_control.cartpole:CartPoleEnv": CartPole,

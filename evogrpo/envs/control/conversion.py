@@ -109,10 +109,10 @@ def masks_of_parts(space: spaces.Space[Any], mask: Array | None) -> list[Array |
     first = 0
     for leaf in leaf_spaces(space):
         end = first + sum(mask_sizes(leaf))
-        own = None
+        flags = None
         if mask is not None and end > first:
-            own = mask[..., first:end]
-        parts.append(own)
+            flags = mask[..., first:end]
+        parts.append(flags)
         first = end
     return parts
 
@@ -191,7 +191,7 @@ def _flags(space: spaces.Space[Any], mask: Any) -> Array:
                     f" {len(given)}."
                 )
             pairs = zip(space.spaces, given, strict=True)
-            return np.concatenate([_flags(part, own) for part, own in pairs])
+            return np.concatenate([_flags(part, mask_of_part) for part, mask_of_part in pairs])
     # A part without a mask may take all of its values.
     if mask is None:
         return np.ones(sum(mask_sizes(space)), dtype=np.bool_)
@@ -204,11 +204,10 @@ _IMMUTABLE = (bool, int, float, complex, str, bytes, np.generic, type(None))
 
 
 def own_copy(value: Any) -> Any:
-    """Return a copy of arrays, also of those within tuples, lists and dicts.
+    """Return a copy of an array, or of the arrays within tuples, lists and mappings.
 
-    Other values are returned as they are.
-
-    Objects that hold arrays, such as tensors and buffers, become arrays.
+    Objects that hold arrays, such as tensors and buffers, become arrays; lists become tuples, and
+    mappings dicts. Other values are returned as they are.
     """
     # `isinstance` takes half the time of `match`, and this runs at each step of each environment.
     if isinstance(value, np.ndarray):
@@ -269,7 +268,10 @@ def check_representable(space: spaces.Space[Any], given: Array, converted: Array
     if given.dtype == converted.dtype or np.array_equal(given, converted):
         return
     changed = given[given != converted].ravel()
-    raise ValueError(f"{space} cannot represent the {given.dtype} observation, e.g. {changed[0]}")
+    raise ValueError(
+        f"observation must have values that {space} can represent, got the {given.dtype} value"
+        f" {changed[0]}. Set another dtype of observation_space, or convert the observation."
+    )
 
 
 def check_categories(space: spaces.Space[Any], values: Array) -> None:

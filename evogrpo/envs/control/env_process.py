@@ -34,7 +34,7 @@ class EnvHandler:
     The environment is created before its first reset.
 
     Args:
-        packed: Creates an environment; and reward components, or None.
+        packed: A function that creates an environment, and reward components or None.
         registered: Pickled specs of environments that user code has registered, by id.
         recreate_env: Create a new environment for every episode.
     """
@@ -113,9 +113,9 @@ def env_handler(
 
 
 def _registrations() -> dict[str, bytes]:
-    """Return the environments registered by others than Gymnasium, pickled by id.
+    """Return the specs of environments that are not Gymnasium's own, pickled, by id.
 
-    Those that cannot be are omitted.
+    Specs that cannot be pickled are omitted.
     """
     pickled = {}
     for name, spec in gymnasium.registry.items():

@@ -147,7 +147,7 @@ class EpisodeRecorder:
     def _entries(self, rows: IntArray, agents: Sequence[str]) -> IntArray:
         """Return the entries of agents in episodes `rows`; new agents get the next number.
 
-        Without agents there is a single one.
+        `agents` is empty if there is a single agent, which has number 0.
         """
         if not agents:
             return rows
@@ -322,7 +322,10 @@ class EpisodeRecorder:
 
 
 def _completed(masks: list[Any], entries: list[IntArray]) -> list[BoolArray]:
-    """Return the masks of all steps, or [] if none has one. In others all actions are legal."""
+    """Return the masks of all steps, with all actions legal where a step has none.
+
+    Return [] if no step has a mask.
+    """
     given = [mask for mask in masks if mask is not None]
     if not given:
         return []

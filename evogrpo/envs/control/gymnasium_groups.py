@@ -176,18 +176,21 @@ class GymnasiumGroups(SeededGroups):
         self._check_options({})
         self._mapping = self._checked_mapping()
         # 3. Choose the kind of vector environment, and check that episodes are deterministic.
-        #    Native environments carry no state and have no noise.
         self._native = self._native_env() if vectorization in ("auto", "native") else None
         self.native = self._native is not None
         if vectorization == "native" and not self.native:
-            where = "in wrappers" if wrappers else f"with {self._kwargs or self.settings}"
+            condition = ""
+            if wrappers:
+                condition = " in wrappers"
+            elif self._kwargs or self.settings:
+                condition = f" with {shown(self._kwargs or self.settings)}"
             raise ValueError(
-                f'vectorization="native" is not available for {self.name} {where}. Use "auto".'
+                f'vectorization="native" is not available for {self.name}{condition}. Use "auto".'
             )
         self._processes = vectorization == "processes"
         self.recreate_env = bool(recreate_env)
         self.reseed_noise = bool(reseed_noise)
-        # Native environments are deterministic; components of a user may not be.
+        # Native environments carry no state and have no noise; components of a user may do so.
         if not self.native or self.components.components:
             self.recreate_env, noisy = check_determinism(
                 self.name,
@@ -218,8 +221,8 @@ class GymnasiumGroups(SeededGroups):
             check_action_space(self.action_space)
         except ValueError as error:
             raise ValueError(
-                f"{self.name}: {error} (wrappers=[...], task.wrappers or --wrapper, e.g."
-                ' "minigrid.wrappers:ImgObsWrapper")'
+                f"{self.name}: {error} Pass it as wrappers=[...], task.wrappers or --wrapper, such"
+                " as minigrid.wrappers:ImgObsWrapper."
             ) from error
         return mapping
 
@@ -346,8 +349,9 @@ class SingleEnvironment:
     def __init__(self, env: "gymnasium.Env[Any, Any]", episodes: int) -> None:
         self.observation_space = env.observation_space
         self.action_space = env.action_space
-        limits = (time_limit(env), env.spec and env.spec.max_episode_steps)
-        limit = next((each for each in limits if each is not None), None)
+        limit = time_limit(env)
+        if limit is None and env.spec is not None:
+            limit = env.spec.max_episode_steps
         if limit is None:
             # As in GymnasiumGroups: environments with a limit of their own end their episodes
             # themselves.

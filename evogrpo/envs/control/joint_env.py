@@ -103,10 +103,11 @@ class JointEnv:
         """
         used = {**self._options, **(options or {})}
         with EndForkedChildren():
-            # Some environments take no options.
-            returned = (
-                self.env.reset(seed=seed, options=used) if used else self.env.reset(seed=seed)
-            )
+            # The reset of some environments has no argument `options`.
+            if used:
+                returned = self.env.reset(seed=seed, options=used)
+            else:
+                returned = self.env.reset(seed=seed)
             observations, infos = checked_results(returned, RESET_RESULTS)
         self._ids = {str(agent): agent for agent in self.env.agents}
         if not self._ids:
@@ -125,16 +126,14 @@ class JointEnv:
     ) -> JointStep:
         """Step with actions by agent, in the environment's form, and compute reward components.
 
-        Other active agents get an action of zeros.
-
-        Most environments expect an action of agents that cannot act, and ignore it.
+        Active agents without an action, which cannot act, get an action of zeros: most environments
+        expect one and ignore it.
 
         Raises:
             ValueError: If an agent returns after its end, has no reward or no observation, or a
                 name is no agent.
         """
         # 1. Give each active agent an action.
-        # The environment may have any hashable ids; their texts are the names of agents.
         acting = set(self._ids)
         all_actions = {}
         for name, agent in self._ids.items():
@@ -179,6 +178,7 @@ class JointEnv:
             )
         self._ended |= terminated | truncated
         self._ids = active
+        # 4. Read the rewards, and compute the reward components.
         numbers = {}
         values = {}
         for agent, reward in rewards.items():
@@ -214,14 +214,14 @@ class JointEnv:
 
     def _latest(self, observations: AgentValues, infos: AgentValues, **results: Any) -> JointStep:
         """Return observations and masks of the active agents, with the results of a step."""
-        # Copies, as an environment may write the results of its next call, or of another
-        # environment, into the same arrays.
         unseen = [name for name, agent in self._ids.items() if agent not in observations]
         if unseen:
             raise ValueError(
                 f"{self.env.unwrapped} must give an observation to every active agent, got none for"
                 f" {unseen}."
             )
+        # Copies, as an environment may write the results of its next call, or of another
+        # environment, into the same arrays.
         copies = {name: own_copy(observations[agent]) for name, agent in self._ids.items()}
         masks: dict[str, Any] = {}
         for name, agent in self._ids.items():
@@ -236,7 +236,7 @@ class JointEnv:
 
 
 def plain_action(action: Any) -> Any:
-    """Return an action as every environment accepts it: numbers, or arrays of its own."""
+    """Return an action as every environment accepts it: Python numbers, and copies of arrays."""
     if isinstance(action, Mapping):
         return {key: plain_action(part) for key, part in action.items()}
     if isinstance(action, tuple):
@@ -270,9 +270,9 @@ class JointVectorEnv(SerialVectorEnv):
     ) -> list[JointStep]:
         """Reset environments one after the other."""
         steps = []
-        for env, seed, own in zip(envs, seeds, options, strict=True):
+        for env, seed, options_of_env in zip(envs, seeds, options, strict=True):
             self.stop.check()
-            steps.append(env.reset(seed, own))
+            steps.append(env.reset(seed, options_of_env))
         return steps
 
     def finished(self) -> BoolArray:

@@ -10,9 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evogrpo.config.task_settings import SettingValue
-from evogrpo.envs.control.conversion import (
-    scalars,
-)
+from evogrpo.envs.control.conversion import scalars
 from evogrpo.envs.control.episodes import Episodes
 from evogrpo.envs.control.joint_env import JointEnv, JointGymEnv, JointVectorEnv
 from evogrpo.envs.control.policy_mapping import PolicyMapping, map_policies, prefix_of
@@ -47,7 +45,7 @@ returns are added; or a function.
 """
 
 
-_MIN_SCORES = 8  # number of episodes whose scores are compared
+_MIN_SCORES = 8  # with fewer episodes, equal scores may be chance
 
 _OVER_ALL: Mapping[str, tuple[ScoreFunction, str]] = {
     "sum": (lambda returns: float(sum(returns.values())), "sum of all agents' returns"),
@@ -159,7 +157,7 @@ class PettingZooGroups(SeededGroups):
         action_spaces: Action spaces of these agents, by name.
 
     Raises:
-        ValueError: If an argument is invalid, or the callable creates anything else.
+        ValueError: If an argument is invalid, or the callable creates no parallel environment.
     """
 
     @names_unknown
@@ -205,6 +203,7 @@ class PettingZooGroups(SeededGroups):
         example = make_example(self._create)
         inner = example.unwrapped
         self._class_identity = class_identity(type(inner))
+        # Some environments, such as those of PettingZoo's sisl, have the limit one object deeper.
         if declared_limit(inner) is None:
             inner = getattr(inner, "env", None)
         self._set_limit = max_episode_steps
@@ -227,10 +226,9 @@ class PettingZooGroups(SeededGroups):
             self._score_identity = f"code {code_hash(score)}"
         else:
             self._score_identity = self.score_label
-        self._constant_score_named = False
-
+        self._warned_of_constant_score = False
         # 3. Check that episodes are deterministic, with as few policies as the spaces allow: the
-        # last mapping that raises no error has the fewest.
+        #    last mapping that raises no error has the fewest.
         self._mapping = map_policies(self.observation_spaces, self.action_spaces, "independent")
         for policies in ("prefix", "shared"):
             with suppress(ValueError):
@@ -279,12 +277,12 @@ class PettingZooGroups(SeededGroups):
 
     def _warn_if_constant(self, played: Episodes, values: NDArray[np.float64]) -> None:
         """Warn once if scores are equal and returns are not, as in a competition."""
-        if self._constant_score_named or len(values) < _MIN_SCORES:
+        if self._warned_of_constant_score or len(values) < _MIN_SCORES:
             return
         first = dict(played.returns[0])
         different = any(dict(returns) != first for returns in played.returns)
         if different and np.allclose(values, values[0], rtol=1e-9, atol=1e-9):
-            self._constant_score_named = True
+            self._warned_of_constant_score = True
             warn(
                 f"The score ({self.score_label}) was the same in all {len(values)} episodes,"
                 " although returns differed. In a competition, name the agents that count, such as"

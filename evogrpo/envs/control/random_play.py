@@ -1,7 +1,7 @@
 """Check by random play that episodes are functions of reset seed and actions."""
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from itertools import chain, zip_longest
 from typing import Any
@@ -14,7 +14,7 @@ from evogrpo.envs.control.conversion import mask_sizes, masks_of_parts, to_envir
 from evogrpo.envs.control.policy_mapping import PolicyMapping
 from evogrpo.envs.control.rollout import check_finite, check_finite_rewards
 from evogrpo.envs.control.single_env import NO_OPTIONS, RESET_RESULTS, STEP_RESULTS, Options
-from evogrpo.envs.control.vector_env import VectorEnv, VectorStep
+from evogrpo.envs.control.vector_env import PolicyInput, VectorEnv, VectorStep
 from evogrpo.randomness import generator
 from evogrpo.spaces import action_form, leaf_spaces
 from evogrpo.text import class_name, pluralize, shown, user_line
@@ -82,6 +82,7 @@ def play_randomly(
         if step is not None:
             seeds = np.array([seed])
             check_finite_rewards(step, seeds, np.array([steps - 1]))
+            # Only to check that the values are finite numbers.
             if env.components is not None:
                 env.components.terms(step, seeds, np.array([steps - 1]))
             columns = (
@@ -92,9 +93,12 @@ def play_randomly(
             for row, agent in enumerate(step.agents or ("",)):
                 for name, column in columns:
                     values[_name(name, agent)] = column[row]
-        # 2. Observations, and a random action for each agent. No action follows the last
-        # observation of an episode, so it is not compared.
-        for policy, inputs in {} if finished else env.inputs(mapping).items():
+        # 2. Observations, and a random action for each agent. The last observation of an episode,
+        #    which no action follows, is not compared.
+        inputs_by_policy: Mapping[str, PolicyInput] = {}
+        if not finished:
+            inputs_by_policy = env.inputs(mapping)
+        for policy, inputs in inputs_by_policy.items():
             space = mapping.specs[policy].action_space
             rows = len(inputs.observations[0])
             masks = inputs.action_masks
@@ -105,10 +109,10 @@ def play_randomly(
                     values[_name(f"observation{part}", agent)] = leaf[row]
                 if masks is not None:
                     values[_name(_MASK, agent)] = masks[row]
-            drawn = [
-                random_action(space, None if masks is None else masks[row], rng)
-                for row in range(rows)
-            ]
+            drawn = []
+            for row in range(rows):
+                mask = None if masks is None else masks[row]
+                drawn.append(random_action(space, mask, rng))
             actions[policy] = to_environment(space, np.stack(drawn))
         # 3. Yield the values and step the environment.
         yield values
@@ -144,7 +148,7 @@ def random_action(
             chosen = np.where(bounded, within, rng.standard_normal(low.shape))
         case spaces.Dict() | spaces.Tuple():
             pairs = zip(leaf_spaces(space), masks_of_parts(space, mask), strict=True)
-            drawn = [random_action(leaf, own, rng).ravel() for leaf, own in pairs]
+            drawn = [random_action(leaf, flags, rng).ravel() for leaf, flags in pairs]
             chosen = np.concatenate(drawn)
         case spaces.MultiBinary():
             chosen = rng.integers(2, size=(space.shape or ()))
@@ -326,7 +330,7 @@ def _replay(
     max_steps: int,
     options: Options = NO_OPTIONS,
 ) -> Iterator[ReplayStep]:
-    """Play one episode per seed after another, together at most `_STEPS` steps."""
+    """Play one episode per seed, each of at most `max_steps` and together at most `_STEPS`."""
     steps_left = _STEPS
     for seed in seeds:
         rng = generator(0, "actions of replays", seed)

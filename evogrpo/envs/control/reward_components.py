@@ -121,8 +121,8 @@ class RewardComponents:
         result = np.empty((len(step.rewards), len(self.weights)))
         # The first term is the reward of the environment.
         result[:, 0] = step.rewards
-        for row, of_row in enumerate(step.components):
-            pairs = zip(self.components, of_row, strict=True)
+        for row, values in enumerate(step.components):
+            pairs = zip(self.components, values, strict=True)
             for column, (name, value) in enumerate(pairs, start=1):
                 number = float32_number(value)
                 if number is None:

@@ -65,8 +65,8 @@ class EpisodeRequest:
         Weights that a member does not have are the configured ones.
         """
         rows = []
-        for own in self.settings:
-            weights = {**configured, **own.weights("reward_weights")}
+        for settings_of_row in self.settings:
+            weights = {**configured, **settings_of_row.weights("reward_weights")}
             rows.append(list(weights.values()))
         return np.array(rows)
 
@@ -173,7 +173,7 @@ def play_episodes(
     options: list[Options] = [{}] * len(request.seeds)
     if env.components is not None:
         terms = tuple(env.components.weights)
-        options = [own.group("task") for own in request.settings]
+        options = [settings_of_row.group("task") for settings_of_row in request.settings]
         weights = request.weights(env.components.weights)
     recorder = EpisodeRecorder(mapping, request.groups, terms)
     env.stop = request.stop
@@ -199,17 +199,18 @@ def play_episodes(
         if free:
             new = queue[:free]
             queue = queue[free:]
-            own_options = [options[row] for row in new]
+            new_options = [options[row] for row in new]
             new_seeds = request.seeds[new].tolist()
-            env.add(new_seeds, request.replicas[new].tolist(), own_options)
+            env.add(new_seeds, request.replicas[new].tolist(), new_options)
             rows = np.concatenate([rows, new])
             t = np.concatenate([t, np.zeros_like(new)])
             order = np.lexsort((rows, members[rows]))
             env.select(order)
             rows = rows[order]
             t = t[order]
-            continue
-        # 3. A running episode counts as the fraction of its maximum length.
+            continue  # with 1, which removes episodes that ended at their reset
+        # 3. Report the progress: a running episode counts as the fraction of its maximum length.
+        #    Return if all have ended; raise if a stop is requested or an episode does not end.
         ended = total - len(queue) - len(rows)
         fraction = int(t.sum()) / (max_episode_steps or math.inf)
         progress.set(ended + fraction)

@@ -135,8 +135,8 @@ class SeededGroups(NamesMissing, ABC):
         self.components = RewardComponents.of(rewards, reward_weights)
         self.settings = configured_values(settings)
         self._vector_env: VectorEnv | None = None
-        self._compared_options: set[str] = set()
-        self._copied_options = False
+        self._compared_options: set[str] = set()  # options without effect that were warned of
+        self._copied_options = False  # True once a reset has read all options together
 
     def _set_limits(self, known: int | None, unwrapped: object) -> int:
         """Set the step limit, and return the one to enforce.
@@ -247,11 +247,11 @@ class SeededGroups(NamesMissing, ABC):
         """
         self._check_names(values)
         for option in self.settings:
-            own = values.get(f"task.{option}", ())
-            for value in own:
+            possible = values.get(f"task.{option}", ())
+            for value in possible:
                 self._check_options({option: value})
-            if len(own) > 1:
-                self._compare_options(option, own[0], own[-1])
+            if len(possible) > 1:
+                self._compare_options(option, possible[0], possible[-1])
 
     def _check_names(self, names: Iterable[str]) -> None:
         """Raise ValueError for task settings that this environment does not have."""
@@ -326,8 +326,8 @@ class SeededGroups(NamesMissing, ABC):
         seeds = self._reset_seeds(split, starts)
         if split != "train" or (self.components.is_default and not any(settings)):
             return StartBatch(env=self, seeds=seeds)
-        own = settings or [NO_SETTINGS] * len(seeds)
-        return StartBatch(env=self, seeds=seeds, settings=own)
+        settings_of_starts = settings or [NO_SETTINGS] * len(seeds)
+        return StartBatch(env=self, seeds=seeds, settings=settings_of_starts)
 
     def play_request(
         self, actors: Mapping[str, Actor], mapping: PolicyMapping, request: EpisodeRequest
@@ -381,7 +381,7 @@ class SeededGroups(NamesMissing, ABC):
         return identity | self.components.identity()
 
 
-_PLAIN: Any = dict  # the type of options, without records
+_DICT: Any = dict  # untyped, so that its methods can be used for the class below
 
 
 class _RecordedOptions(MutableMapping[str, Any], dict[str, Any]):  # type: ignore[misc, metaclass]
@@ -395,23 +395,23 @@ class _RecordedOptions(MutableMapping[str, Any], dict[str, Any]):  # type: ignor
     """
 
     def __init__(self, values: Mapping[str, Any]) -> None:
-        _PLAIN.__init__(self, values)
+        _DICT.__init__(self, values)
         self.read: dict[Any, None] = {}
         self.copied = False
 
     def __getitem__(self, key: Any) -> Any:
         self.read[key] = None
-        return _PLAIN.__getitem__(self, key)
+        return _DICT.__getitem__(self, key)
 
     def __iter__(self) -> Iterator[str]:
         self.copied = True
-        for key in _PLAIN.__iter__(self):
+        for key in _DICT.__iter__(self):
             self.read[key] = None
             yield key
 
-    __len__ = _PLAIN.__len__
-    __setitem__ = _PLAIN.__setitem__
-    __delitem__ = _PLAIN.__delitem__
+    __len__ = _DICT.__len__
+    __setitem__ = _DICT.__setitem__
+    __delitem__ = _DICT.__delitem__
 
 
 def _is_keywords(values: object) -> bool:

@@ -69,14 +69,14 @@ class EndForkedChildren:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # A child process that was forked inside the block ends here, with the exit code that Python
-        # would give it.
+        # 1. The process that entered the block continues.
         if os.getpid() == self._process:
             if isinstance(error, StopIteration | GeneratorExit | SystemExit):
                 raise RuntimeError(
                     f"The environment raised {shown(error)}{user_line(error)}."
                 ) from error
             return
+        # 2. A process that was forked inside ends, with the exit code that Python would give it.
         code = 0 if error is None else 1
         if isinstance(error, SystemExit):
             if isinstance(error.code, int):
@@ -109,10 +109,11 @@ def call_env(
     with EndForkedChildren():
         if method == "reset":
             seed, options = value
-            # Some environments take no options.
-            returned = (
-                env.reset(seed=seed, options=dict(options)) if options else env.reset(seed=seed)
-            )
+            # The reset of some environments has no argument `options`.
+            if options:
+                returned = env.reset(seed=seed, options=dict(options))
+            else:
+                returned = env.reset(seed=seed)
             observation, info = checked_results(returned, RESET_RESULTS)
             found: EnvResult = (observation, None, None, None, mask_of(env, info), None)
         else:
@@ -141,7 +142,7 @@ def checked_results(returned: Any, form: str) -> tuple[Any, ...]:
         returned: Results as the environment gave them.
         form: Names of the results.
     """
-    count = form.count(",") + 1
+    count = form.count(",") + 1  # names in `form`
     # An array of two numbers could be unpacked as if it were an observation and an info.
     if not isinstance(returned, tuple | list) or len(returned) != count:
         if isinstance(returned, tuple | list):
@@ -291,8 +292,8 @@ def check_env(env: object) -> None:
         )
     if not isinstance(env, gymnasium.Env):
         raise ValueError(
-            f"env must create a gymnasium.Env, got {name} (old Gym: shimmy; several agents:"
-            " PettingZooGroups)."
+            f"env must create a gymnasium.Env, got {name}. Convert an environment of the old gym"
+            " with shimmy; for several agents, use PettingZooGroups."
         )
     for kind in ("observation_space", "action_space"):
         space = getattr(env, kind, None)

@@ -159,9 +159,11 @@ class SerialVectorEnv(VectorEnv):
         """See `VectorEnv`."""
         # Environments of dropped episodes are kept for later ones, unless each needs a new one.
         kept = positions.tolist()
-        dropped = [
-            self._running[position][0] for position in set(range(len(self._running))) - set(kept)
-        ]
+        all_positions = set(range(len(self._running)))
+        dropped = []
+        for position in all_positions - set(kept):
+            env, _ = self._running[position]
+            dropped.append(env)
         self._running = [self._running[position] for position in kept]
         if self._recreate_env:
             close_all(dropped)

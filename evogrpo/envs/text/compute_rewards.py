@@ -74,7 +74,7 @@ class RewardCall:
         """Return a list with the value of each completion, or an exception.
 
         Raises:
-            RewardError: If it has the wrong length.
+            RewardError: If the value is a coroutine, no list, or of the wrong length.
         """
         _check_awaited(self.reward.name, value)
         if isinstance(value, BaseException):
@@ -125,21 +125,21 @@ def compute_rewards(
         stop: Checked between calls.
 
     Raises:
-        RewardError: If a function returns the wrong number of values. With on_error "raise" also if
-            it raises, exceeds the time limit, ends its process, or returns something other than a
-            finite number, StepRewards or None. The message shows the function and the (escaped)
-            completion.
+        RewardError: If a function returns the wrong number of values, or a weighted sum is too
+            large for float32. With on_error "raise" also if a function raises, exceeds the time
+            limit, ends its process, or returns something other than a finite number, StepRewards or
+            None. The message shows the function and the (escaped) completion.
     """
     runner = runner or RewardRunner(rewards)
     stop_at_first = on_error == "raise"
     run = partial(_run, inputs=inputs, runner=runner, stop=stop, stop_at_first=stop_at_first)
     values: KnownValues = dict(known or {})
-    # 1. Call all functions; those that run in the background start first.
+    # 1. Call all functions. Those that run in the background start first: each call in this thread
+    #    blocks it.
     done = set(values)
     for call, _ in started:
         done.update((call.reward.name, row) for row in call.rows)
     calls = []
-    # Calls in this thread block it, so calls in the background are started before them.
     numbers_of_texts = range(len(inputs.texts))
     for reward in sorted(rewards, key=lambda each: not runner.in_background(each.name)):
         rows = [row for row in numbers_of_texts if (reward.name, row) not in done]
@@ -152,7 +152,7 @@ def compute_rewards(
     feedback = tuple(dict[str, str]() for _ in inputs.texts)
     for reward in rewards:
         numbers = np.full(len(inputs.texts), np.nan)
-        given: list[StepRewards | None] = [None] * len(inputs.texts)
+        step_rewards: list[StepRewards | None] = [None] * len(inputs.texts)
         for row in range(len(inputs.texts)):
             value = values.get((reward.name, row))
             with_reason = reasoned(value)
@@ -169,11 +169,11 @@ def compute_rewards(
                 failures.setdefault(row, error)
                 continue
             if isinstance(value, StepRewards):
-                given[row] = value
+                step_rewards[row] = value
         components[reward.name] = numbers
-        # Without step rewards the reward of a completion is a scalar everywhere.
-        if any(given):
-            steps[reward.name] = given
+        # `steps` has only functions that returned step rewards.
+        if any(step_rewards):
+            steps[reward.name] = step_rewards
     # 3. Combine them. This is the only place where weights enter.
     if weights is None:
         own_weights = [reward.weight for reward in rewards]
@@ -202,6 +202,7 @@ def _values_of_calls(
     retry: bool,
 ) -> KnownValues:
     """Make calls and repeat failed ones; return a value or exception for each completion."""
+    # 1. Make the calls.
     values: KnownValues = {}
     failed: list[tuple[RewardCall, BaseException]] = []  # calls for several completions
     singles = []
@@ -214,20 +215,22 @@ def _values_of_calls(
         # The cause of a failure on held-out questions may be temporary, such as a lost connection.
         if isinstance(result, BaseException) and retry and on_error == "exclude":
             singles.append(call)
-    # 1. Repeat calls one completion at a time, to find those that cause the failure.
+    # 2. Repeat failed calls one completion at a time, to find those that cause the failure.
     for call, result in run(singles):
         values |= call.by_row(result)
-    # 2. Call the function with the other completions together, as their rewards may depend on each
-    #    other.
+    # 3. Call the function again with all completions that did not fail alone, as their rewards may
+    #    depend on each other.
     repeated = []
     for call, error in failed:
-        keys = [(call.reward.name, row) for row in call.rows]
-        others = [
-            row for name, row in keys if not isinstance(values.get((name, row)), BaseException)
-        ]
-        if on_error == "exclude" and len(others) > 1:
-            repeated.append(RewardCall(call.reward, tuple(others)))
-        if on_error == "raise" and len(others) == len(call.rows):
+        succeeded = []
+        for row in call.rows:
+            value = values.get((call.reward.name, row))
+            if not isinstance(value, BaseException):
+                succeeded.append(row)
+        if on_error == "exclude" and len(succeeded) > 1:
+            repeated.append(RewardCall(call.reward, tuple(succeeded)))
+        # With "raise", the caller raises the error of a single completion.
+        if on_error == "raise" and len(succeeded) == len(call.rows):
             raise _batch_error(call, error, inputs)
     for call, result in run(repeated):
         if isinstance(result, BaseException):

@@ -91,9 +91,10 @@ def _rows(table: Any) -> Any:
     if hasattr(table, "to_pylist") and hasattr(table, "schema"):  # pyarrow
         check_column_names(table.schema.names, "an arrow table")
         return table.to_pylist()
+    # A datasets.Dataset may return tensors, arrays or frames. "custom" is a function of the user,
+    # which stays in use.
     form = getattr(table, "format", None)
     if isinstance(form, Mapping) and form.get("type") not in (None, "custom"):
-        # A datasets.Dataset that returns tensors, arrays or frames.
         return table.with_format(None, columns=form["columns"])
     return table
 
@@ -344,7 +345,7 @@ def make_splits(
     Args:
         tables: All rows of each given dataset, tokenized; "train" is required.
         max_prompt_length: Maximum number of prompt tokens; None = no limit.
-        sizes: Number of questions to draw for a held-out split without a dataset; None means
+        sizes: Number of rows to draw for a held-out split without a dataset; None means
             `DEFAULT_SIZES`, or the number in the split's interval if that is fewer, but at least
             two if there are enough questions.
         seed: Seed of the draw.
@@ -394,13 +395,12 @@ def make_splits(
         chosen = _draw(split, remaining, sizes[split], most=most)
         splits[split] = train.take(chosen)
         filtered[split] = Filtered()
-        # Other rows of the chosen questions leave the other splits too.
+        # No question is in two splits: rows of a chosen question that are not chosen are left out.
         held_out = {keys[number] for number in chosen}
-        left_out = [number for number in remaining if keys[number] in held_out]
-        # No question is in two splits.
-        for number in left_out:
+        taken = [number for number in remaining if keys[number] in held_out]
+        for number in taken:
             del remaining[number]
-        filtered["train"] += Filtered(held_out=len(left_out) - len(chosen))
+        filtered["train"] += Filtered(held_out=len(taken) - len(chosen))
     splits["train"] = train.take(remaining)
     # 3. Warn of left-out rows.
     parts = [f"{split}: {filtered[split]}" for split in SPLITS if filtered[split] != Filtered()]
@@ -413,13 +413,23 @@ def make_splits(
 def _draw(
     split: Split, remaining: Mapping[int, tuple[float, bytes]], size: int | None, *, most: int
 ) -> list[int]:
-    """Return the questions of a held-out split, at most `most`."""
-    # 1. Order the questions by their distance from the split's end of [0, 1); ties by content.
+    """Return the rows of a held-out split, at most `most`.
+
+    Args:
+        split: "test" or "validation".
+        remaining: Position in [0, 1) and hash of each row that is in no split yet.
+        size: Number of rows; None = the default.
+        most: Maximum number of rows.
+
+    Raises:
+        ValueError: If `size` is not in [1, most].
+    """
+    # 1. Order the rows by their distance from the split's end of [0, 1). Rows of one question have
+    #    equal distances; their content decides, not the order of the dataset.
     depth = {}
-    for number, (position, row) in remaining.items():
+    for number, (position, row_hash) in remaining.items():
         distance = position if split == "test" else 1.0 - position
-        # The content decides between equal questions, not the order of the dataset.
-        depth[number] = (distance, row)
+        depth[number] = (distance, row_hash)
     order = sorted(depth, key=lambda number: depth[number])
     # 2. The first ones are held out.
     count = size

@@ -122,7 +122,7 @@ class EnvironmentBatch(SingleTurnBatch):
         See `PromptBatch.respond`.
 
         Raises:
-            RewardError: If an environment fails.
+            RewardError: If an environment fails and `on_reward_error` is "raise".
             ValueError: If a reply of a conversation is not from this batch.
         """
         # 1. Parse the completions; those without calls end their conversation.
@@ -293,7 +293,7 @@ class EnvironmentBatch(SingleTurnBatch):
         environment = self._begin(episode)
         if environment is None or not hasattr(environment, "get_reward"):
             return None
-        # As in TRL, an environment may ask for it.
+        # As in TRL, set only if the environment has this attribute.
         if hasattr(environment, "truncated"):
             environment.truncated = conversation.truncated
         return finished(environment.get_reward())
@@ -374,6 +374,7 @@ def _reward_value(value: Any, conversation: Conversation) -> Any:
 
 
 def _number(value: Any) -> Any:
+    """Return a boolean reward as 0 or 1, which checks of numbers refuse; others unchanged."""
     return float(value) if isinstance(value, bool) else value
 
 
@@ -391,17 +392,17 @@ def _call_tool(tools: Mapping[str, Tool], name: str, arguments: Any) -> tuple[st
         if not isinstance(arguments, Mapping):
             raise ValueError(f"The arguments of {name} must be an object, got {shown(arguments)}.")
         parameters = inspect.signature(tools[name]).parameters
-        # The schema names no others, so the model has made them up.
+        # The schema describes no other arguments, so the model has made them up.
         described = [each for each in parameters if parameters[each].kind not in _MANY]
         unknown = [each for each in arguments if each not in described]
         if unknown:
             raise ValueError(
                 f"Tool {name} has no argument {unknown[0]}. Its arguments are:"
-                f" {', '.join(parameters)}."
+                f" {', '.join(described)}."
             )
         result = str(finished(tools[name](**arguments)))
         failed = False
-    # The conversation is excluded: it is not the model's fault.
+    # A lost server is not the model's fault, so the conversation is excluded.
     except ConnectionError:
         raise
     except Exception as error:  # noqa: BLE001 (the model reads it)

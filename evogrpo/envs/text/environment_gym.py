@@ -126,7 +126,11 @@ def _named_factories(factory: Any) -> dict[str | None, EnvironmentFactory]:
 
 
 async def _own_reward(completions: Sequence[Any]) -> list[float | None]:
-    """Stand for the reward of an environment, which `EnvironmentBatch.score` gets from it."""
+    """Stand for the reward of an environment in the list of rewards; never called.
+
+    `EnvironmentBatch.score` gets the value from the environment. Async, because other functions are
+    sent to worker processes.
+    """
     raise AssertionError
 
 
@@ -139,9 +143,9 @@ class EnvironmentGym(PromptEnvironment):
     `reset(**row)` starts a conversation; text that it returns is appended to the last message of
     the prompt. All other public methods are tools and need type hints and a docstring with Args.
     `get_reward()` returns the reward at the end. It may also return a list with one number per
-    completion, for advantages of single turns. If the class has an attribute `truncated`, it is set
-    before: True if the conversation ran out of tokens. `close` or `_close` is called at the end of
-    the run.
+    completion, for advantages of single turns. If the environment has an attribute `truncated`, it
+    is set before: True if the conversation ran out of tokens. `close` or `_close` is called at the
+    end of the run.
 
     The chat template shows the tools to the model and renders their results, which are masked in
     the loss. Calls are parsed by the tokenizer's `response_template`; without one they are JSON in
@@ -236,11 +240,12 @@ class EnvironmentGym(PromptEnvironment):
         self._pool = EnvironmentPool(
             factories=factories, seeded=seeded, workers=workers, timeout=timeout
         )
-        # Also at the end of the program.
+        # Closes environments when this object is deleted, or at the end of the program.
         weakref.finalize(self, self._pool.close)
+        # By name of the environment: the name of its reward, and the parameters of its reset.
         self._own_rewards: dict[str | None, str] = {}
-        # Parameters of the reset of each environment.
         self._resets: dict[str | None, Mapping[str, inspect.Parameter]] = {}
+        # Observations of one batch with settings of members, by split, start and settings.
         self._observed: dict[tuple[Any, ...], str | None] = {}
         shared_schemas = [tool_schema(tool) for tool in self._tools.values()]
         self._schemas: dict[str | None, list[Schema]] = {None: shared_schemas}
@@ -329,13 +334,14 @@ class EnvironmentGym(PromptEnvironment):
         self._observed.clear()
         fields = self._batch_fields(split, starts, settings)
         values = self._values(split, starts, settings)
-        # Those of `_batch_fields`, without further resets.
+        # `_batch_fields` has put these observations into the prompts. `_observed` still has them,
+        # so no environment is reset again.
         observations = self._observations(split, starts, values)
-        # What each conversation begins with, for its own reset.
+        # Each conversation resets an environment with the same arguments.
         openings = []
-        for start, own, observation in zip(starts, values, observations, strict=True):
+        for start, values_of_start, observation in zip(starts, values, observations, strict=True):
             row = self._unobserved(split, start)
-            arguments = self._reset_arguments(row, own)
+            arguments = self._reset_arguments(row, values_of_start)
             opening = Opening(name=self._name(row), arguments=arguments, observation=observation)
             openings.append(opening)
         return EnvironmentBatch(
@@ -375,11 +381,12 @@ class EnvironmentGym(PromptEnvironment):
         questions = self._splits[split]
         found = []
         missing = {}
-        for start, own in zip(starts, values, strict=True):
+        for start, values_of_start in zip(starts, values, strict=True):
             row = self._unobserved(split, start)
-            taken = self._taken(self._name(row), own)
+            taken = self._taken(self._name(row), values_of_start)
             key = (split, start, *taken.items())
-            # An environment is reset once for each start and its values.
+            # An environment is reset once for each start and its values. Without values, the
+            # observation is that of the table.
             if taken and key not in self._observed:
                 missing[key] = partial(self._first_observation, row, taken)
             number = questions.rows[start]
@@ -397,9 +404,9 @@ class EnvironmentGym(PromptEnvironment):
         questions = self._splits[split]
         observations = self._observations(split, starts, values)
         rows = []
-        for start, own, observation in zip(starts, values, observations, strict=True):
+        for start, values_of_start, observation in zip(starts, values, observations, strict=True):
             row = questions.table.observed(questions.rows[start], observation)
-            rows.append(self._with_settings(row, own))
+            rows.append(self._with_settings(row, values_of_start))
         return rows
 
     def _changes_prompt(self, name: str) -> bool:
@@ -504,7 +511,7 @@ def _check_tool_template(tokenizer: Tokenizer, options: Options, schemas: Sequen
             "The tokenizer's chat_template does not render tools, calls and results."
             f" {_TEMPLATE_WITH_TOOLS}"
         )
-    # 2. The parser must read the calls that it writes.
+    # 2. The parser must read the calls that the template writes.
     if getattr(tokenizer, "response_template", None) is None:
         written = before[before.rfind("<tool_call>") :]
         (call,) = tokenizer([written], add_special_tokens=False)["input_ids"]

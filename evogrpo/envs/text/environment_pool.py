@@ -93,6 +93,7 @@ class EnvironmentPool:
             return finished(environment.reset(**arguments))
         # Wait for another reset no longer than for a call.
         limit = min(self.timeout or threading.TIMEOUT_MAX, threading.TIMEOUT_MAX)
+        # The lock that this call releases: `_run_in_threads` may replace `self._seeding`.
         seeding = self._seeding
         if not seeding.acquire(timeout=limit):
             raise timeout_error(limit)

@@ -175,10 +175,11 @@ class HuggingFaceGym(PromptEnvironment):
             first = first_row(train_dataset)
         # verl's layout: the prompt, and reward_model with the ground truth.
         if {"prompt", "reward_model"} <= first.keys() and "question" not in first:
-            columns = list(_PREPARED)
+            columns = list(_VERL_COLUMNS)
             if conversation_template is not None:
                 raise ValueError(
-                    "conversation_template requires a column question, got prompt. Remove it."
+                    "conversation_template requires a column question, got prompt. Remove the"
+                    " template."
                 )
         elif reward_fn is not None:
             # AgileRL's form: a question, rendered by a template of messages.
@@ -247,7 +248,7 @@ class HuggingFaceGym(PromptEnvironment):
 
     def _prepare(self, table: AnyTable, where: str) -> AnyTable:
         """Add the columns question and answer to the rows of a dataset in verl's layout."""
-        if self._columns != _PREPARED:
+        if self._columns != _VERL_COLUMNS:
             return table
         check_table(table, ["prompt", "reward_model"], where)
         rows = []
@@ -329,15 +330,21 @@ class HuggingFaceGym(PromptEnvironment):
                 "completion_ids must be a list of tensors [group, tokens], got"
                 f" {shown(completion_ids)}."
             )
+        if len(completion_ids) != len(batch.prompts):
+            raise ValueError(
+                f"completion_ids must have {len(batch.prompts)} groups, one for each prompt, got"
+                f" {len(completion_ids)}."
+            )
         sizes = {len(group) for group in completion_ids}
         # Members learn from differences within a group; a greedy answer is alone.
         smallest = 2 if cursor.split == "train" else 1
-        of_other_size = len(sizes) != 1 or min(sizes) < smallest
-        if len(completion_ids) != len(batch.prompts) or of_other_size:
+        if len(sizes) != 1 or min(sizes) < smallest:
+            shapes = [tuple(group.shape) for group in completion_ids]
             raise ValueError(
-                f"completion_ids must be {len(batch.prompts)} groups of equal size of at least"
-                f" {smallest}, got shapes {[tuple(group.shape) for group in completion_ids]}."
+                f"completion_ids must be groups of equal size of at least {smallest}, got shapes"
+                f" {shapes}."
             )
+        (group_size,) = sizes
         rows = []
         starts = []
         for number, group in enumerate(completion_ids):
@@ -352,7 +359,7 @@ class HuggingFaceGym(PromptEnvironment):
             texts[number].append(text)
         # 3. Load the next batch.
         self._cursor = self._loaded(replace(cursor, step=cursor.step + 1))
-        shape = (len(batch.prompts), *sizes)
+        shape = (len(batch.prompts), group_size)
         info: dict[str, Any] = {}
         for name, values in scores.components.items():
             info[f"rewards/{name}"] = values.reshape(shape)
@@ -425,8 +432,8 @@ class HuggingFaceGym(PromptEnvironment):
         return completion
 
 
-_PREPARED = ("prompt", "answer")
-"""Required columns of a dataset in verl's layout, once `question` and `answer` are added."""
+_VERL_COLUMNS = ("prompt", "answer")
+"""Required columns of a dataset in verl's layout, after `HuggingFaceGym._prepare`."""
 
 
 def _reasoning_questions(

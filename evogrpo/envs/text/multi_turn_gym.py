@@ -85,23 +85,24 @@ class MultiTurnBatch(SingleTurnBatch):
         prompt = check_messages(own_copy(row["prompt"], "prompt"), "prompt")
         messages = [*prompt, *as_messages(turns)]
         with escaped_prints():
-            text = call_sync(self.reply, ((own_row(row), messages), {}))
-        if isinstance(text, BaseException):
-            raise ValueError(f"reply raised {shown(text, 200)}") from text
-        if text is None:
+            result = call_sync(self.reply, ((own_row(row), messages), {}))
+        if isinstance(result, BaseException):
+            raise ValueError(f"reply raised {shown(result, 200)}") from result
+        if result is None:
             return None
-        if not isinstance(text, str):
+        if not isinstance(result, str):
             raise ValueError(
-                f"reply must return text, or None to end the conversation, got {shown(text, 200)}."
+                "reply must return text, or None to end the conversation, got"
+                f" {shown(result, 200)}."
             )
         try:
             # Lone surrogates cannot be tokenized.
-            text.encode()
+            result.encode()
         except UnicodeEncodeError as error:
             raise ValueError(
                 f"reply must return valid text, got an incomplete character ({error})."
             ) from error
-        return text
+        return result
 
     def _turn_texts(self, conversation: Conversation) -> list[str]:
         """Return the texts of completions and replies in order, without the markers of replies."""
@@ -199,7 +200,8 @@ class MultiTurnGym(PromptEnvironment):
         rewards = make_rewards(None, reward_funcs, reward_weights)
         self._reply = reply
         self._max_turns = max_turns
-        self._reply_code = code_hash(reply)  # before its first call
+        # Hashed before the first call, which may change variables that the function refers to.
+        self._reply_code = code_hash(reply)
         super().__init__(train_dataset, test_dataset, tokenizer, rewards=rewards, **options)
         # Raises if the template is not suitable.
         message = {"role": "user", "content": "Go on."}

@@ -63,7 +63,8 @@ def sample_rewards(batch: SingleTurnBatch, hint: str) -> dict[str, float | None]
         if hint and isinstance(error.__cause__, AttributeError | LookupError | TypeError):
             message = f"{message.removesuffix('.')}. {hint}"
         raise RewardError(message) from (error.__cause__ or error)
-    # 3. A function of one completion that returns nothing has no `return`.
+    # 3. A function of one completion that returns None for all samples probably lacks a `return`.
+    #    In TRL's form None means that the function does not apply.
     rewards: dict[str, float | None] = {}
     for reward in batch.rewards:
         values = scores.components[reward.name]

@@ -95,7 +95,9 @@ class RewardLog:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SingleTurnBatch:
-    """A batch of dataset prompts with one completion each; base class of `MultiTurnBatch`.
+    """A batch of dataset prompts; each conversation is one completion.
+
+    Base class of the batches with several turns.
 
     Call `start_scoring` for finished groups, then `score` for all completions, or `cancel`.
 
@@ -125,7 +127,7 @@ class SingleTurnBatch:
     max_turns: int = 1
     skip_special_tokens: bool = True
     held_out: bool = False
-    # Rows of started calls are those of all conversations (`Conversation.row`).
+    # The rows of started calls are numbers in the whole batch (`Conversation.row`), not in a group.
     _started: list[StartedCall] = field(default_factory=list, init=False, repr=False)
     _log: RewardLog = field(default_factory=RewardLog, init=False, repr=False)
 
@@ -243,7 +245,7 @@ class SingleTurnBatch:
         from transformers import TrainerState
 
         state = TrainerState(global_step=self.progress[0], max_steps=self.progress[1])
-        if in_worker:  # it cannot log, and need not import transformers
+        if in_worker:  # a worker process cannot log, and need not import transformers
             return {"trainer_state": SimpleNamespace(**vars(state))}
         return {
             "trainer_state": state,
@@ -314,7 +316,7 @@ def token_positions(
         rewards: The step rewards.
         token_ids: Tokens of the completion.
         text: `decode(token_ids)`.
-        decode: The tokenizer's decoding, without special tokens.
+        decode: The function that decoded the tokens to `text`.
     """
     if rewards.unit == "token" or not rewards.positions:
         return list(rewards.positions)

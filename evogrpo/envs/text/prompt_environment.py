@@ -71,7 +71,7 @@ from evogrpo.envs.text.templates import (
 from evogrpo.spaces import CompletionSpace
 from evogrpo.synonyms import close_match
 from evogrpo.text import shown
-from evogrpo.validation import flag, plain_list, refuse_unknown, whole_between, whole_number
+from evogrpo.validation import flag, refuse_unknown, whole_between, whole_number
 from evogrpo.warnings import warn
 
 STREAM_ROWS = 1000
@@ -97,7 +97,8 @@ class PromptEnvironment:
         ValueError: If an argument, a column or a split is invalid.
     """
 
-    whole_rows: ClassVar[bool] = False  # rows with equal prompts may be different questions
+    # True if rows with equal prompts and different other columns are different questions.
+    whole_rows: ClassVar[bool] = False
     # Arguments of reward functions in addition to the columns.
     extra_arguments: ClassVar[tuple[str, ...]] = ()
 
@@ -174,8 +175,8 @@ class PromptEnvironment:
         elif metric_weights is not None:
             raise ValueError(f"metric_weights requires metric, got {shown(metric_weights)} alone.")
         self._progress = (0, 0)
-        # What decides about rewards: weights, and hashes of the code before the first call, which
-        # may change it.
+        # Weight and code of each function, for the fingerprint. Hashed before the first call, which
+        # may change variables that the function refers to.
         self._code: dict[str, str] = {}
         for kind, functions in (("metric", self._metric), ("reward", rewards)):
             for reward in functions:
@@ -209,7 +210,7 @@ class PromptEnvironment:
         self.observation_space = gymnasium.spaces.Sequence(vocabulary)
         end_ids = end_of_turn_ids(tokenizer, self._options)
         self.action_space = CompletionSpace(len(tokenizer), end_ids, tokenizer)
-        # Train questions in the fingerprint: of a stream, those that are known at the start.
+        # Number of train questions in the fingerprint: of a stream, those known at the start.
         self._first_questions = self.size("train")
 
     def _head_of_stream(self, tables: Mapping[Split, AnyTable]) -> dict[Split, AnyTable]:
@@ -240,6 +241,7 @@ class PromptEnvironment:
                 size = self._sizes[split] or DEFAULT_SIZES[split]
                 heads[split] = list(islice(self._stream, size))
                 held_out += len(heads[split])
+                # The size has been used. Beside a dataset, the constructor refuses one.
                 self._sizes[split] = None
         heads["train"] = list(islice(self._stream, STREAM_ROWS))
         if held_out:
@@ -338,7 +340,7 @@ class PromptEnvironment:
         return f"{type(self).__name__}({sizes} questions, {names})"
 
     def size(self, split: Split) -> int:
-        """Return the number of distinct prompts of a split."""
+        """Return the number of questions of a split: its rows without duplicates."""
         refuse_unknown("split", [split], SPLITS)
         return len(self._splits[split].rows)
 
@@ -378,10 +380,9 @@ class PromptEnvironment:
         if self.date is not None:
             fingerprint["date"] = self.date
         # Token ids, as tokenizer and template decide about them too.
-        # Train comes first, and grows if it is streamed.
         prompts = [ids.tobytes() for ids in self._prompts()]
-        later = range(self._first_questions, self.size("train"))
-        prompts[later.start : later.stop] = []
+        # Train comes first. Questions that were read from a stream later are left out.
+        del prompts[self._first_questions : self.size("train")]
         fingerprint["prompts"] = short_hash(*prompts)
         fingerprint[TEMPLATE_OPTIONS] = short_hash(canonical(self._given_options))
         fingerprint["seed"] = str(self.seed)
@@ -428,8 +429,8 @@ class PromptEnvironment:
         held_out = split != "train"
         rewards = self._metric if held_out else self._rewards
         weights = []
-        for own in settings or [NO_SETTINGS] * len(starts):
-            by_name = {} if held_out else own.weights("reward_weights")
+        for settings_of_start in settings or [NO_SETTINGS] * len(starts):
+            by_name = {} if held_out else settings_of_start.weights("reward_weights")
             weights.append([by_name.get(reward.name, reward.weight) for reward in rewards])
         return {
             "prompts": self._token_ids(split, starts, rows, values),
@@ -447,7 +448,7 @@ class PromptEnvironment:
     def _values(
         self, split: Split, starts: Sequence[int], settings: Sequence[TaskSettings]
     ) -> list[dict[str, SettingValue]]:
-        """Return the values `task.NAME` of members that count for each start.
+        """Return, for each start, the settings `task.NAME` of its member that are used, by NAME.
 
         Raises:
             ValueError: If the split or an index does not exist.
@@ -455,10 +456,10 @@ class PromptEnvironment:
         check_starts(split, starts, self.size(split))
         values = []
         for settings_of_start in settings or [NO_SETTINGS] * len(starts):
-            own = settings_of_start.group("task")
+            used = settings_of_start.group("task")
             if split != "train":  # only what belongs to the policy: texts of prompts
-                own = {name: own[name] for name in own if name in self._prompt_settings}
-            values.append(own)
+                used = {name: used[name] for name in used if name in self._prompt_settings}
+            values.append(used)
         return values
 
     def _rows(
@@ -467,7 +468,8 @@ class PromptEnvironment:
         """Return the row of each start, with a member's values of task settings."""
         questions = self._splits[split]
         rows = [questions.table[questions.rows[start]] for start in starts]
-        return [self._with_settings(row, own) for row, own in zip(rows, values, strict=True)]
+        pairs = zip(rows, values, strict=True)
+        return [self._with_settings(row, values_of_row) for row, values_of_row in pairs]
 
     def _with_settings(
         self, row: Mapping[str, Any], values: Mapping[str, SettingValue]
@@ -494,8 +496,8 @@ class PromptEnvironment:
         """Return the prompts of starts. Those that a member's values change are rendered again."""
         prompts = [self._splits[split].prompts[start] for start in starts]
         changed = {}
-        for position, own in enumerate(values):
-            if any(map(self._changes_prompt, own)):
+        for position, names in enumerate(values):
+            if any(map(self._changes_prompt, names)):
                 changed[position] = self._render(rows[position], f"A row of {split}")
         if changed:
             ids = tokenize(list(changed.values()), self.tokenizer, split, check=False)
@@ -531,11 +533,13 @@ class PromptEnvironment:
             group, _, name = full_name.partition(".")
             groups.setdefault(group, {})[name] = possible
         check_data_weights(groups.get("data_weights", {}), self._by_value, self._data_column)
-        own = groups.get("task", {})
-        for name in own:
+        task_values = groups.get("task", {})
+        # The metric gets the configured values, never those of a member.
+        for name in task_values:
             self._check_read(name, self._rewards)
         # 2. Texts of prompts: render the first question with each, and all with the longest.
-        in_prompt = {name: own[name] for name in own if name in self._prompt_settings}
+        names_in_prompt = [name for name in task_values if name in self._prompt_settings]
+        in_prompt = {name: task_values[name] for name in names_in_prompt}
         longest = {}
         self.longest_of_members = 0
         if self.is_stream and self._max_prompt_length is not None:
@@ -550,7 +554,9 @@ class PromptEnvironment:
             lengths = [len(each) for each in ids]
             longest[name] = possible[lengths.index(max(lengths))]
             self._largest = max(self._largest, *map(max, ids))
-        for split in SPLITS if longest else ():
+        if not longest:
+            return
+        for split in SPLITS:
             starts = range(self.size(split))
             settings = [TaskSettings({"task": longest})] * len(starts)
             prompts_of_split = self.make_batch(split, starts, settings).prompts
@@ -568,8 +574,9 @@ class PromptEnvironment:
             similar = close_match(name, literal_names(self._system))
             found = "" if similar is None else f" The prompt has {{{similar}}}."
             raise ValueError(
-                f"Nothing reads the setting task.{name}.{found} Write {{{name}}} into the"
-                f" system_prompt or the template, or add an argument {name} to a reward function."
+                f"No prompt and no reward function reads the setting task.{name}.{found} Write"
+                f" {{{name}}} into the system_prompt or the template, or add an argument {name} to"
+                " a reward function."
             )
 
     def set_progress(self, step: int, total_steps: int) -> None:
@@ -611,8 +618,8 @@ class PromptEnvironment:
         Raises:
             RewardError: If a function fails.
         """
-        own = [] if settings is None else [settings]
-        batch = self.make_batch("train", [0], own)
+        settings_of_starts = [] if settings is None else [settings]
+        batch = self.make_batch("train", [0], settings_of_starts)
         rewards = sample_rewards(batch, self.completion_form())
         if self._metric is not self._rewards:
             held_out = self.make_batch("validation", [0])
@@ -648,7 +655,7 @@ class PromptEnvironment:
         return PromptSplit(
             table=table,
             rows=numbers,
-            # Changes of prompts are looked for at the start.
+            # Of a stream, only the first rows are checked for changes by the chat template.
             prompts=tokenize(prompts, self.tokenizer, where, check=first == 0),
             hashes=hashes,
             whole_rows=self.whole_rows,
@@ -657,13 +664,20 @@ class PromptEnvironment:
     def _check_row(self, row: Mapping[str, Any], row_name: str) -> None:
         """Raise ValueError if a row has no value in a column, or a prompt that does not fit."""
         check_row(row, self._columns, row_name)
-        if self._system and self._template is None:
-            messages = plain_list(row["prompt"]) or [{}]
-            if isinstance(row["prompt"], str) or messages[0].get("role") == "system":
-                raise ValueError(
-                    f"system_prompt requires messages without a system message, but {row_name} has"
-                    f" the prompt {shown(row['prompt'], 80)}."
-                )
+        if not self._system or self._template is not None:
+            return
+        prompt = row["prompt"]
+        if isinstance(prompt, str):
+            raise ValueError(
+                f"system_prompt requires prompts that are lists of messages, but {row_name} has the"
+                f" text {shown(prompt, 80)}. Remove system_prompt, or write prompts as messages."
+            )
+        messages = check_messages(prompt, f"{row_name}: prompt")
+        if messages[0]["role"] == "system":
+            raise ValueError(
+                f"system_prompt requires prompts without a system message, but {row_name} has"
+                f" {shown(prompt, 80)}. Remove one of them."
+            )
 
     def _render(self, row: Mapping[str, Any], row_name: str) -> tuple[Prompt, Options]:
         """Return the prompt of a row, and the keyword arguments of the chat template for it.
@@ -675,7 +689,8 @@ class PromptEnvironment:
         Raises:
             ValueError: If the prompt or the keyword arguments are invalid.
         """
-        # 1. Keyword arguments: of the environment, of the row, and those that the environment sets.
+        # 1. Keyword arguments: those of the constructor, replaced by those of the row, and then by
+        #    those that the environment sets itself.
         options = self._options
         if row.get(TEMPLATE_OPTIONS) is not None:
             check_options(row[TEMPLATE_OPTIONS], f"{row_name}: {TEMPLATE_OPTIONS}")

@@ -153,8 +153,8 @@ def select_by_weights(
     Args:
         seed: Seed of the order.
         starts: Starts of each value of a column.
-        weights: Share of each value, relative to the others; 1 for values without a weight. One is
-            above 0.
+        weights: Share of each value, relative to the others; 1 for values without a weight. At
+            least one share is above 0.
         positions: Positions in the order.
     """
     values = list(starts)
@@ -166,9 +166,9 @@ def select_by_weights(
     for position in positions:
         point = generator(seed, "data weights", position).random() * ends[-1]
         value = values[min(last, np.searchsorted(ends, point, side="right"))]
-        own = starts[value]
-        (number,) = shuffled_starts(seed, len(own), position, 1, 1)
-        selected.append(own[number])
+        starts_of_value = starts[value]
+        (number,) = shuffled_starts(seed, len(starts_of_value), position, 1, 1)
+        selected.append(starts_of_value[number])
     return tuple(selected)
 
 

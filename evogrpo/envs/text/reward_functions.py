@@ -41,13 +41,14 @@ class StepRewards:
 
     Attributes:
         values: Rewards, each finite.
-        positions: Position of each reward from 0, in the completion's token ids or in its text. A
-            character's reward goes to the token that completes it. It is usually the last token or
-            character of a step.
+        positions: Position of each reward from 0, in the completion's token ids or in its text,
+            usually that of the last token or character of a step. A character's reward goes to the
+            token that completes it.
         unit: Unit of positions: "token" or "character".
 
     Raises:
-        ValueError: If values and positions have different lengths or invalid types.
+        ValueError: If values and positions have different lengths, or one of them or the unit is
+            invalid.
     """
 
     values: Sequence[float]
@@ -350,10 +351,13 @@ class Reward:
         Raises:
             ValueError: If a parameter has no source, or its name contradicts its position.
         """
-        if self.batched:
-            self._check_batched(columns, where, TRAINER_ARGUMENTS[: 1 if in_worker else None])
-        else:
+        if not self.batched:
             self._check_single(columns, where)
+            return
+        from_trainer: Sequence[str] = TRAINER_ARGUMENTS
+        if in_worker:
+            from_trainer = TRAINER_ARGUMENTS[:1]
+        self._check_batched(columns, where, from_trainer)
 
     def _check_single(self, columns: Collection[str], where: str) -> None:
         """Check the parameters of a function in AgileRL's form."""
@@ -392,7 +396,7 @@ class Reward:
                 raise ValueError(
                     f"Columns must have text as names, got {shown(column)}. Rename the column."
                 )
-        # As in TRL, columns are passed by name, except for those that its own arguments replace.
+        # As in TRL, columns are passed by name, except for those that other arguments replace.
         passed = [column for column in columns if column not in REPLACED_COLUMNS]
         offered = dict.fromkeys((*TRL_ARGUMENTS, *passed, *from_trainer))
         names = self._accepted(offered)
@@ -450,10 +454,15 @@ class Reward:
         columns = inputs.rows[row]
         # Arguments by name, or the three of AgileRL's form by position.
         keywords = self.keywords(columns)
+        sources: Iterable[str] = AGILERL_ARGUMENTS
+        if keywords is not None:
+            sources = keywords.values()
         values = []
-        for name in AGILERL_ARGUMENTS if keywords is None else keywords.values():
-            is_text = name == "completion"
-            values.append(inputs.texts[row] if is_text else own_copy(columns[name], name))
+        for source in sources:
+            if source == "completion":
+                values.append(inputs.texts[row])
+            else:
+                values.append(own_copy(columns[source], source))
         if keywords is None:
             return tuple(values), {}
         return (), dict(zip(keywords, values, strict=True))

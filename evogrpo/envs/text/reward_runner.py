@@ -247,10 +247,15 @@ class WorkerPool:
 
     def cancel(self, outcomes: Collection[Outcome]) -> None:
         """Remove queued calls, and kill the processes of running ones."""
-        # `cancel` removes queued calls and is False for running ones.
-        running = {each for each in outcomes if not each.cancel() and not each.done()}
-        for worker in self.workers if running else ():
-            # Under the lock the worker cannot go on to another call.
+        running = set()
+        for outcome in outcomes:
+            # `cancel` removes a queued call, and returns False for a running or finished one.
+            if not outcome.cancel() and not outcome.done():
+                running.add(outcome)
+        if not running:
+            return
+        for worker in self.workers:
+            # Under the lock the worker cannot begin another call.
             with worker.lock:
                 if worker.outcome in running and worker.process is not None:
                     worker.process.kill()
@@ -311,7 +316,7 @@ class _Worker:
             ValueError: If the process cannot load the functions.
         """
         if self.process is None or not self.process.running:
-            # Pipes of the process that has ended.
+            # Close the pipes of the process that has ended.
             if self.process is not None:
                 self.process.close()
             self.process = WorkerProcess(self._handler, escape_output=True)

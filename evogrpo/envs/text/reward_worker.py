@@ -42,7 +42,7 @@ class RewardHandler:
         return encoded(call_sync(self._functions[name], call))
 
     def close(self) -> None:
-        """Do nothing: functions have no end."""
+        """Do nothing: functions hold no resources that must be released."""
 
     def _load(self) -> CallFailedError | None:
         """Load the functions; return the error if one cannot be loaded, otherwise None."""
@@ -81,8 +81,7 @@ def _plain(value: Any) -> Any:
     with_reason = None if isinstance(value, list) else reasoned(value)
     if with_reason is not None:
         return {"reason": [_plain(with_reason.value), with_reason.reason]}
-    # Numbers of numpy and torch, too.
-    if hasattr(value, "tolist"):  # arrays and tensors
+    if hasattr(value, "tolist"):  # arrays, tensors and their scalars
         value = value.tolist()
     if isinstance(value, list | tuple):
         return [_plain(each) for each in value]

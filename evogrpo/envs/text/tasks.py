@@ -54,7 +54,8 @@ def right_digits(completion: str, answer: str, question: str) -> float:
     Digits are compared place by place.
     """
     number = final_number(completion)
-    if number is None or number != int(number):
+    # Also False for infinity, which a number of hundreds of digits becomes.
+    if number is None or not number.is_integer():
         return 0.0
     given = str(int(number))
     if len(given) != len(answer):
@@ -63,7 +64,10 @@ def right_digits(completion: str, answer: str, question: str) -> float:
 
 
 def closeness(completion: str, answer: str, question: str) -> float:
-    """Return 1 for the right number, 0.5 for one that differs by 10, and less for others."""
+    """Return 1 / (1 + d / 10) for a number that differs by d from the answer; 0 without a number.
+
+    That is 1 for the right number, and 0.5 for one that differs by 10.
+    """
     number = final_number(completion)
     if number is None:
         return 0.0
@@ -83,9 +87,8 @@ def two_digit_questions(seed: int) -> list[dict[str, str]]:
         8190 rows with the columns question and answer.
     """
     rng = generator(seed, "two_digit_sums")
-    # Each unordered pair once, so that exchanged terms are not in two splits.
     pairs = list(combinations_with_replacement(range(10, 100), 2))
-    # Twice in a row: as a sum and as a difference.
+    # Questions 2k and 2k + 1 are the sum and the difference of pair k.
     exchange = rng.random(2 * len(pairs)) < 0.5
     rows = []
     for number in rng.permutation(2 * len(pairs)):

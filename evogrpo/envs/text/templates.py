@@ -34,7 +34,8 @@ RESERVED_OPTIONS = {
 _FIELD_LIKE = re.compile(r"(?<![\w{])\{([^\W\d]\w*)\}(?!\})")
 """A name in single braces that follow no word: not those of `\\boxed{answer}`."""
 _FIELD = re.compile(r"\{\{|\}\}|\{(\w+)\}")
-_DATE_LETTERS = "aAbBcdDeFGhHIjklmMnpPrRsStTuUVwWxXyYzZ"
+"""A doubled brace, or a field with its name as the group."""
+_DATE_LETTERS = "aAbBcdDeFGhHIjklmMnpPrRsStTuUVwWxXyYzZ"  # of the directives of `strftime`
 _CHUNK = 1024  # prompts per call of the tokenizer
 
 
@@ -58,7 +59,8 @@ def system_message(text: str, names: Collection[str]) -> Message:
     """Return a system prompt as a message of a template.
 
     Only {NAME} of these names are fields; all other braces are literal. Warn of other names in
-    braces that look like fields, unlike those of JSON and LaTeX, and of line breaks that are none.
+    braces that look like fields, unlike those of JSON and LaTeX, and of a backslash with an n where
+    a line break is meant.
     """
     warn_of_literal_newline("system_prompt", text)
     others = [name for name in _FIELD_LIKE.findall(text) if name not in names]
@@ -82,7 +84,7 @@ def template_fields(template: Sequence[Message]) -> list[str]:
 
 
 def literal_names(template: Sequence[Message]) -> list[str]:
-    """Return the words in braces that are no fields of a template: its braces are doubled."""
+    """Return the words in doubled braces of a template, which are literal text and no fields."""
     text = " ".join(message["content"] for message in template)
     return re.findall(r"\{\{(\w+)\}\}", text)
 
@@ -107,7 +109,7 @@ def check_messages(messages: object, where: str) -> list[Message]:
     Raises:
         ValueError: If it is not a non-empty sequence of {"role": str, "content": str}; content is
             optional with `tool_calls`, and may be a list of parts {"type": "text", "text": str},
-            which are joined. The message starts with `where`.
+            which are joined. The error starts with `where`.
     """
     rule = f'{where} must be a non-empty list of {{"role": str, "content": str}}'
     listed = plain_list(messages)  # data frames store lists as arrays
@@ -291,7 +293,8 @@ def reply_tokens(
     #    rendered.
     if not before.endswith(closing):
         closing = ""
-    # 3. The completion has closed its turn, with this or with another token that ends a turn.
+    # 3. Leave out what the completion has already written of the closing markers. It may end with
+    #    the token of the template, or with another token that ends a turn.
     last = list(completion[-1:])
     ending = str(tokenizer.decode(last))
     is_special = bool(last) and not tokenizer.decode(last, skip_special_tokens=True)
@@ -338,7 +341,8 @@ def check_options(options: object, where: str) -> Options:
     """Check keyword arguments of a chat template.
 
     Raises:
-        ValueError: If they are not keyword arguments, or are set by the environment.
+        ValueError: If they are not keyword arguments, are set by the environment, or have the text
+            "true" or "false" instead of a boolean.
     """
     if options is None:
         return {}
@@ -449,8 +453,9 @@ def _warn_of_unused_options(
 ) -> None:
     """Warn of arguments of the chat template that it does not contain."""
     names: set[str] = set()
+    # The option chat_template is the template itself.
     words = {"chat_template"}
-    used_by = "text prompts do not use"
+    problem = "text prompts do not use"
     # A word of a template may be the name of an option; words of all templates count.
     templates = set()
     for prompt, options in prompts:
@@ -458,14 +463,14 @@ def _warn_of_unused_options(
             if value is not None:
                 names.add(name)
         if not isinstance(prompt, str):
-            used_by = "the chat template does not contain"
+            problem = "the chat template does not contain"
             templates.add(str(options.get("chat_template") or tokenizer.chat_template))
     for template in templates:
         words.update(re.findall(r"\w+", template))
     unused = sorted(names - words)
     if unused:
         warn(
-            f"{TEMPLATE_OPTIONS} of {where}: {used_by} {', '.join(unused)}. Check the name, or"
+            f"{TEMPLATE_OPTIONS} of {where}: {problem} {', '.join(unused)}. Check the name, or"
             " remove it."
         )
 
@@ -491,9 +496,10 @@ def _with_special_tokens(
         )
     bos = getattr(tokenizer, "bos_token", None)
     result = []
-    for text, ids, own in zip(texts, added, plain, strict=True):
+    for text, ids, plain_ids in zip(texts, added, plain, strict=True):
         # A user may have written the BOS token into the text.
-        result.append(own if bos and text.startswith(bos) else ids)
+        has_bos = bos and text.startswith(bos)
+        result.append(plain_ids if has_bos else ids)
     return result
 
 

@@ -1,4 +1,4 @@
-"""Tools of language models: schemas, parsing and making of calls, and checks of chat templates."""
+"""Tools of language models: their schemas, and the parsing of calls."""
 
 import asyncio
 import inspect
@@ -48,13 +48,13 @@ def tool_schema(function: Tool) -> Schema:
 
     try:
         schema: Schema = get_json_schema(function)
-    except Exception as error:  # several classes of errors, one of them without a base class
+    except Exception as error:  # transformers raises several classes without a common base
         name = getattr(function, "__qualname__", repr(function))
-        rule = (
-            "A tool needs type hints and a docstring with Args. Names of other methods start with"
-            " an underscore."
-        )
-        raise ValueError(f"{name} cannot be a tool: {error} {rule}") from error
+        reason = str(error).strip().removesuffix(".")
+        raise ValueError(
+            f"{name} cannot be a tool: {reason}. A tool needs type hints and a docstring with Args."
+            " Names of other methods start with an underscore."
+        ) from error
     return schema
 
 
@@ -135,10 +135,11 @@ def parse_completion(
     else:
         template = hermes_template(tokenizer)
         # Some chat templates begin the thinking part, so that the completion only ends it.
-        thought, ends, _ = text.partition("</think>")
+        thought, closing_tag, _ = text.partition("</think>")
+        # The last tokens are enough to find the tag.
         end_of_prefix = str(tokenizer.decode(list(prefix[-10:])))
-        opening = end_of_prefix.rstrip()
-        if opening.endswith("<think>") or (ends and "<think>" not in thought):
+        is_opened = end_of_prefix.rstrip().endswith("<think>")
+        if is_opened or (closing_tag and "<think>" not in thought):
             text = f"<think>{text}"
     try:
         message: Message = tokenizer.parse_response(
@@ -189,16 +190,13 @@ made without them.
 """
 
 
-# ---- chat templates
+# ---- calls
 
 
 def tool_call(name: str) -> Message:
     """Return a message of the assistant that calls a tool."""
     call = {"type": "function", "function": {"name": name, "arguments": {}}}
     return {"role": "assistant", "content": "", "tool_calls": [call]}
-
-
-# ---- calls
 
 
 def finished(value: Any) -> Any:
