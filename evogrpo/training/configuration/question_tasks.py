@@ -88,7 +88,9 @@ class QuestionTask(TaskSection, ABC):
         super().__post_init__()
         check_worker_limits(self.reward_timeout, self.reward_workers)
         if self.metric_weights is not None and self.metric is None:
-            raise ValueError("metric_weights requires metric. Add metric, or remove it.")
+            raise ValueError(
+                "metric_weights requires metric. Add metric, or remove metric_weights."
+            )
 
     @property
     @abstractmethod
