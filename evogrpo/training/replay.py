@@ -123,7 +123,7 @@ class HyperparameterSchedule:
         return cls(
             stages=schedule.stages,
             origin=facts,
-            configuration=values and _without_location(values),
+            configuration=None if values is None else _without_location(values),
         )
 
     def write(self, file: str | Path) -> None:
@@ -144,7 +144,7 @@ class HyperparameterSchedule:
         text = _HEAD.format(**names, version=evogrpo.__version__)
         values = dump(self)
         for stage in values["stages"]:
-            # Only members that have some write them.
+            # Leave out an empty mapping.
             if not stage["hyperparameters"]["task_settings"]:
                 del stage["hyperparameters"]["task_settings"]
         text += dump_yaml(values, width=120, default_flow_style=None)
