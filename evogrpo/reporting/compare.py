@@ -137,7 +137,7 @@ def _parameters(space: Mapping[str, Any], path: str) -> dict[str, Any]:
     """Return the parameters of a search space, which may be in groups, by dotted name."""
     found: dict[str, Any] = {}
     for name, value in space.items():
-        # A group has names of hyperparameters as keys.
+        # The keys of a group are names of settings; those of a parameter are its fields.
         if isinstance(value, Mapping) and not value.keys() & {"min", "max", "choices"}:
             found |= _parameters(value, f"{path}.{name}")
         else:
