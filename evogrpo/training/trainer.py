@@ -86,7 +86,7 @@ class AllFailedError(RuntimeError):
 
 
 MAX_WARNINGS = 200
-"""Maximum number of different warnings in the journal of a run."""
+"""Maximum number of different warnings that a trainer records."""
 
 
 class StrategyError(RuntimeError):
