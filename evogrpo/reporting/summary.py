@@ -124,7 +124,8 @@ class RunSummary:
         """
         if not self.generations:
             return None
-        # The trainer decides, because members that raced compare by other means than those shown.
+        # The trainer has chosen it. It compares members that left a race early on the questions
+        # that both have answered, not by the means in the reports.
         best_ever = self.generations[-1].best_ever
         states = {(member.index, member.generation): member for member in self.members}
         return states.get(best_ever) if best_ever else None

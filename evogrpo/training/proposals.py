@@ -205,7 +205,7 @@ def _proposals(
                         " refused texts are in the journal only."
                     )
             found.append(replace(each, after=after, refused=refused, seen=tuple(seen)))
-    # 4. Record them before they are used, so that they are never asked for again.
+    # 4. Record the proposals before they are used, so that they are never asked for again.
     for each in found:
         run.record_proposal(each)
     return [dump(each) for each in found]

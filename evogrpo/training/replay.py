@@ -169,7 +169,7 @@ class HyperparameterSchedule:
                 " evogrpo.replay."
             )
         self._check_overrides(overrides)
-        # 1. Choose the search space. Values that start outside their range cannot be in it.
+        # 1. Keep the ranges that contain the first value of the schedule; others would be refused.
         values = _without_location(self.configuration)
         first = self.stages[0].hyperparameters
         space = build(HyperparameterConfig, values.get("search_space") or {}, "search_space")

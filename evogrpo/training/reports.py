@@ -71,7 +71,7 @@ def provenance(population: Population) -> dict[str, Any]:
     """
     root = Path(evogrpo.__file__).parents[1]
     commit = None
-    # A checkout of this repository has it here, an installed package does not.
+    # A checkout of this repository has the folder .git here; an installed package has none.
     if (root / ".git").exists():
         with suppress(OSError, SubprocessError):
             words = ["git", "-C", str(root), "rev-parse", "HEAD"]

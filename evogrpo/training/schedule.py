@@ -311,7 +311,7 @@ def _warn_unused_evolution(
     )
     if type(strategy) not in need_several:
         return
-    # 2. Name what is set for them.
+    # 2. Name the settings that only evolution uses.
     unused = []
     if space:
         unused.append(f"the search space ({', '.join(space)})")

@@ -305,7 +305,7 @@ class DatasetTask(QuestionTask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # 1. Environments and tools need a limit of turns; their settings need them.
+        # 1. Environments and tools need a limit of turns. Settings of their calls need one of them.
         has_calls = bool(self.factories or self.tools)
         if has_calls and self.max_turns is None:
             raise ValueError(

@@ -531,8 +531,12 @@ def peak_memory(
         device: Device of the members.
     """
     budget = agent.micro_batch_tokens or DEFAULT_MICRO_BATCH_TOKENS
-    # 1. Members: weights, two moments and a reference, and the vectors beside them.
-    vectors = members * (3 + (agent.objective.reference == "snapshot"))
+    # 1. Members: weights, two moments and a reference if it is a snapshot. Beside them, a copy
+    #    before a learning step or the vectors of an export, and `VECTORS_BESIDE_MEMBERS`.
+    vectors_of_member = 3
+    if agent.objective.reference == "snapshot":
+        vectors_of_member += 1
+    vectors = members * vectors_of_member
     vectors += VECTORS_BESIDE_MEMBERS + max(vectors, VECTORS_OF_EXPORT)
     state_bytes = vectors * weights * FLOAT
     # 2. Learning: activations and logits of a micro-batch or of the longest row, which is never
