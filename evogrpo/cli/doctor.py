@@ -30,10 +30,10 @@ from evogrpo.safe_parsing import dump_json
 from evogrpo.text import class_name, one_line, pluralize
 from evogrpo.training.console import make_console
 
-# Bytes: peak memory of the demo; its converted base model and its run directory.
+# Bytes of memory at the peak of the demo; bytes of its converted base model and run directory.
 DEMO_MEMORY = 3.5e9
 DEMO_DISK = 2e9
-# `check_model` reports the missing ones
+# `check_model` reports the missing ones.
 _LANGUAGE_PACKAGES = (
     "transformers",
     "peft",
@@ -66,7 +66,8 @@ def doctor(args: argparse.Namespace) -> int:
     # 1. Print one line per finding, and the remedy below it.
     for check in CHECKS:
         for finding in _findings(check):
-            problems += finding.state == "problem"
+            if finding.state == "problem":
+                problems += 1
             text = f"  {finding.name:<14} {finding.detail}"
             console.print(Text.assemble(_MARKS[finding.state], text), soft_wrap=True)
             if finding.remedy:

@@ -83,10 +83,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="replace")
     for name, value in _LIBRARY_VARIABLES.items():
         os.environ.setdefault(name, value)
-    # 3. Run the command. Those that do not run code of the user are over once their reader is.
+    # 3. Run the command. Warn of a closed pipe, as after `| head`, only if it runs user code.
     with ignore_output_errors(quiet_pipe=not args.runs_user_code) as lost:
         code = _run(args)
-        # A run goes on without its output. Other commands exist for it.
+        # Training succeeds without its output; other commands fail if their output is lost.
         if code == OK and lost() and not getattr(args, "training", False):
             return FAILED
         return code
@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _open_closed_streams() -> None:
     """Open the null device in place of closed standard streams.
 
-    Otherwise files of a run would get their numbers, and contain what is written to stderr.
+    Otherwise files of a run would get their descriptors, and contain what is written to stderr.
     """
     descriptor = os.open(os.devnull, os.O_RDWR)
     while descriptor <= 2:
@@ -134,7 +134,7 @@ def _run(args: argparse.Namespace) -> int:
             message = str(error.strerror or error)
             if error.filename:
                 message += f": {error.filename}"
-            elif error.errno == errno.ENOENT:  # only the call that returns it names no file
+            elif error.errno == errno.ENOENT:  # only os.getcwd raises it without a file name
                 message += ": the working directory was removed. Change into another one"
             print_error(message)
         else:  # SystemExit, which only user code raises
@@ -150,7 +150,8 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Exit with a short message; for an unknown command, with the most similar one."""
-        if match := _WRONG_CHOICE.match(message):
+        match = _WRONG_CHOICE.match(message)
+        if match is not None:
             names = _NAME.findall(match[2])
             hint = _did_you_mean(match[1], names)
             if not hint:
@@ -211,11 +212,11 @@ def check_folder(folder: Path) -> None:
     for parent in (folder.parent, Path("runs")):
         if parent.is_dir():
             folders |= {path.name: path for path in parent.iterdir() if path.is_dir()}
-    advice = "Give a run directory."
+    remedy = "Give a run directory."
     match = close_match(folder.name, folders)
     if match is not None:
-        advice = f"Did you mean {folders[match]}?"
-    raise ValueError(f"{folder} is not a folder. {advice}")
+        remedy = f"Did you mean {folders[match]}?"
+    raise ValueError(f"{folder} is not a folder. {remedy}")
 
 
 def _path(text: str) -> Path:
@@ -278,8 +279,8 @@ def _add_training_commands(commands: Commands) -> None:
     demo.add_argument(
         "--plain",
         action="store_true",
-        help="for comparison: one agent with the first one's request and rewards, and as many"
-        " samples",
+        help="for comparison: one agent with the prompt and rewards of the first member, and as"
+        " many samples as all members together",
     )
     demo.add_argument(
         "--generations", type=int, metavar="N", help="number of generations (schedule.generations)"

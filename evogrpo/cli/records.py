@@ -116,7 +116,7 @@ def best(args: argparse.Namespace) -> int:
         for warning in summary.warnings:
             console.print(Text(one_line(warning)))
     console.print()
-    # 4. Commands that use them.
+    # 4. Commands that use these hyperparameters.
     export = command("export", args.run_dir, "--schedule", "schedule.yaml")
     show_command(console, "export schedule", export)
     show_command(console, "train again", command("replay", args.run_dir))
@@ -147,7 +147,7 @@ def _stages_table(schedule: BestSchedule, summary: RunSummary, width: int) -> Ta
     values = [stage.hyperparameters for stage in schedule.stages]
     shown = []
     for name in dict.fromkeys([*HYPERPARAMETER_NAMES, *summary.task_settings]):
-        differs = len({own.get(name) for own in values}) > 1
+        differs = len({stage.get(name) for stage in values}) > 1
         if differs or name in summary.evolvable:
             shown.append(name)
     # 2. A column per quantity, a row per stage.
@@ -160,7 +160,7 @@ def _stages_table(schedule: BestSchedule, summary: RunSummary, width: int) -> Ta
         first_step += stage.steps
     for name in shown:
         texts = [summary.labels.name(name)]
-        texts += [summary.labels.text(name, own.get(name)) for own in values]
+        texts += [summary.labels.text(name, stage.get(name)) for stage in values]
         columns.append([printable(text) for text in texts])
     # 3. Leave out the last columns that do not fit.
     count = len(columns)
@@ -203,14 +203,14 @@ def compare(args: argparse.Namespace) -> int:
 
     section = ""
     for name, values in compared.settings.items():
-        own_section, _, own = name.rpartition(".")
-        if own_section not in ("", section):
-            add_row(own_section, [""] * count)
-        section = own_section
+        new_section, _, key = name.rpartition(".")
+        if new_section not in ("", section):
+            add_row(new_section, [""] * count)
+        section = new_section
         texts = [one_line(value_text(value), _MAX_VALUE_WIDTH) for value in values]
         if len(set(texts)) == 1:  # the values differ in further digits
             texts = [one_line(value, _MAX_VALUE_WIDTH) for value in values]
-        add_row(f"  {own}" if section else own, texts)
+        add_row(f"  {key}" if section else key, texts)
     if not compared.settings:
         add_row("settings", ["the same"] * count)
     add_row("", [""] * count)
@@ -349,7 +349,7 @@ def _problem_of_best(run_dir: Path, summary: RunSummary) -> str | None:
 def _lifetime(birth: MemberRecord, summary: RunSummary) -> str:
     """Describe a member's generations and last fitness.
 
-    For the winner of the run, that with which it won.
+    For the best member of the run, the fitness that made it the best.
     """
     history = summary.histories.get(birth.index)
     if history is None:
@@ -486,7 +486,7 @@ def _fitted_table(columns: Sequence[Sequence[str | Text]], width: int) -> Table 
     # Take from the widest column that is wider than its longest word.
     too_wide = sum(widths) + _GAP * len(columns) - width
     for _ in range(too_wide):
-        wider = [number for number, own in enumerate(widths) if own > least[number]]
+        wider = [number for number, current in enumerate(widths) if current > least[number]]
         if not wider:
             return None
         widest = max(wider, key=lambda number: widths[number])

@@ -225,7 +225,8 @@ def resume_run(
     state = stored.record.run_state
     for error in stored.skipped:
         print_warning(f"Skipped an unusable checkpoint: {error}")
-    if given is not None and (ignored := ignored_settings(config, given)):
+    ignored = [] if given is None else ignored_settings(config, given)
+    if ignored:
         print_warning(
             f"A resumed run keeps its settings. Ignored: {', '.join(ignored)}. For them, start a"
             " new run."
@@ -374,7 +375,10 @@ def _train(console: Console, trainer: Trainer, run_dir: Path, args: argparse.Nam
         expected = isinstance(error, _EXPECTED)
         if expected:
             console.print()
-            print_error(f"{error}{user_line(error.__cause__) if error.__cause__ else ''}")
+            line = ""
+            if error.__cause__ is not None:
+                line = user_line(error.__cause__)
+            print_error(f"{error}{line}")
         _show_after_error(console, run_dir, error)
         if expected:
             return FAILED
@@ -610,9 +614,13 @@ def show_ending(console: Console, run_dir: Path, generations: int, schedule: Sch
         # and a resumed run keeps it.
         changed = []
         for name in _OTHER_LIMITS:
-            if (limit := getattr(schedule, name)) is not None:
-                counted = schedule.count_evaluations and name in ("max_timesteps", "max_tokens")
-                changed.append(f"{name}={2 * limit if counted else 'null'}")
+            limit = getattr(schedule, name)
+            if limit is None:
+                continue
+            if schedule.count_evaluations and name in ("max_timesteps", "max_tokens"):
+                changed.append(f"{name}={2 * limit}")
+            else:
+                changed.append(f"{name}=null")
         words = ("--generations", str(2 * generations), *changed)
         show_command(console, "train further", command("resume", run_dir, *words))
     if (run_dir / "tensorboard").is_dir() and shutil.which("tensorboard"):

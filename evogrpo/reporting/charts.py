@@ -26,13 +26,13 @@ _SLOT_COLOURS = (
     "#9467BD",
     "#8C6D31",
 )
-# Of all slots, if there are more slots than colours.
+# Colour of all slots, if there are more slots than colours.
 _SHARED_COLOUR = "#7B93AD"
-# Generations or steps; more markers would cover the lines.
+# Maximum number of generations or steps that are marked; more markers would cover the lines.
 _MAX_MARKED = 30
-# Per chart of learning steps; of more points, neighbouring ones are averaged.
+# Maximum number of points in a chart of learning steps; of more, neighbouring ones are averaged.
 _MAX_POINTS = 6000
-# Of neighbouring ticks, as a fraction of the axis; labels that are closer cover each other.
+# Distance of neighbouring ticks, as a fraction of the axis; closer labels cover each other.
 _MIN_DISTANCE = 0.1
 
 
@@ -258,14 +258,14 @@ class _Colours:
         others = []
         for index, slot, points in stretches:
             last = self.lineage.get(index, -1)
-            inherited = sum(point.generation <= last for point in points)
             # Points up to the birth of the next ancestor belong to the best member's lineage.
-            if inherited:
-                own = tuple(points[:inherited])
-                best.append(Line(index=index, colour=BEST, points=own))
-            # What follows starts at the last point of the lineage, so that the line has no gap.
-            if inherited < len(points):
-                rest = tuple(points[max(0, inherited - 1) :])
+            count = sum(point.generation <= last for point in points)
+            if count > 0:
+                in_lineage = tuple(points[:count])
+                best.append(Line(index=index, colour=BEST, points=in_lineage))
+            # The rest starts at the last point of the lineage, so that the line has no gap.
+            if count < len(points):
+                rest = tuple(points[max(0, count - 1) :])
                 others.append(Line(index=index, colour=self.of(slot), points=rest))
         return (*others, *best)
 
@@ -344,7 +344,7 @@ def _log_ticks(limits: tuple[float, float]) -> tuple[float, ...]:
     """Return ticks of a logarithmic axis: powers of ten, 1, 2, 5 times them, or equal steps."""
     low, high = limits
     first_exponent = math.floor(math.log10(low))
-    # Powers of ten below the upper limit; 38 is the largest of float32.
+    # Powers of ten below the upper limit; 38 is the largest exponent of float32.
     powers = [10.0**exponent for exponent in range(first_exponent, 39)]
     powers = [power for power in powers if power < high]
     for factors in ((1,), (1, 2, 5)):
@@ -466,8 +466,8 @@ def _hyperparameter_chart(name: str, summary: RunSummary, colours: _Colours) -> 
     # 1. Values of all members. Names are those of members, which are validated, instead of those
     #    of the search space in the journal, which are not.
     space = summary.evolvable.get(name, {})
-    own = [_value(result, name) for result in summary.members]
-    values = [value for value in own if value is not None]
+    all_values = [_value(result, name) for result in summary.members]
+    values = [value for value in all_values if value is not None]
     numbers = [value for value in values if isinstance(value, int | float)]
     names: list[str] = []
     if len(numbers) < len(values):

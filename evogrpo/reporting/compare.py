@@ -103,8 +103,8 @@ def compare_runs(
         names = ", ".join(map(str, folders))
         raise ValueError(f"compare needs at least two different run directories, got {names}.")
     summaries = [read_summary(folder) for folder in folders]
-    # 1. Settings are those of the configurations. If a run has none, they are those of all run
-    #    events, because configurations and run events have different names for settings.
+    # 1. Settings are those of the configurations. If any run has none, those of the run events are
+    #    used for all runs, because configurations and run events name settings differently.
     runs = []
     for folder, summary, configuration in zip(folders, summaries, configurations, strict=True):
         settings = dict(summary.facts)
@@ -137,7 +137,7 @@ def _parameters(space: Mapping[str, Any], path: str) -> dict[str, Any]:
     """Return the parameters of a search space, which may be in groups, by dotted name."""
     found: dict[str, Any] = {}
     for name, value in space.items():
-        # A group has names of hyperparameters as keys.
+        # The keys of a group are names of settings; those of a parameter are its fields.
         if isinstance(value, Mapping) and not value.keys() & {"min", "max", "choices"}:
             found |= _parameters(value, f"{path}.{name}")
         else:

@@ -336,7 +336,7 @@ def _frame(pd: Any, name: str, rows: Sequence[Mapping[str, Any]]) -> "DataFrame"
     for column in dict.fromkeys(chain.from_iterable(rows)):
         is_text = any(isinstance(row.get(column), str) for row in rows)
         types.setdefault(column, TEXT if is_text else REAL)
-    # A frame has all of them, also where the run has no values yet.
+    # A frame has all documented columns, also those without values yet.
     columns = {}
     for column, kind in types.items():
         values = [row.get(column) for row in rows]

@@ -49,7 +49,7 @@ _STYLE = {
     "grid.color": "#e8e8e8",
     "axes.axisbelow": True,
 }
-# Inches.
+# Sizes in inches.
 _WIDTH = 11.0
 _HEADER_HEIGHT = 1.5
 _FITNESS_HEIGHT = 4.8
@@ -117,7 +117,7 @@ def _figure(run: RunCharts) -> "Figure":
         title += f"\n{headline.before} → {headline.after}"
     figure.suptitle(title, x=0.01, ha="left", size=16, weight="bold", parse_math=False)
     legend = axes.legend(
-        # Without them, matplotlib warns about a run without generations.
+        # Without handles and labels, matplotlib warns about a run without generations.
         *axes.get_legend_handles_labels(),
         title=_facts(run.summary),
         alignment="left",
@@ -220,13 +220,13 @@ def _draw_fitness(axes: "Axes", run: RunCharts) -> None:
         name = f"{summary.terms.untrained}, {summary.split}"
         base = summary.start.mean
         axes.axhline(base, color=BASE, linestyle="--", linewidth=1.4, zorder=1.5, label=name)
-    # 3. Failures and births; those of hyperparameters get an entry in the legend here.
+    # 3. Failures, and an entry in the legend for the births in the charts of hyperparameters.
     if run.failures:
         generations, heights, _ = _joined(run.failures)
         axes.plot(generations, heights, "x", color=BASE, mew=2, label="failed")
     if any(chart.births for chart in run.hyperparameters):
         axes.plot([], [], "o", color="#999999", markersize=4.5, label="birth")
-    # 4. Space for the index of the best member; a word instead of lines.
+    # 4. Space for the index of the best member; words if there are no lines.
     first, last = run.generations
     width = last - first + 1
     left = first - 1 - 0.03 * width

@@ -32,8 +32,8 @@ def lineage_of(summary: RunSummary, member: MemberReport) -> tuple[MemberReport,
     while current is not None:
         history = summary.histories[current.index]
         # After the birth of its child, a member trains its own state only.
-        own = [each for each in history.results if each.generation <= current.generation]
-        line = own + line
+        trained = [each for each in history.results if each.generation <= current.generation]
+        line = trained + line
         current = history.origin
     return tuple(line)
 
@@ -177,14 +177,14 @@ def best_hyperparameters(run_dir: str | Path) -> tuple[Hyperparameters, ...]:
     # of them count.
     found: dict[Hyperparameters, Hyperparameters] = {}
     for member in (best, *ranked):
-        own = member.hyperparameters
-        if member.fitness is None or own in found:
+        first = member.hyperparameters
+        if member.fitness is None or first in found:
             continue
-        found[own] = own
-        if own.target_kl is not None:
+        found[first] = first
+        if first.target_kl is not None:
             rates = calibrated_rates(summary, lineage_of(summary, member))
             if rates is not None:
-                found[own] = replace(own, lr=rates[1])
+                found[first] = replace(first, lr=rates[1])
     return tuple(found.values())
 
 
@@ -201,10 +201,10 @@ def birth_text(member: MemberRecord | MemberReport, summary: RunSummary) -> str:
     labels = summary.labels
     if member.parent is not None:
         return origin_text(member.parent, labels.changes(member.changes))
-    own = member.hyperparameters
-    step_size = "lr" if own.target_kl is None else "target_kl"
+    hyperparameters = member.hyperparameters
+    step_size = "lr" if hyperparameters.target_kl is None else "target_kl"
     names = summary.shown_names or (step_size, "group_size")
-    values = [labels.named(name, own.get(name)) for name in names]
+    values = [labels.named(name, hyperparameters.get(name)) for name in names]
     return f"founder with {', '.join(values)}"
 
 
@@ -247,7 +247,8 @@ def text_changes(summary: RunSummary) -> Iterator[TextChange]:
             if not texts or not is_task_setting(name) or birth.parent is None:
                 continue
             history = summary.histories.get(birth.index)
-            before = after = "–"
+            before = "–"
+            after = "–"
             if history is not None:
                 after = str(history.results[-1].estimate or "failed")
                 if history.origin is not None:
@@ -266,7 +267,8 @@ def differences(old: str, new: str) -> Iterator[tuple[Literal["same", "ins", "de
     """Yield the pieces of two texts: those of both, and those of one only."""
     before = _WORDS.findall(shorten(old, MAX_COMPARED))
     after = _WORDS.findall(shorten(new, MAX_COMPARED))
-    # In texts of 200 words or more it ignores frequent words, without which it could take minutes.
+    # In texts of 200 words or more, SequenceMatcher ignores frequent words; otherwise it could take
+    # minutes.
     matcher = SequenceMatcher(None, before, after)
     for kind, i, j, k, n in matcher.get_opcodes():
         if kind == "equal":

@@ -18,9 +18,10 @@ Plot = dict[str, Any]
 Details = Mapping[tuple[int, int], str]
 """Hover texts of members, by index and generation."""
 
-# Generations; in a lineage chart of more, the labels of members would cover each other on a phone.
+# Maximum number of generations of a lineage chart with labels of members; with more, the labels
+# would cover each other on a phone.
 _MAX_NAMED = 10
-# Of a label above its line, in slots.
+# Height of a label above its line, in slots.
 _LABEL_HEIGHT = 0.12
 _GRID = {"gridcolor": "rgba(128,128,128,0.25)", "zeroline": False}
 _LAYOUT: Plot = {
@@ -73,8 +74,8 @@ def page_charts(summary: RunSummary) -> dict[str, dict[str, Plot]]:
 
 def _hover_text(result: MemberReport, summary: RunSummary) -> str:
     """Return the hover text of a result: fitness, evolving hyperparameters, origin and cost."""
-    own = result.hyperparameters
-    values = [summary.labels.named(name, own.get(name)) for name in summary.shown_names]
+    get = result.hyperparameters.get
+    values = [summary.labels.named(name, get(name)) for name in summary.shown_names]
     birth = "founder"
     if result.parent is not None:
         birth = f"child of #{result.parent}"

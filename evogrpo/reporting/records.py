@@ -226,7 +226,7 @@ class BaselineReport(JournalRecord):
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
         """Build from the result of `to_json`; raise ValueError for an invalid value."""
-        # `to_json` merges the fields of the estimate
+        # `to_json` merges the fields of the estimate.
         return super().from_json({**values, "fitness": values})
 
 

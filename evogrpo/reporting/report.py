@@ -45,11 +45,11 @@ from evogrpo.text import (
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Generations with a table of members.
+# Maximum number of generations with a table of members.
 _MAX_TABLES = 100
-# Characters of one prompt or completion.
+# Maximum number of characters of one prompt or completion.
 _MAX_TEXT = 4000
-# Characters of all of them; with many, each is cut further.
+# Maximum number of characters of all prompts and completions; with many, each is cut further.
 _MAX_TOTAL_TEXT = 100_000
 # Columns of tables that a run of one agent does not have.
 _SELECTION_COLUMNS = {"slot", "parent", "best", "mean", "reason of birth"}
@@ -152,10 +152,9 @@ def html_page(summary: RunSummary) -> str:
     package = files("evogrpo.reporting")
     # A value that is missing in the template is an error.
     page = Environment(autoescape=True, finalize=_printable, undefined=StrictUndefined)
-    # The more completions, the shorter each of them.
     completions = _completions(summary)
-    texts = 2 * sum(map(len, completions.values())) or 1
-    # Long runs show less of each text, so that the page stays small.
+    # With many completions, prompts and completions are cut further, so that the page stays small.
+    texts = max(1, 2 * sum(map(len, completions.values())))
     limit = max(200, min(_MAX_TEXT, _MAX_TOTAL_TEXT // texts))
     page.filters["columns"] = partial(_columns, alone=summary.is_alone)
     page.filters["printable"] = printable
@@ -393,10 +392,10 @@ def _member_row(member: MemberReport, generation: GenerationReport, summary: Run
 
 def _values(member: MemberReport, summary: RunSummary) -> dict[str, str]:
     """Return the evolving hyperparameters and task settings of a member, as text."""
-    own = member.hyperparameters
     values = {}
     for name in summary.shown_names:
-        values[short_name(name)] = summary.labels.text(name, own.get(name))
+        value = member.hyperparameters.get(name)
+        values[short_name(name)] = summary.labels.text(name, value)
     return values
 
 

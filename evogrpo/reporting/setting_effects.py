@@ -14,7 +14,7 @@ from evogrpo.reporting.summary import RunSummary
 from evogrpo.text import distinct_number_texts, number_text, score_text
 
 MIN_LINEAGES = 3
-"""Number of lineages behind each side of a comparison from which on it is more than a hint."""
+"""Minimum number of lineages on each side of a comparison that calls a value better."""
 FINDINGS_TITLE = "Effect of task settings on fitness, relative to the mean of each generation"
 """Title of the findings in a terminal."""
 
@@ -106,13 +106,13 @@ def setting_effects(summary: RunSummary, names: Sequence[str]) -> tuple[SettingE
     effects = []
     for name in names:
         texts = _value_texts(name, summary)
-        own = {}
+        value_of = {}
         for index, history in summary.histories.items():
-            own[index] = texts[history.results[0].hyperparameters.get(name)]
-        column = [own[index] for index in sorted(compared)]
+            value_of[index] = texts[history.results[0].hyperparameters.get(name)]
+        column = [value_of[index] for index in sorted(compared)]
         # For each member the position of the first one with its value.
         divisions[name] = [column.index(text) for text in column]
-        effects.append(_setting_effect(summary, name, texts, own, relative))
+        effects.append(_setting_effect(summary, name, texts, value_of, relative))
     # Effects of settings that divide the members alike cannot be separated.
     for number, effect in enumerate(effects):
         division = divisions[effect.name]
@@ -130,7 +130,7 @@ def _setting_effect(
     summary: RunSummary,
     name: str,
     texts: Mapping[Value, str],
-    own: Mapping[int, str],
+    value_of: Mapping[int, str],
     relative: Mapping[tuple[int, int], float],
 ) -> SettingEffect:
     """Return the effect of one setting.
@@ -139,16 +139,16 @@ def _setting_effect(
         summary: The run.
         name: Name of the setting.
         texts: Its values in order, each as text.
-        own: Value of each member as text.
+        value_of: Value of each member as text.
         relative: Relative fitness by member and generation.
     """
-    # 1. What each member, or its first ancestor with its value, inherited with another value.
-    #    Parents come before their children.
+    # 1. Relative fitness that each member, or its first ancestor with the same value, inherited
+    #    from a parent with another value. Parents come before their children.
     inherited: dict[int, float] = {}
     for index, history in summary.histories.items():
         inherited[index] = 0.0
         origin = history.origin
-        if origin is not None and own[origin.index] == own[index]:
+        if origin is not None and value_of[origin.index] == value_of[index]:
             inherited[index] = inherited[origin.index]
         elif origin is not None:
             inherited[index] = relative.get((origin.index, origin.generation), 0.0)
@@ -161,9 +161,9 @@ def _setting_effect(
             if fitness is not None:
                 found[member.index] = fitness - inherited[member.index]
         # Fitness of different generations cannot be compared.
-        if len({own[index] for index in found}) > 1:
+        if len({value_of[index] for index in found}) > 1:
             for index, fitness in found.items():
-                results.setdefault(own[index], []).append((index, fitness))
+                results.setdefault(value_of[index], []).append((index, fitness))
     # 3. Means by lineage.
     present = [text for text in dict.fromkeys(texts.values()) if text in results]
     values = tuple(_effect(summary, text, results[text]) for text in present)
@@ -231,7 +231,7 @@ def _value_texts(name: str, summary: RunSummary) -> dict[Value, str]:
         for number in numbers:
             half = "below" if number < middle else "at least"
             texts[number] = f"{half} {number_text(middle)}"
-    # Texts in the order of choices, which that of their labels is; then those without labels.
+    # Texts in the order of their labels, which is that of the choices; then texts without labels.
     labels = summary.labels.by_setting.get(name, {})
     names = sorted(value for value in values if isinstance(value, str))
     for text in [*labels, *names]:

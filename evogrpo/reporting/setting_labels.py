@@ -14,7 +14,7 @@ MAX_LABEL = 16
 """Maximum number of characters of a text that is its own label."""
 _MAX_NAME = 40
 _MAX_ROW = 200
-# Of tables of members in a terminal.
+# Further columns of tables of members in a terminal.
 _OTHER_COLUMNS = ("slot", "member", "parent", "tokens", "actions", "time")
 
 
@@ -61,9 +61,9 @@ class SettingLabels:
         short = {name: name.partition(".")[2] for name in found}
         uses = Counter([*short.values(), *HYPERPARAMETER_NAMES, *_OTHER_COLUMNS])
         names = {}
-        for name, own in short.items():
-            if uses[own] == 1:
-                names[name] = short_name(own)
+        for name, without_group in short.items():
+            if uses[without_group] == 1:
+                names[name] = short_name(without_group)
         # 3. Labels of texts.
         by_setting = {}
         for name, values in found.items():
@@ -112,7 +112,7 @@ class SettingLabels:
 
     @property
     def rows(self) -> dict[str, str]:
-        """Beginnings of these texts as one line, by label, for a terminal."""
+        """Beginnings of the texts in `numbered` as one line, by label, for a terminal."""
         return {label: one_line(text, _MAX_ROW) for label, text in self.numbered.items()}
 
 

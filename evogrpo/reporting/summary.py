@@ -45,7 +45,7 @@ _METRICS: Mapping[str, tuple[str, str]] = {
     "step_kl": ("KL of a step", "nats per {token}"),
 }
 """Metrics shown for every learning step: name -> (title, unit)."""
-# Mean of a reward function, without its weight.
+# Metric of a reward function: its mean, without its weight.
 _COMPONENT = re.compile("rewards/(.+)/mean")
 
 
@@ -124,7 +124,8 @@ class RunSummary:
         """
         if not self.generations:
             return None
-        # The trainer decides, because members that raced compare by other means than those shown.
+        # The trainer has chosen it. It compares members that left a race early on the questions
+        # that both have answered, not by the means in the reports.
         best_ever = self.generations[-1].best_ever
         states = {(member.index, member.generation): member for member in self.members}
         return states.get(best_ever) if best_ever else None
@@ -136,8 +137,8 @@ class RunSummary:
         for member in self.members:
             reports.setdefault(member.index, []).append(member)
         histories = {}
-        for own in reports.values():
-            first = own[0]
+        for results in reports.values():
+            first = results[0]
             # A child begins with its parent's last state before its own first generation. That
             # is always earlier, even in a damaged journal, so a loop over origins ends.
             origin = None
@@ -145,7 +146,7 @@ class RunSummary:
                 if report.generation < first.generation:
                     origin = report
             histories[first.index] = MemberHistory(
-                index=first.index, origin=origin, results=tuple(own)
+                index=first.index, origin=origin, results=tuple(results)
             )
         return histories
 

@@ -328,11 +328,11 @@ def _check_overwrite(folder: Path, *, kind: Kind, replace: bool, written: Set[st
         raise CheckpointError(f"{folder} is not a folder. Choose another path.")
     # 1. Names that a checkpoint of this kind has or may have.
     found = {entry.name for entry in folder.iterdir()}
-    own = {MANIFEST_NAME, f"{kind}.json", *tensor_names(kind, found)}
+    known = {MANIFEST_NAME, f"{kind}.json", *tensor_names(kind, found)}
     # A damaged checkpoint may be replaced if all of its files are known by name.
     with suppress(CheckpointError):
-        own |= read_manifest(folder).files.keys()
-    holds_checkpoint = bool(found & own)
+        known |= read_manifest(folder).files.keys()
+    holds_checkpoint = bool(found & known)
     if holds_checkpoint and not replace:
         raise CheckpointError(
             f"{folder} already holds a checkpoint. Pass replace=True, or choose another folder."
@@ -340,10 +340,10 @@ def _check_overwrite(folder: Path, *, kind: Kind, replace: bool, written: Set[st
     # 2. Other names are foreign, and never removed. The system may have added hidden files to a
     #    checkpoint, such as .DS_Store, which are replaced as well.
     if holds_checkpoint:
-        own |= {name for name in found if name.startswith(".") and (folder / name).is_file()}
+        known |= {name for name in found if name.startswith(".") and (folder / name).is_file()}
     if replace:
-        own |= written
-    foreign = sorted(found - own)
+        known |= written
+    foreign = sorted(found - known)
     if foreign:
         raise CheckpointError(
             f"{folder} holds other files: {', '.join(foreign[:5])}. Choose another folder."

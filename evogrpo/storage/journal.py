@@ -101,7 +101,7 @@ class Journal:
             found = None
         if found is not None and _state(found) == self._state:
             return None
-        # 1. Another process that appends is a second writer. The same file has only grown.
+        # 1. The same file, with more bytes than this process has written: another process appends.
         opened = os.fstat(self._file)
         if found is not None and os.path.samestat(found, opened) and opened.st_size > self.size:
             raise JournalError(
@@ -133,7 +133,7 @@ class Journal:
         """Replace the file by a new one with the same events."""
         replace_file(self.path, bytes(self._content))
         os.close(self._file)
-        self._file = -1
+        self._file = -1  # closed, also if opening fails
         self._file = _opened(self.path, os.O_RDWR | os.O_APPEND)
         self._state = _state(os.fstat(self._file))
 
@@ -191,8 +191,10 @@ def _state(found: os.stat_result) -> tuple[int, ...]:
 def set_aside(path: Path) -> Path:
     """Rename a changed or damaged file, so that nothing of it is lost; return its new path."""
     number = 1
-    while os.path.lexists(target := path.with_name(f"{path.stem}-kept-{number}{path.suffix}")):
+    target = path.with_name(f"{path.stem}-kept-{number}{path.suffix}")
+    while os.path.lexists(target):
         number += 1
+        target = path.with_name(f"{path.stem}-kept-{number}{path.suffix}")
     path.rename(target)
     return target
 

@@ -56,15 +56,14 @@ def make_console(stream: TextIO | None = None, *, all_ranks: bool = False) -> Co
 
     Only rank 0 prints, unless `all_ranks` is True.
     """
-    # Terminals that cannot move the cursor name themselves "dumb".
     stream = stream or sys.stdout
+    # Terminals that cannot move the cursor name themselves "dumb".
     terminal = stream.isatty() and os.environ.get("TERM") != "dumb"
     width: int | None = LOG_WIDTH
     columns = os.environ.get("COLUMNS")
     # With 0, which programs without a window set, rich would print nothing.
     if columns != "0" and (columns is not None or stream.isatty()):
-        # Rich finds it.
-        width = None
+        width = None  # rich finds it
     quiet = not (all_ranks or processes().is_rank_zero)
     # `force_terminal` overrides the environment variables by which rich would treat a file as a
     # terminal.
@@ -89,8 +88,7 @@ def console_for(progress: bool | None) -> Console | None:
         return None
     width: int | None = NOTEBOOK_WIDTH
     if "JUPYTER_COLUMNS" in os.environ:
-        # Rich reads it.
-        width = None
+        width = None  # rich reads it from this variable
     notebook = VisibleConsole(width=width)
     if notebook.is_jupyter:
         return notebook
@@ -245,7 +243,7 @@ def clean_warnings(console: Console | None = None) -> Iterator[None]:
         print_warning(_COLOURS.sub("", str(message)), console)
 
     with warnings.catch_warnings():
-        # The filter that is added last is asked first.
+        # The filter that is added last is tried first.
         warnings.simplefilter("ignore")
         warnings.filterwarnings("default", module=r"evogrpo([._]|$)")
         warnings.showwarning = show

@@ -40,7 +40,7 @@ from evogrpo.text import (
 from evogrpo.training.callbacks import Callback
 from evogrpo.training.trainer import Trainer
 
-# In a log.
+# Minimum time between two lines of a log.
 SECONDS_BETWEEN_LINES = 1.0
 
 
@@ -91,7 +91,7 @@ class RunDisplay(Callback):
 
     def _on_progress(self, work: ProgressUpdate) -> None:
         """Show the progress of work that takes long."""
-        # No hook is called for it.
+        # No hook is called when the baseline is measured.
         self._show_baseline()
         self._work = work
 
@@ -398,7 +398,7 @@ def outcome_lines(report: TestOutcome, terms: Terms) -> list[Text]:
 
 # Spaces between columns.
 _COLUMN_GAP = 2
-# Columns of a question or a completion.
+# Minimum columns of a question or a completion.
 _MIN_TEXT_WIDTH = 12
 
 
@@ -439,8 +439,11 @@ def completions_table(examples: Sequence[Example], best: int, width: int) -> Tab
     members = (f"step {shown[0].step + 1}", indices)
     text_width = _width_left(width, [members, *numbers])
     while text_width < 2 * _MIN_TEXT_WIDTH and len(numbers) > 1:
-        last_function = len(numbers) - 3
-        numbers.pop(last_function if last_function >= 0 else -1)
+        functions = len(numbers) - 2  # the last two columns are reward and advantage
+        if functions > 0:
+            numbers.pop(functions - 1)
+        else:
+            numbers.pop()
         text_width = _width_left(width, [members, *numbers])
     text_width = max(text_width, 2 * _MIN_TEXT_WIDTH)
     questions = [one_line(each.prompt) for each in shown]
@@ -501,7 +504,7 @@ def shortened(text: str, limit: int) -> str:
     return f"{first}…{last}"
 
 
-# 1 if all rewards within each group were equal.
+# Metric that is 1 if all rewards within each group were equal.
 EQUAL_GROUPS = "frac_reward_zero_std"
 # Columns of a note in a table of members, without line breaks.
 _NOTE_WIDTH = 26
@@ -578,8 +581,9 @@ def generation_table(
     columns[terms.tokens] = [_short_count(each.tokens) for each in members]
     columns["time"] = [duration_text(each.seconds) for each in members]
     columns[""] = [member_note(each, report, best_so_far, each.index in new) for each in members]
-    # 2. In a narrow terminal, break the headings, and leave out columns: then also those of the
-    #    last hyperparameters, first those in which members do not differ.
+    # 2. In a narrow terminal, break the headings, and leave out columns in the order of `optional`:
+    #    first costs and origin, then hyperparameters in which members are equal, then the others,
+    #    each from the last to the first.
     table = _member_table(report, columns)
     equal = []
     for head in heads:
@@ -587,7 +591,6 @@ def generation_table(
         if len(texts) == 1:
             equal.append(head)
     different = [head for head in heads if head not in equal]
-    # Left out in this order; then columns in which members are equal.
     optional = ["time", terms.tokens, "step KL", "lr used", "parent", "slot"]
     optional += [*equal[::-1], *different[::-1]]
     left_out = []
@@ -670,7 +673,7 @@ def plan_lines(report: GenerationReport, labels: SettingLabels = NO_LABELS) -> l
             birth = f"#{members[child.slot]} is replaced by #{child.index}"
         origin = origin_text(child.parent, labels.changes(child.changes))
         lines.append(Text.assemble((f"selection: {birth}", "cyan"), f", a {origin}"))
-    # 4. Otherwise the reasons why members stay, without details; the best one always does.
+    # 4. Otherwise the reasons why members stay, without details; the best one always stays.
     if not lines:
         reasons: dict[str, None] = {}
         for member in report.members:

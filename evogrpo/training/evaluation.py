@@ -141,9 +141,9 @@ def measure(run: "Trainer") -> dict[int, Measured]:
     if not config.uses_validation and len(rollouts) < len(training_fitness):
         lacking = min(training_fitness.keys() - rollouts.keys())
         groups = {(step, position) for step, position, _ in run_state.rollouts[lacking]}
-        count = len(groups)
+        index = population.agents[lacking].index
         raise ValueError(
-            f"{TOO_FEW}, got {count} of member {population.agents[lacking].index}. {REMEDY}"
+            f"{TOO_FEW} in a generation, got {len(groups)} of member {index}. {REMEDY}"
         )
     # 2. Validation questions.
     began = run.clock.now()
@@ -165,8 +165,8 @@ def measure(run: "Trainer") -> dict[int, Measured]:
     seconds = run.clock.now() - began
     total = max(1, sum(tokens.values()))
     costs = {}
-    for slot, own in tokens.items():
-        costs[slot] = EvaluationCost(tokens=own, seconds=seconds * own / total)
+    for slot, amount in tokens.items():
+        costs[slot] = EvaluationCost(tokens=amount, seconds=seconds * amount / total)
     # 4. Collect the measures of each member, then change the run.
     measured = {}
     for slot in training_fitness:
@@ -344,7 +344,7 @@ CHECKED_GENERATIONS = 2
 """Number of first generations whose held-out scores are checked."""
 
 MIN_SCORES = 8
-"""Number of held-out scores from which on it is said that all are equal."""
+"""Minimum number of held-out scores for the warning that all are equal."""
 
 
 class EqualScoresCheck:
@@ -370,7 +370,9 @@ class EqualScoresCheck:
             for measure, fitness in each.fitness.items():
                 if measure != ROLLOUTS:
                     self._scores += fitness.scores
-        scores = [*self._scores, *(() if baseline is None else baseline.scores)]
+        scores = list(self._scores)
+        if baseline is not None:
+            scores += baseline.scores
         if self._left == 0 and len(scores) >= MIN_SCORES and len(set(scores)) == 1:
             warn(
                 f"All {len(scores)} held-out scores so far are {scores[0]:g}, by which members"
@@ -454,8 +456,8 @@ class LearningSignalCheck(_FirstStepsCheck):
     """Warning for runs whose first learning steps have no learning signal.
 
     Args:
-        steps: As in `_FirstStepsCheck`, and `taken` too.
-        taken: See `steps`.
+        steps: See `_FirstStepsCheck`.
+        taken: See `_FirstStepsCheck`.
         filters: Settings of the objective that leave samples out of the loss.
         hint: Further sentence of the warning about equal rewards.
     """
@@ -467,7 +469,8 @@ class LearningSignalCheck(_FirstStepsCheck):
         self._hint = hint
         self._rewards_differ = False
         self._resolution_named = False
-        self._all_truncated = True  # samples of steps in which rewards differ
+        # False once a sample was complete, in a step in which rewards differ.
+        self._all_truncated = True
 
     def update(self, learned: Mapping[int, LearnReport]) -> None:
         """Check the reports of a learning step.
@@ -500,11 +503,9 @@ class LearningSignalCheck(_FirstStepsCheck):
             return
         # Rewards differ within groups, so a filter of the objective has removed the signal.
         if self._rewards_differ and self._filters:
-            reason = (
-                f"{' and '.join(self._filters)} left all samples with different rewards out of the"
-                " loss"
-            )
-            fix = "Check its value."
+            names = " and ".join(self._filters)
+            reason = f"{names} left all samples with different rewards out of the loss"
+            fix = f"Check {names}."
             if self._all_truncated and "mask_truncated" in self._filters:
                 fix = (
                     "All were truncated: raise max_output_tokens, or max_episode_steps of an"
@@ -535,8 +536,8 @@ class ConstantRewardCheck(_FirstStepsCheck):
     """Warning for reward functions without effect in the first learning steps, beside others.
 
     Args:
-        steps: As in `_FirstStepsCheck`, and `taken` too.
-        taken: See `steps`.
+        steps: See `_FirstStepsCheck`.
+        taken: See `_FirstStepsCheck`.
         ignored: Name of a reward that may be constant.
     """
 
@@ -559,10 +560,10 @@ class ConstantRewardCheck(_FirstStepsCheck):
             if weights is None:
                 weights = torch.ones_like(batch.reward_components)
             columns = zip(batch.reward_components.unbind(1), weights.unbind(1), strict=True)
-            for name, (values, own) in zip(batch.component_names, columns, strict=True):
-                if not own.any():
+            for name, (values, weight) in zip(batch.component_names, columns, strict=True):
+                if not weight.any():
                     continue
-                applied = values[(own != 0) & ~values.isnan()]
+                applied = values[(weight != 0) & ~values.isnan()]
                 found = (*self._ranges.get(name, ()), *applied.tolist())
                 self._ranges[name] = (min(found), max(found)) if found else ()
         # 2. Name those without effect. If all are, there is no learning signal at all.

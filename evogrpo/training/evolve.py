@@ -172,6 +172,10 @@ class Run(NamesMissing, Iterator[GenerationReport]):
                 run_dir = None
             else:
                 run_dir = trainer.shared_run_dir.reopened()
+        # The trainer records changed data when it begins.
+        recorded = inspect.getgeneratorstate(self._generations) != inspect.GEN_CREATED
+        # 0 threads: the run has not begun.
+        run_state = trainer.run_state if trainer.run_state.threads else None
         continued = Trainer(
             trainer.population,
             trainer.env,
@@ -179,8 +183,9 @@ class Run(NamesMissing, Iterator[GenerationReport]):
             strategy=trainer.strategy,
             fitness=trainer.fitness,
             run_dir=run_dir,
-            # 0 threads: the run has not begun
-            run_state=(trainer.run_state if trainer.run_state.threads else None),
+            run_state=run_state,
+            description=trainer.description,
+            changed_data=() if recorded else trainer.changed_data,
             callbacks=[each for each in trainer.callbacks if each is not self._display],
             proposer=trainer.proposer,
             trackers=trainer.trackers.given,
@@ -214,8 +219,8 @@ class Run(NamesMissing, Iterator[GenerationReport]):
             # saves and stops.
             if received:
                 next(self._generations, None)
-        # 2. After a signal, raise KeyboardInterrupt or SystemExit.
-        # perhaps of another rank
+        # 2. After a signal, raise KeyboardInterrupt or SystemExit. If another rank has received it,
+        #    the stop request has its number.
         number = received[0] if received else self.trainer.stop_request.signal
         if number is not None:
             run_dir = self.trainer.shared_run_dir
@@ -242,10 +247,10 @@ class Run(NamesMissing, Iterator[GenerationReport]):
 
 
 def _close(generations: Generator[GenerationReport, None, None], *, new: bool) -> None:
-    """Close a run, unless a thread still trains it at the end; warn if a new one never began."""
+    """Close a run, and warn if a new one never began."""
     if new and inspect.getgeneratorstate(generations) == inspect.GEN_CREATED:
         warn("A run was made and never trained. Iterate over it, or call its method finish().")
-    with suppress(ValueError):
+    with suppress(ValueError):  # at exit, a thread still trains it
         generations.close()
 
 
@@ -458,8 +463,15 @@ def _proposer(given: Proposer | ProposalFunction | None) -> Proposer | None:
 
 
 _METHODS_OF_ONE_AGENT = (
-    *("get_action", "predict", "generate", "learn", "test", "mutate", "clone"),
-    *("preprocess_observation", "get_policy"),
+    "get_action",
+    "predict",
+    "generate",
+    "learn",
+    "test",
+    "mutate",
+    "clone",
+    "preprocess_observation",
+    "get_policy",
 )
 """Methods of agents that a run has no use for."""
 

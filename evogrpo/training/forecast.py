@@ -84,8 +84,8 @@ def work_rows(config: Config, env: GroupEnvironment, unit: str) -> dict[str, str
     schedule = config.schedule
     members = config.population.size
     # 1. Describe samples, and how they are divided into groups.
-    each = schedule.samples_per_step
-    samples = f"{each} {unit} per member and learning step, {members * each} in all"
+    of_member = schedule.samples_per_step
+    samples = f"{of_member} {unit} per member and learning step, {members * of_member} in all"
     resamples = config.agent.objective.dynamic_sampling
     if resamples:
         times = f"up to {resamples} times"
@@ -93,7 +93,7 @@ def work_rows(config: Config, env: GroupEnvironment, unit: str) -> dict[str, str
             times = "once"
         samples += f". Groups with equal rewards are resampled {times}"
     sizes = possible_values(config, "group_size")
-    groups = [f"{pluralize(each // size, 'group')} of {size}" for size in sizes]
+    groups = [f"{pluralize(of_member // size, 'group')} of {size}" for size in sizes]
     # 2. Describe learning steps and evaluations.
     steps = "until a limit of the schedule is reached"
     if schedule.generations is not None:

@@ -175,7 +175,7 @@ def _proposals(
     """
     if not run.population.processes.is_rank_zero:
         return []
-    # 1. Look them up.
+    # 1. Look the proposals up in the journal.
     wanted = [
         Proposal(generation=generation, index=child.index, name=name, before=text, after=text)
         for name, text in before.items()
@@ -205,7 +205,7 @@ def _proposals(
                         " refused texts are in the journal only."
                     )
             found.append(replace(each, after=after, refused=refused, seen=tuple(seen)))
-    # 4. Record them before they are used, so that they are never asked for again.
+    # 4. Record the proposals before they are used, so that they are never asked for again.
     for each in found:
         run.record_proposal(each)
     return [dump(each) for each in found]
@@ -274,7 +274,7 @@ def _refusal(run: "Trainer", child: MemberRecord, name: str, text: Any, before: 
         return "the proposal is the text of the parent"
     if len(text) > MAX_TEXT:
         return f"the proposal has {len(text):,} characters, more than {MAX_TEXT:,}"
-    # As for the texts of the configuration: the environment and the members check what it makes.
+    # The environment and the members check the text, as those of the configuration.
     try:
         member = child.hyperparameters.with_values({name: text})
         check_settings(run.env, run.population.space, [member])
@@ -351,7 +351,7 @@ class Reflection:
     timeout: PositiveFloat = 60.0
 
     def __post_init__(self) -> None:
-        self._server()
+        self._server()  # raises ValueError for invalid settings
         if self.api_key_env is not None and self.api_key_env not in os.environ:
             raise ValueError(f"api_key_env names {self.api_key_env}, which is not set. Export it.")
 

@@ -123,7 +123,7 @@ class HyperparameterSchedule:
         return cls(
             stages=schedule.stages,
             origin=facts,
-            configuration=values and _without_location(values),
+            configuration=None if values is None else _without_location(values),
         )
 
     def write(self, file: str | Path) -> None:
@@ -144,7 +144,7 @@ class HyperparameterSchedule:
         text = _HEAD.format(**names, version=evogrpo.__version__)
         values = dump(self)
         for stage in values["stages"]:
-            # Only members that have some write them.
+            # Leave out an empty mapping.
             if not stage["hyperparameters"]["task_settings"]:
                 del stage["hyperparameters"]["task_settings"]
         text += dump_yaml(values, width=120, default_flow_style=None)
@@ -169,7 +169,7 @@ class HyperparameterSchedule:
                 " evogrpo.replay."
             )
         self._check_overrides(overrides)
-        # 1. Choose the search space. Values that start outside their range cannot be in it.
+        # 1. Keep the ranges that contain the first value of the schedule; others would be refused.
         values = _without_location(self.configuration)
         first = self.stages[0].hyperparameters
         space = build(HyperparameterConfig, values.get("search_space") or {}, "search_space")

@@ -71,7 +71,7 @@ def provenance(population: Population) -> dict[str, Any]:
     """
     root = Path(evogrpo.__file__).parents[1]
     commit = None
-    # A checkout of this repository has it here, an installed package does not.
+    # A checkout of this repository has the folder .git here; an installed package has none.
     if (root / ".git").exists():
         with suppress(OSError, SubprocessError):
             words = ["git", "-C", str(root), "rev-parse", "HEAD"]
@@ -146,7 +146,7 @@ def count_step(
             counted[name] = value if abs(value) <= 1e150 else None
         metrics[slot] = counted
     earned = {slot: collected.group_rewards.get(slot, {}) for slot in learned}
-    # `collected.tokens` are sampled tokens or environment steps, the unit of `max_timesteps`.
+    # For small networks, `collected.tokens` are environment steps, the unit of `max_timesteps`.
     run_state.add_step(seconds, tokens, metrics, timesteps=collected.tokens, earned=earned)
     # 3. Gather the seconds that each rank has waited for others.
     waiting = []
@@ -209,10 +209,10 @@ def _select_examples(
     slots = collected.member_ids.tolist()
     examples = []
     for number, (slot, index) in enumerate(indices.items()):
-        own = [row for row, owner in enumerate(slots) if owner == slot]
+        rows = [row for row, owner in enumerate(slots) if owner == slot]
         # The first `rest` members give one example more than the others.
         count = share + 1 if number < rest else share
-        for position, row in enumerate(own[:count]):
+        for position, row in enumerate(rows[:count]):
             # Advantages of a report are in the order of the member's rows.
             advantage = _number(learned[slot].advantages[position])
             examples.append(_example(collected, row, index, step, advantage))
@@ -226,14 +226,14 @@ def _best_and_worst(
 
     Without such a group, return the member's first completion.
     """
-    owners = collected.member_ids.tolist()
-    own = [row for row, owner in enumerate(owners) if owner == slot]
-    # Without signal, its first completion.
-    rows = next(iter(_extremes_of_groups(collected, slot)), tuple(own[:1]))
+    slots = collected.member_ids.tolist()
+    rows = [row for row, owner in enumerate(slots) if owner == slot]
+    pairs = _extremes_of_groups(collected, slot)
+    chosen = pairs[0] if pairs else tuple(rows[:1])
     examples = []
-    for row in rows:
+    for row in chosen:
         # Advantages of a report are in the order of the member's rows.
-        advantage = _number(learned.advantages[own.index(row)])
+        advantage = _number(learned.advantages[rows.index(row)])
         examples.append(_example(collected, row, index, step, advantage))
     return examples
 
@@ -280,7 +280,7 @@ def _example(
 def _plain(value: Any) -> bool | int | float | str | None:
     """Convert a value that a reward function logged to a number, a text or None.
 
-    Also None if `Real` refuses it.
+    Numbers that the journal cannot hold (see `validation.Real`), such as NaN, become None.
     """
     if hasattr(value, "tolist"):
         value = value.tolist()

@@ -174,7 +174,6 @@ def completion_row(example: Example) -> dict[str, Any]:
     row = {"step": example.step, "index": example.index, **fields}
     row |= {f"rewards/{name}": value for name, value in rewards.items()}
     row |= {f"feedback/{name}": reason for name, reason in reasons.items()}
-    # A logged column cannot replace one of these.
     return row | {name: value for name, value in logged.items() if name not in row}
 
 
@@ -225,11 +224,10 @@ class RunDir:
         self._saved = saved
         self.logging = logging or LoggingConfig()
         self._journal: Journal | None = None
-        self._unsaved = (
-            False  # events were written since the newest checkpoint, or could not be written
-        )
+        # True if events were written since the newest checkpoint, or could not be written.
+        self._unsaved = False
         self._exported: Best | None = None
-        self._export_time = 0.0  # time of change of its manifest
+        self._export_time = 0.0  # time of change of the manifest in `best/`
 
     def reopened(self) -> Self:
         """Return this directory for the continuation of a closed run.
@@ -263,7 +261,8 @@ class RunDir:
         journal = self.path / JOURNAL
         first_event = b'{"event": "run", '
         leftovers = list[str]()
-        # A run that was killed between its first event and its first checkpoint leaves them.
+        # A run that was killed before its first checkpoint leaves at most one event, which may be
+        # cut off, an empty folder of checkpoints and its configuration.
         with suppress(OSError):
             content = read_regular(journal)
             if (
@@ -338,7 +337,8 @@ class RunDir:
             data=run.data,
             config=self._config,
         )
-        all_tensors = ChainMap(run_state.tensors(), tensors)  # type: ignore[arg-type]  # only the first can be changed
+        # A ChainMap needs mappings that can be changed, but would change the first one only.
+        all_tensors = ChainMap(run_state.tensors(), tensors)  # type: ignore[arg-type]
         # A checkpoint within a generation has the number of that generation.
         number = run_state.generation + (1 if run_state.step_in_generation else 0)
         folder = generation_folder(self.path, number)
@@ -349,7 +349,7 @@ class RunDir:
         try:
             write_checkpoint(folder, all_tensors, dump(record), replace=True)
         except OSError as error:
-            # Tell what the user can do with the run, besides the reason.
+            # Add to the reason what is left of the run.
             left = latest_checkpoint(self.path)
             if left is None:
                 note = "Nothing was saved yet"
@@ -364,7 +364,7 @@ class RunDir:
     def export_best(self, population: Population, best: Best | None) -> None:
         """Write the best member to `best/`, a PEFT folder and a checkpoint, unless up to date.
 
-        Warn if `best/` has other files.
+        Warn if `best/` is a link or a file, or has other files.
         """
         if best is None or (
             best is self._exported and self._export_time == _manifest_time(self.path / BEST)
@@ -384,16 +384,22 @@ class RunDir:
         if exported.keys() != best.state.keys() or any(
             not torch.equal(exported[name], tensor.cpu()) for name, tensor in best.state.items()
         ):
-            agent = best_agent(population, best)
-            try:
-                if (self.path / BEST).is_symlink():
-                    raise CheckpointError("links are not followed")
-                save_agent(agent, self.path / BEST, replace=True, note=note)
-            except CheckpointError:
-                # A foreign file must not end the run. The next save tries again.
+            # What the user has put there must not end the run. The next save tries again.
+            folder = self.path / BEST
+            problem = None
+            if folder.is_symlink():
+                problem = "it is a link. Move it away"
+            else:
+                try:
+                    save_agent(best_agent(population, best), folder, replace=True, note=note)
+                except CheckpointError:
+                    problem = "it is a file. Move it away"
+                    if folder.is_dir():
+                        problem = "it has other files. Move them away"
+            if problem is not None:
                 warn(
-                    f"{self.path / BEST} was not updated, because it is a link or a file, or has"
-                    " other files. Move them away. The checkpoint has the best member."
+                    f"{folder} was not updated, because {problem}. The checkpoint has the best"
+                    " member."
                 )
                 return
         self._exported = best
@@ -496,9 +502,9 @@ class StoredRun:
             ValueError: If the class of custom agents is missing or differs.
         """
         record = self.record
-        kind = _algorithm_class(self.base["kind"], record.algorithm, algorithm)
+        agent_class = _algorithm_class(self.base["kind"], record.algorithm, algorithm)
         population = restore_population(
-            kind,
+            agent_class,
             self.tensors,
             record.population,
             model,
@@ -573,7 +579,7 @@ def _open(folder: Path, *, writable: bool = False, members_only: bool = False) -
                 _repair_journal(folder / JOURNAL, journal, run.record.journal.bytes)
             return run
         except CheckpointError as error:
-            # Try the one before.
+            # Try the checkpoint before.
             skipped.append(error)
     # 3. No checkpoint can be used: raise an error with the reasons.
     reasons = "".join(f" {error}" for error in skipped)
@@ -675,7 +681,7 @@ def _replay(
         history.append(as_generation(report, slots=slots, measure=record.fitness.selection_measure))
         if report.plan is not None:
             lineage += report.plan.children
-    # The checkpoint names the generations that its journal must have.
+    # The checkpoint counts the generations that its journal must hold.
     numbers = [each.number for each in history]
     last = record.run_state.generation
     if numbers != list(range(1, last + 1)):

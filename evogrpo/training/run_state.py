@@ -80,13 +80,13 @@ class RunState:
         out_of_time: The longest time limit that has ended a part of the run; 0 = none has.
         tokens: Tokens processed by all members.
         slot_tokens: Tokens of each slot since the run began.
-        timesteps: Tokens of all members that were sampled to learn from; for small networks steps
-            in the environment.
+        timesteps: Environment steps of all members' training samples; for language models, tokens
+            of one pass over the samples, prompts and discarded groups included.
         member_tokens: Tokens of each slot in the generation under way.
         member_seconds: Share of each slot in that generation's time, by tokens.
         metrics: Sums of each slot's metrics in that generation: name -> (sum, count).
         latest_tokens: Tokens of the latest learning step, updates included.
-        latest_timesteps: Those of them that were sampled.
+        latest_timesteps: `timesteps` of the latest learning step.
         evaluation_tokens: Tokens (or environment steps) that evaluations took so far, those of the
             untrained base and of tests included.
         evaluation_seconds: Their wall-clock time.
@@ -251,7 +251,7 @@ class RunState:
             seconds: Wall-clock time.
             tokens: Tokens processed, by slot.
             metrics: Metrics, by slot.
-            timesteps: Tokens sampled, by slot.
+            timesteps: Part of `RunState.timesteps`, by slot.
             earned: By slot, the rewards to add to `rollouts`, by position of the start.
         """
         # 1. Add rewards. They have the number of this step, so they come before the counters.
@@ -265,7 +265,7 @@ class RunState:
         self.latest_tokens = sum(tokens.values())
         self.latest_timesteps = sum(timesteps.values())
         self.tokens += self.latest_tokens
-        self.timesteps += sum(timesteps.get(slot, 0) for slot in tokens)
+        self.timesteps += self.latest_timesteps
         for slot, amount in tokens.items():
             self.slot_tokens[slot] += amount
             self.member_tokens[slot] += amount
@@ -391,8 +391,8 @@ class Clock:
         """Return the seconds left; infinity without a limit."""
         if self._limit is None:
             return math.inf
-        since = self.now() - self._since
-        return self._limit - self._run_state.seconds - since
+        uncounted = self.now() - self._since
+        return self._limit - self._run_state.seconds - uncounted
 
     @property
     def expired(self) -> bool:
@@ -461,8 +461,8 @@ class Limits:
         # The untrained base has the target fitness already, so there is nothing to train.
         if self._finished_untrained():
             return True
-        # Other limits end a run between generations only; `step_fits` shortens the one under way.
-        # At least one runs.
+        # Other limits end a run between generations only, and after the first one; `step_fits`
+        # shortens the generation under way.
         if state.generation == 0 or state.step_in_generation:
             return False
         return self.reached() is not None

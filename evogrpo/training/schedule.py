@@ -46,10 +46,7 @@ LIMITS = (
 """Fields of `Schedule` that a resumed run may change."""
 
 
-TOO_FEW = (
-    "fitness='rollouts' needs training rewards on at least 2 prompts (or reset seeds) in the last"
-    " half of a generation"
-)
+TOO_FEW = "fitness='rollouts' needs training rewards on at least 2 prompts (or reset seeds)"
 REMEDY = (
     "Use a larger samples_per_step, a smaller group_size, more steps_per_generation, or"
     " fitness='validation'."
@@ -303,14 +300,18 @@ def _warn_unused_evolution(
     """
     from evogrpo.evolution import strategies as built_in
 
-    # 1. Strategies that only compare members with each other.
-    select = (
-        *(built_in.Tournament, built_in.Narrowing, built_in.TruncationPBT),
-        *(built_in.SelectionOnly, built_in.MutationOnly, built_in.RandomSearch),
+    # 1. Strategies that do nothing with a single healthy member.
+    need_several = (
+        built_in.Tournament,
+        built_in.Narrowing,
+        built_in.TruncationPBT,
+        built_in.SelectionOnly,
+        built_in.MutationOnly,
+        built_in.RandomSearch,
     )
-    if type(strategy) not in select:
+    if type(strategy) not in need_several:
         return
-    # 2. Name what is set for them.
+    # 2. Name the settings that only evolution uses.
     unused = []
     if space:
         unused.append(f"the search space ({', '.join(space)})")
@@ -334,8 +335,8 @@ def _warn_of_space(population: "Population", strategy: "Strategy") -> None:
     distinct = {agent.hyperparameters for agent in population.agents}
     searches = bool(population.space) or population.members.evolves
     chosen = type(strategy)
-    selects = chosen.__module__.startswith("evogrpo.") and chosen is not Fixed
-    if len(population) > 1 and len(distinct) == 1 and selects and not searches:
+    needs_search = chosen.__module__.startswith("evogrpo.") and chosen is not Fixed
+    if len(population) > 1 and len(distinct) == 1 and needs_search and not searches:
         warn(
             "All members have the same hyperparameters, and no search space, so that only their"
             " weights differ. Give a search space, such as hp_config='auto' (search_space: auto)."
@@ -489,4 +490,7 @@ def check_schedule(
     steps = math.ceil(schedule.steps_per_generation / 2)
     scores = schedule.samples_per_step // largest * steps
     if scores < 2:
-        raise ValueError(f"{TOO_FEW}, got {scores} with group_size {largest}. {REMEDY}")
+        raise ValueError(
+            f"{TOO_FEW} in the last half of a generation, got {scores} with group_size {largest}."
+            f" {REMEDY}"
+        )

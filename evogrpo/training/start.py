@@ -164,9 +164,9 @@ def read_run(
 
     Args:
         run_dir: Directory of the run.
-        overrides: `key=value` for a limit of the schedule, such as `generations=8`, for `model`,
+        overrides: `key=value` for a limit of the schedule, such as `generations=8`, or for `model`,
             `device` or `base_parts`.
-        allow_changed_data: Accept a stored configuration that names another task.
+        allow_changed_data: Accept a `config.yaml` whose section `task` was changed.
 
     Returns:
         The run, and its configuration with the overrides.

@@ -26,7 +26,7 @@ PROJECT = "evogrpo"
 
 
 MAX_TEXT = 500
-"""Maximum letters of a value of the configuration, a limit of MLflow."""
+"""Maximum number of characters of a value of the configuration, a limit of MLflow."""
 
 
 def check_trackers(trackers: object) -> list[Any]:
@@ -170,8 +170,7 @@ class Trackers:
         threads = torch.get_num_threads()
         PartialState()
         torch.set_num_threads(threads)
-        # 3. Name the run, and continue it if it has an id.
-        # A resumed run continues its curves.
+        # 3. Name the run. With the id of a resumed run, the tracker continues its curves.
         run_id = ids.get(given) or uuid.uuid4().hex
         label = run_id[:8]
         if self._folder is not None:

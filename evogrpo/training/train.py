@@ -119,7 +119,8 @@ def train(
         settings: Hyperparameters (lr, gamma, ...) and other arguments of `GRPO.population` (size,
             seed, network, hp_config, ...), of `evolve` (steps_per_generation, target_fitness,
             strategy, fitness, ...) and of `GymnasiumGroups` (env_kwargs, max_episode_steps, ...).
-            The default of `target_fitness` is the reward threshold of the environment.
+            Without `total_timesteps`, `max_tokens` and `max_seconds`, the default of
+            `target_fitness` is the reward threshold of the environment.
             hp_config="auto" evolves the most important hyperparameters except for those that are
             given; None = none evolve.
 
@@ -216,7 +217,7 @@ def _configured(
     wrappers = settings.get("wrappers")
     if isinstance(wrappers, list | tuple):
         # By name, so that the run can be resumed.
-        given["task"]["wrappers"] = named = []
+        named = []
         for wrapper in wrappers:
             if not isinstance(wrapper, str | Mapping | type):
                 raise ValueError(
@@ -224,11 +225,13 @@ def _configured(
                     " wrappers to GymnasiumGroups(env, wrappers=[...])."
                 )
             named.append(reference_to(wrapper) if isinstance(wrapper, type) else wrapper)
+        given["task"]["wrappers"] = named
     rewards = settings.get("rewards")
     if isinstance(rewards, Mapping):
-        given["task"]["rewards"] = references = {}
+        references = {}
         for name, component in rewards.items():
             references[name] = reference_to(component) if callable(component) else component
+        given["task"]["rewards"] = references
     if total_timesteps is not None:
         given["schedule"]["max_timesteps"] = whole_between("total_timesteps", total_timesteps, 1)
     # 3. Merge them into the packaged configuration.
@@ -259,7 +262,8 @@ def _environment(
     """
     if not isinstance(env, GymnasiumGroups):
         return EnvironmentTask.groups(config.task, env, seed=config.task_seed)
-    if of_env := sorted(_SECTIONS["task"] & settings.keys()):
+    of_env = sorted(_SECTIONS["task"] & settings.keys())
+    if of_env:
         raise ValueError(
             f"{of_env[0]} is a setting of the environment. Pass it to GymnasiumGroups(...)."
         )

@@ -86,7 +86,7 @@ class AllFailedError(RuntimeError):
 
 
 MAX_WARNINGS = 200
-"""Number of different warnings of a run from which on no others are recorded."""
+"""Maximum number of different warnings that a trainer records."""
 
 
 class StrategyError(RuntimeError):
@@ -183,11 +183,13 @@ class Trainer:
         self.trackers = Trackers(trackers, None if run_dir is None else run_dir.path)
         self._greedy_gap = GreedyGapCheck()
         self._equal_scores = EqualScoresCheck(schedule.generations, taken=self.run_state.generation)
-        generations = schedule.generations
-        steps = generations and generations * schedule.steps_per_generation
         self._sampler_check = SamplerCheck()
+        steps = None
+        if schedule.generations is not None:
+            steps = schedule.generations * schedule.steps_per_generation
         self._tool_calls = ToolCallCheck(steps, taken=self.run_state.step)
-        # The environment's own reward may be rare, which is why it has others beside it.
+        # These may be constant at first: the reward of an environment, which may be rare, and the
+        # penalty on long completions.
         ignored = OWN_REWARD if population.members.step_based else PENALTY
         self._constant_rewards = ConstantRewardCheck(
             steps, taken=self.run_state.step, ignored=ignored
@@ -237,7 +239,8 @@ class Trainer:
         reports = self._reports()
         try:
             while True:
-                # Not those of the caller, who may train another run between two reports.
+                # Record the warnings of this block only: between two reports, the caller may train
+                # another run.
                 with recorded_by(self._record_warning):
                     report = next(reports, None)
                 if report is None:
@@ -310,7 +313,7 @@ class Trainer:
                     with clock.paused():
                         self._call("on_generation", generation)
                         yield generation
-            if clock.left() <= 0:  # the limit may have passed since the last checkpoint
+            if clock.left() <= 0:  # the limit may have passed while the last generation was saved
                 clock.expire()
             stop.check_all_ranks()
             # 6. Test the best member.
@@ -330,7 +333,8 @@ class Trainer:
             self._ended = stop.reason or STOPPED
             self._save(self._ended)
         except (SystemExit, StopIteration) as error:
-            # Of user code. It would end the program, or this generator, as if the run was complete.
+            # Raised by user code. It would end the program, or end this generator as if the run
+            # was complete.
             raise RuntimeError(
                 f"Code that the run calls raised {shown(error)}{user_line(error)}. To end a run"
                 " early, call its method stop()."
@@ -341,7 +345,10 @@ class Trainer:
 
     @contextmanager
     def _restoring_on_error(self) -> Iterator[None]:
-        """If the block fails, restore the state after the last learning step; it can be resumed."""
+        """If the block fails, restore the members after the last learning step.
+
+        After an error the run is saved, so that it can be resumed.
+        """
         members = self.population.members
         snapshot = members.snapshot([agent.slot for agent in self.population.healthy])
         try:
@@ -349,7 +356,7 @@ class Trainer:
         except BaseException as error:
             for slot, train_state in snapshot.items():
                 members.load_state(slot, train_state)
-            # An interruption is saved by the caller. Others are most often errors of rewards.
+            # After an interruption, the caller saves.
             if isinstance(error, Exception | SystemExit):
                 self._save(f"{class_name(error)} in learning step {self.run_state.step}")
             raise
@@ -640,13 +647,12 @@ class Trainer:
             )
 
     def _set_progress(self) -> None:
-        """Pass the number of the learning step to the environment, if it has `set_progress`."""
+        """Pass step number and total of learning steps to an environment with `set_progress`."""
         if isinstance(self.env, SupportsProgress):
-            # 0 = unknown
             state = self.run_state
-            total = 0
-            # The generations left are as long as the current one.
+            total = 0  # unknown
             if self.schedule.generations is not None:
+                # Assume that the generations left are as long as the current one.
                 left = max(0, self.schedule.generations - state.generation)
                 total = state.step - state.step_in_generation + left * state.steps_per_generation
             self.env.set_progress(state.step, total)
@@ -663,7 +669,7 @@ class Trainer:
         self._recorded_warnings = len(self._warnings)
 
     def _record_warning(self, message: str) -> None:
-        """Remember a warning for the journal: each text once, and not more than MAX_WARNINGS."""
+        """Remember a warning for the journal: each text once, at most `MAX_WARNINGS` texts."""
         if len(self._warnings) < MAX_WARNINGS:
             self._warnings.setdefault(message, self.run_state.step)
 

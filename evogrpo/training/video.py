@@ -138,7 +138,8 @@ def make_rendered_env(
 
 
 _MAX_EPISODE_STEPS = 5_000
-"""Maximum steps of a recorded episode: RecordVideo keeps all frames in memory, of about 0.7 MB."""
+"""Maximum steps of a recorded episode: RecordVideo keeps all frames in memory, about 0.7 MB each.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)

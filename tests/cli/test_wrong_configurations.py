@@ -85,10 +85,11 @@ questions | agent={adapter: a, lora: {r: 4}} | agent: adapter; /a' has its own L
 questions | agent={full_finetuning: true, lora: {r: 4}}
   | agent: full_finetuning; Remove lora and adapter
 questions | agent.full_finetuning=true base_parts=2
-  | agent.full_finetuning supports neither base_parts nor vLLM
+  | agent.full_finetuning excludes base_parts; base_parts: 2
 questions | agent.full_finetuning=true sampler={vllm: "http://a", adapters_dir: b}
-  | neither base_parts nor vLLM
-questions   | sampler={vllm: "http://a"}               | adapters_dir
+  | agent.full_finetuning excludes vLLM; 'vllm'
+questions   | sampler={vllm: "http://a"}               | sampler: needs adapters_dir
+questions   | sampler={name: vllm, adapters_dir: b}    | sampler: needs the address; vllm: URL
 questions   | sampler=vllm_colocate                    | vllm_colocate requires vllm
 questions   | sampler={name: vllm_colocate, gpu_memory_utilisation: 0.3}
   | 'gpu_memory_utilisation'; 'gpu_memory_utilization'
@@ -123,7 +124,8 @@ questions | search_space.task.style.choices=[a, b] task.style=a | Use 'task.sett
 questions   | task.settings={style: a} style=b         | Use 'task.settings.style'
 questions   | hyperparameters.task.style=a             | Use 'task.settings'
 questions | task.dataset={trian: x} | unknown key in task.dataset 'trian': did you mean 'train'?
-questions | task.dataset={train: x, subset: y} | task.dataset: subset and revision require hub
+questions   | task.dataset={train: x, subset: y}       | task.dataset: subset requires hub
+questions   | task.dataset={train: x, revision: y}     | task.dataset: revision requires hub
 questions   | task.reward_funcs=f                      | 'reward_funcs': it is called 'reward' here
 questions   | task={dataset: {train: a}}               | reward
 questions   | task.dataset={train: "https://x.org/a.jsonl"} | train must be a file; Download it

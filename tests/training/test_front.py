@@ -22,6 +22,10 @@ from evogrpo import (
 from evogrpo.evolution import Fixed
 from evogrpo.safe_parsing import read_yaml_file
 from evogrpo.storage.journal import read_journal
+from evogrpo.training.evolve import Run
+from evogrpo.training.run_dir import RunDir
+from evogrpo.training.schedule import Schedule
+from evogrpo.training.trainer import Trainer
 from tests.tiny_steps import cart_pole, step_population
 from tests.tiny_teams import team_env
 from tests.tiny_training import equal_states, tiny_env
@@ -188,6 +192,30 @@ def test_a_run_that_has_not_begun_can_learn(tmp_path):
     assert run.learn(100).result.complete
     again = resume(tmp_path / "run", cart_pole(), max_timesteps=10**6)
     assert again.trainer.run_state.timesteps == run.result.timesteps >= 100
+
+
+def test_a_run_that_learns_before_it_begins_records_its_description(tmp_path):
+    env = cart_pole()
+    trainer = Trainer(
+        step_population(2, env),
+        env,
+        schedule=Schedule(**SCHEDULE),
+        strategy=Fixed(),
+        run_dir=RunDir(tmp_path / "run"),
+        description={"task": "a pole"},
+    )
+    Run(trainer).learn(100)
+    assert read_journal(tmp_path / "run" / "journal.jsonl")[0]["task"] == "a pole"
+
+
+def test_a_resumed_run_that_learns_at_once_records_changed_data_once(tmp_path):
+    evolve(step_population(2), cart_pole(), run_dir=tmp_path / "run", **SCHEDULE).finish()
+    run = resume(tmp_path / "run", cart_pole(max_episode_steps=30), allow_changed_data=True)
+    run.learn(100)
+    run.learn(100)
+    events = read_journal(tmp_path / "run" / "journal.jsonl")
+    changes = [event.get("changed_data") for event in events if event["event"] == "resumed"]
+    assert changes == [["max_episode_steps: 40 -> 30"], None]
 
 
 @pytest.mark.parametrize("kind", [bool, np.bool_, torch.tensor])

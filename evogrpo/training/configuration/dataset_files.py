@@ -49,7 +49,7 @@ class DatasetFiles:
     starts: PositiveInt | None = None
 
     def __post_init__(self) -> None:
-        # Exactly one source, and files are files.
+        # Exactly one source, whose files are not addresses.
         others = [self.train, self.validation, self.test, self.hub]
         if self.starts is not None and any(others):
             raise ValueError(
@@ -67,10 +67,12 @@ class DatasetFiles:
                     f"{split} must be a file, got the address {shown(name)}. Download it, or give"
                     " hub."
                 )
-        if self.hub is None and (self.subset or self.revision):
-            raise ValueError("subset and revision require hub. Remove them for files.")
-        if self.hub is None and self.streaming:
-            raise ValueError("streaming requires hub: an id, or a folder of files.")
+        for name in ("subset", "revision", "streaming"):
+            if self.hub is None and getattr(self, name):
+                raise ValueError(
+                    f"{name} requires hub. Give hub, the id of a dataset or a folder of files, or"
+                    f" remove {name}."
+                )
 
     @property
     def label(self) -> str:
@@ -128,7 +130,7 @@ def read_rows(path: Path) -> Sequence[Any]:
         ValueError: If the file is missing, has another type, or has content that does not match its
             suffix.
     """
-    # 1. Check that the file exists.
+    # 1. Check the suffix, and that the file exists.
     suffix = path.suffix.lower()
     if suffix not in DATASET_SUFFIXES:
         advice = ""
@@ -241,7 +243,8 @@ def _read_json(file: TextIO, path: Path) -> Any:
     for number, line in enumerate(file, 1):
         if line.strip():
             rows.append(parse_json(line, f"line {number} of {path}"))
-    # A .json file with one object may hold the rows in it.
+    # A single object of a .json file is not a row: it may hold the rows under one of its keys. The
+    # caller refuses it.
     if len(rows) == 1 and not is_jsonl:
         return rows[0]
     return rows

@@ -254,7 +254,8 @@ def _registered(env: str) -> EnvSpec:
                 f" (--parallel-env {env})."
             ) from error
         if name:
-            advice = f" Write the name of the module without .py: {f'{file}:{name}'!r}."
+            reference = f"{file}:{name}"
+            advice = f" Write the name of the module without .py: {reference!r}."
         elif env.endswith(".py"):
             advice = (
                 " Register it in this file, and write MODULE:ID, such as"
@@ -344,7 +345,8 @@ class ParallelTask(ControlTask, TeamOptions):
         """Import the function that creates the environment."""
         if ":" in self.parallel_env:
             return load_named(self.parallel_env, "parallel environment")
-        if (plugin := load_plugin(self.parallel_env, "parallel environment")) is not None:
+        plugin = load_plugin(self.parallel_env, "parallel environment")
+        if plugin is not None:
             return plugin
         if self.parallel_env.endswith(".py"):
             raise ValueError(

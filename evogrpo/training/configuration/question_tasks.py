@@ -57,7 +57,7 @@ class QuestionTask(TaskSection, ABC):
         on_reward_error: "raise" stops the run; "exclude" excludes the completion and warns.
         reward_timeout: Time limit of one call of a reward function, in seconds; null = no limit.
         reward_workers: Number of processes for reward functions that are not async; 0 = the process
-            of the run. null = 0; with a timeout one per core, at most 8.
+            of the run. null = one per core, at most 8; without `reward_timeout` 0.
         system_prompt: System message before each question; null = that of the chat template. Fields
             {NAME} of `settings` are replaced by their values; all other braces stay.
         metric: "path.py:function" or "module:function", or several, in the form of the rewards.
@@ -88,7 +88,9 @@ class QuestionTask(TaskSection, ABC):
         super().__post_init__()
         check_worker_limits(self.reward_timeout, self.reward_workers)
         if self.metric_weights is not None and self.metric is None:
-            raise ValueError("metric_weights requires metric. Add metric, or remove it.")
+            raise ValueError(
+                "metric_weights requires metric. Add metric, or remove metric_weights."
+            )
 
     @property
     @abstractmethod
@@ -263,7 +265,7 @@ class DatasetTask(QuestionTask):
     """The user's own questions and rewards, with tools and environments if there are any.
 
     Attributes:
-        dataset: Files (.jsonl, .json, .csv or .parquet), a dataset of the hub, or a number of
+        dataset: Files (.jsonl, .json, .csv, .tsv or .parquet), a dataset of the hub, or a number of
             starts.
         reward: "path.py:function" or "module:function", or several. The code is executed. null if
             an environment has `get_reward`.
@@ -303,7 +305,7 @@ class DatasetTask(QuestionTask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # 1. Environments and tools need a limit of turns; their settings need them.
+        # 1. Environments and tools need a limit of turns. Settings of their calls need one of them.
         has_calls = bool(self.factories or self.tools)
         if has_calls and self.max_turns is None:
             raise ValueError(

@@ -104,7 +104,7 @@ def parse_config(values: Mapping[str, Any], strategy: "Strategy | None" = None) 
         )
     samples = parsed["schedule"].samples_per_step
     ranges = dict(space)
-    # A single `auto` in the search space is the default range.
+    # A hyperparameter that is `auto` in the search space has its default range.
     for name in auto - {SEARCH_SPACE, AUTO_LR} - set(space):
         ranges[name] = kind.ranges[name]
     # One member has none to compare with, so nothing evolves.
@@ -127,7 +127,7 @@ def parse_config(values: Mapping[str, Any], strategy: "Strategy | None" = None) 
 
         founded, _ = warm_start_founders(config.founders, first, space, samples)
         config = replace(config, hyperparameters=founded[0])
-    # The task has each of its settings that evolve.
+    # Add to the task the settings that evolve, with the values of the first member.
     declared = dict(config.task.settings or {})
     for name, value in config.hyperparameters.task_settings.group("task").items():
         declared.setdefault(name, value)
@@ -264,7 +264,7 @@ def _misplaced(
     if section == "hyperparameters" and name == "task":
         return "task.settings"
     similar = close_match(name, valid) is not None or counterpart(name, valid) is not None
-    own_name = any(name in key or key in name for key in valid)
+    overlaps = any(name in key or key in name for key in valid)
     # Sections of task types import torch, so they come last.
     for sections in (_sections, partial(_task_sections, task)):
         paths: dict[str, str] = {}
@@ -280,7 +280,7 @@ def _misplaced(
             if key == name:
                 return path
         for path, key in paths.items():
-            if not own_name and counterpart(name, [key]) is not None:
+            if not overlaps and counterpart(name, [key]) is not None:
                 return path
     # A setting of another task type, which this configuration cannot have.
     other = None if task is None else _misplaced(name, section, valid)
@@ -382,7 +382,8 @@ def _without_auto(values: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[
             continue
         found = {name for name in HYPERPARAMETER_NAMES if is_text(given.get(name), AUTO)}
         result[section] = {name: value for name, value in given.items() if name not in found}
-        # In the search space, `auto` is the default range; here it is a value that the run finds.
+        # In the search space, `auto` is the default range; in `hyperparameters`, it is a value that
+        # the run finds.
         if section == "hyperparameters" and "lr" in found:
             found.remove("lr")
             found.add(AUTO_LR)

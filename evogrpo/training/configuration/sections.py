@@ -71,10 +71,14 @@ def check_run_id(path: Path, found: object, run_id: object) -> None:
     Raises:
         ValueError: If they differ.
     """
+    if found is None:
+        raise ValueError(
+            f"{path} was cut off: its last line, run_id, is missing. Restore the file."
+        )
     if found != run_id:
         raise ValueError(
-            f"{path} was cut off, or is the configuration of another run. Restore the file of this"
-            " run."
+            f"{path} is of another run: run_id must be {shown(run_id)}, got {shown(found)}. Restore"
+            " the file of this run."
         )
 
 
@@ -108,8 +112,10 @@ def _sampler(value: Any) -> Any:
         settings = dict(values)
         del settings["name"]
         refuse_unknown("setting", settings, BUILT_IN_SAMPLERS[values["name"]])
-        if values["name"] == VLLM and not {"url", "adapters_dir"} <= settings.keys():
-            raise ValueError(f"needs {VLLM} (or url) and adapters_dir. Add what is missing.")
+        if values["name"] == VLLM and "url" not in settings:
+            raise ValueError(f"needs the address of the server. Add {VLLM}: URL.")
+        if values["name"] == VLLM and "adapters_dir" not in settings:
+            raise ValueError("needs adapters_dir, a folder that the servers can read. Add it.")
         factory(None, **settings)
     return dict(values)
 

@@ -36,7 +36,7 @@ BUILT_IN_SAMPLERS = {
     VLLM: ("url", "adapters_dir", "timeout"),
     VLLM_COLOCATE: ("gpu_memory_utilization", "max_model_len", "adapters_dir"),
 }
-"""Their settings, which are checked with the configuration, before anything is loaded."""
+"""Settings of each built-in sampler. Checked with the configuration, before anything is loaded."""
 
 
 def load_named(reference: str, what: str, category: str = "function") -> Callable[..., Any]:
@@ -225,8 +225,9 @@ def make_proposer(values: Mapping[str, Any]) -> "Proposer":
     from evogrpo.training.proposals import Proposer, Reflection, gepa_proposer
 
     refuse_unknown("setting of proposer", values, ("name", "timeout", "reflection"))
-    # Without a value, the default of `Proposer` counts.
-    options = {name: values[name] for name in ("timeout",) if name in values}
+    options = {}
+    if "timeout" in values:
+        options["timeout"] = values["timeout"]
     name = str(values["name"])
     reflection = values.get("reflection")
     if name != GEPA:
@@ -276,18 +277,18 @@ def named_strategy(values: Mapping[str, Any]) -> Strategy:
     if mutation is not None:
         values = {**values, "mutation": mutation}
     if ":" in name:
-        own: Any = load_named(name, "strategy", "class")
+        custom: Any = load_named(name, "strategy", "class")
     else:
-        own = load_plugin(name, "strategy", BUILT_IN)
-    if own is None and name not in BUILT_IN:
+        custom = load_plugin(name, "strategy", BUILT_IN)
+    if custom is None and name not in BUILT_IN:
         raise unknown_name_error("strategy", name, [*BUILT_IN, *plugin_names()])
-    strategy = strategy_from_json(values, own, custom_mutation)
+    strategy = strategy_from_json(values, custom, custom_mutation)
     check_strategy(strategy)
     return strategy
 
 
 def chosen_strategy(strategy: Strategy | type[Strategy] | str) -> Strategy:
-    """Return the strategy for an instance, a class, or a name as in a configuration.
+    """Return the strategy for an instance, a class, or a name or mapping as in a configuration.
 
     Raises:
         ValueError: If the argument is none of these.
@@ -360,7 +361,7 @@ def check_resumable(strategy: Strategy) -> None:
             f"{kind.__name__}.to_json must return arguments that build an equal strategy, but"
             f" {stored} build {rebuilt}."
         )
-    dump_json(strategy.state(), what="the record of the strategy")
+    dump_json(strategy.state(), what="the state of the strategy")
 
 
 def restored_strategy(

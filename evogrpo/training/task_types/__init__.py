@@ -60,10 +60,17 @@ class LanguageTaskType:
 
     def check(self, config: Config) -> None:
         """Raise ValueError for sharding or vLLM with full fine-tuning."""
-        vllm = config.sampler is not None and config.sampler["name"] in BUILT_IN_SAMPLERS
-        if config.agent.full_finetuning and (vllm or config.base_parts > 1):
+        if not config.agent.full_finetuning:
+            return
+        if config.base_parts > 1:
             raise ValueError(
-                "agent.full_finetuning supports neither base_parts nor vLLM. Remove them."
+                "agent.full_finetuning excludes base_parts, got base_parts:"
+                f" {config.base_parts}. Remove one of them."
+            )
+        if config.sampler is not None and config.sampler["name"] in BUILT_IN_SAMPLERS:
+            raise ValueError(
+                f"agent.full_finetuning excludes vLLM, got sampler {config.sampler['name']!r}."
+                " Remove one of them."
             )
 
     def build(self, config: Config, env: Any = None) -> "LanguageTask":

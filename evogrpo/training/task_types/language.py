@@ -200,7 +200,7 @@ class LanguageTask:
         # 2. Memory: the share of the base model, and the members.
         parts = shard_count(config.base_parts)
         precision = FLOAT if config.precision == "float32" else 2
-        # Quantised weights are computed with in the dtype of the device.
+        # A base with quantised weights computes in the default dtype of the device.
         if config.precision in PACKAGES:
             precision = default_dtype(self.device).itemsize
             base = quantised_bytes(model, config.precision, precision)
@@ -294,10 +294,10 @@ class LanguageTask:
         for name, parameter in config.search_space.task_settings.items():
             if name not in self.env.policy_settings:
                 continue
-            own = config.hyperparameters.task_settings[name]
+            configured = config.hyperparameters.task_settings[name]
             for value in parameter.choices or parameter.bounds:
                 # A proposed text may have a single choice.
-                if value != own:
+                if value != configured:
                     others[name] = value
                     break
         if not others:
@@ -374,7 +374,7 @@ class LanguageTask:
         """Load the base model and make the founders."""
         config = self.config
         options = {**vars(config.agent), **config.founder_options()}
-        # `lora` became an object of peft; an adapter has its own.
+        # `self.lora` is the section `lora` as an object of peft. An adapter contains its settings.
         del options["lora"]
         if not options["adapter"]:
             options["lora_config"] = self.lora
@@ -451,9 +451,10 @@ def build(config: Config, env: PromptEnvironment | None = None) -> LanguageTask:
         trial = env.preflight(config.hyperparameters.task_settings)
     except RewardError as error:
         env.close()
-        raise ValueError(
-            f"{error}{user_line(error.__cause__) if error.__cause__ else ''}"
-        ) from error
+        line = ""
+        if error.__cause__ is not None:
+            line = user_line(error.__cause__)
+        raise ValueError(f"{error}{line}") from error
     check_token_ids(outline.model, [env.largest_token], "tokens of prompts")
     check_token_ids(outline.model, agent.eos_token_ids or (), "eos_token_ids")
     # Without an end token, every completion would be truncated.
@@ -530,8 +531,12 @@ def peak_memory(
         device: Device of the members.
     """
     budget = agent.micro_batch_tokens or DEFAULT_MICRO_BATCH_TOKENS
-    # 1. Members: weights, two moments and a reference, and the vectors beside them.
-    vectors = members * (3 + (agent.objective.reference == "snapshot"))
+    # 1. Members: weights, two moments and a reference if it is a snapshot. Beside them, a copy
+    #    before a learning step or the vectors of an export, and `VECTORS_BESIDE_MEMBERS`.
+    vectors_of_member = 3
+    if agent.objective.reference == "snapshot":
+        vectors_of_member += 1
+    vectors = members * vectors_of_member
     vectors += VECTORS_BESIDE_MEMBERS + max(vectors, VECTORS_OF_EXPORT)
     state_bytes = vectors * weights * FLOAT
     # 2. Learning: activations and logits of a micro-batch or of the longest row, which is never

@@ -294,7 +294,8 @@ class NetworkTaskType:
     ) -> tuple[RecordedEpisode, ...]:
         """Record videos of the best member on the first test episodes."""
         with closing(config.task.environment(seed=config.task_seed)) as env:
-            if episodes > (size := env.size("test")):
+            size = env.size("test")
+            if episodes > size:
                 raise ValueError(
                     f"episodes must be at most {size}, the size of the test split, got {episodes}."
                 )
@@ -351,11 +352,11 @@ def _population(
     options = {"device": device, **vars(config.agent), **config.founder_options()}
     if isinstance(env, GymnasiumGroups):
         return GRPO.population(size, env.observation_space, env.action_space, **options)
-    own = {}
+    team = {}
     for option in fields(TeamOptions):
-        own[option.name] = getattr(config.task, option.name)
+        team[option.name] = getattr(config.task, option.name)
     return MultiAgentGRPO.population(
-        size, env.observation_spaces, env.action_spaces, **own, **options
+        size, env.observation_spaces, env.action_spaces, **team, **options
     )
 
 
