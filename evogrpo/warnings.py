@@ -1,11 +1,11 @@
 """Warnings that point at the user's line, and are recorded by a run."""
 
+import logging
 import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from types import FrameType
 
 from evogrpo.distributed import is_rank_zero
@@ -13,18 +13,36 @@ from evogrpo.text import printable
 
 _LITERAL_NEWLINE = re.compile(r"^\\n|\\n(?![a-z])")
 """A backslash and an n. Within a text, LaTeX such as `\\nabla` is left out."""
-_record: ContextVar[Callable[[str], object] | None] = ContextVar("record", default=None)
-"""Function that is called with each warning; None outside of runs."""
+_logger = logging.getLogger("evogrpo.warnings")
+"""Gets each warning too, for the records of runs. Python's `warnings` show it."""
+_logger.propagate = False
+_logger.setLevel(logging.WARNING)
+_logger.addHandler(logging.NullHandler())
+
+
+class _Recorder(logging.Handler):
+    """Calls a function with the text of each warning."""
+
+    def __init__(self, record: Callable[[str], object]) -> None:
+        super().__init__()
+        self._record = record
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Call the function."""
+        self._record(record.getMessage())
 
 
 @contextmanager
 def recorded_by(record: Callable[[str], object]) -> Iterator[None]:
     """Call `record` with the text of each warning of the block."""
-    token = _record.set(record)
+    recorder = _Recorder(record)
+    # logging.config disables loggers that it does not know.
+    _logger.disabled = False
+    _logger.addHandler(recorder)
     try:
         yield
     finally:
-        _record.reset(token)
+        _logger.removeHandler(recorder)
 
 
 def warn(
@@ -39,9 +57,7 @@ def warn(
     """
     if rank_zero_only and not is_rank_zero():
         return
-    record = _record.get()
-    if record is not None:
-        record(message)
+    _logger.warning("%s", message)
     # Point at the caller of the outermost frame of this library; frames of torch may lie between
     # its frames. The command line counts as the user's program.
     stacklevel = 1

@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from evogrpo import GRPO, TOOLS_TEMPLATE
 from evogrpo.envs.text.environment_gym import EnvironmentGym
+from evogrpo.envs.text.environment_pool import EnvironmentPool
 from evogrpo.envs.text.reward_functions import RewardError
 from evogrpo.envs.text.tools import hermes_template
 from evogrpo.records import Conversation, Rollout
@@ -474,6 +475,16 @@ def test_a_lost_server_excludes_its_conversation_and_is_reconnected_once(monkeyp
     with pytest.warns(UserWarning, match="1 of 1 .*lost"):
         assert np.isnan(batch.score([converse(batch, "x<eos>", row=1)]).rewards).all()
     assert Remote.made == 5
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stop_that_a_tool_raises_stops_the_run(workers):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    pool = EnvironmentPool(factories={}, seeded=False, workers=workers, timeout=None)
+    with pytest.raises(KeyboardInterrupt):
+        pool.run([interrupted])
 
 
 def test_lost_environments_are_replaced_at_the_start_and_closed_after_an_error(monkeypatch):

@@ -140,7 +140,12 @@ class EnvironmentPool:
                 while True:
                     number, call = waiting.popleft()
                     started[number] = time.monotonic()
-                    futures[number].set_result(call_sync(call, ((), {})))
+                    try:
+                        outcome = call_sync(call, ((), {}))
+                    except BaseException as error:  # noqa: BLE001 (a stop that a tool raised)
+                        futures[number].set_exception(error)
+                    else:
+                        futures[number].set_result(outcome)
 
         def start_thread() -> None:
             threading.Thread(target=work, name="evogrpo environments", daemon=True).start()
