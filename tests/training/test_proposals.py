@@ -21,16 +21,16 @@ FIRST = "12+"
 SPACE = HyperparameterConfig(task={"style": {"choices": [FIRST], "proposed": True}})
 
 
-def styled_env():
+def styled_env(**options):
     template = [{"role": "user", "content": "{style}{question}"}]
-    return tiny_env(conversation_template=template, settings={"style": FIRST})
+    return tiny_env(conversation_template=template, settings={"style": FIRST}, **options)
 
 
-def start(run_dir=None, *, proposer, generations=2, **options):
+def start(run_dir=None, *, proposer, generations=2, env=None, **options):
     population = tiny_population(2, hp_config=SPACE, seed=1)
     return evolve(
         population,
-        styled_env(),
+        env or styled_env(),
         strategy=TruncationPBT(quantile=0.5, mutation=Mutation(probability=1.0)),
         generations=generations,
         steps_per_generation=1,
@@ -89,6 +89,21 @@ def test_a_proposer_sees_training_completions_of_the_parent_only():
         assert set(record) == {"Inputs", "Generated Outputs", "Feedback"}
         assert record["Inputs"] not in held_out
         assert record["Feedback"].startswith("variety: ")
+
+
+@pytest.mark.filterwarnings("ignore:No learning signal", "ignore:All .* held-out scores")
+def test_a_proposer_sees_completions_where_all_rewards_are_equal():
+    """A prompt that never earns anything needs another one most."""
+
+    def nothing(completion, answer, question):
+        return 0.0
+
+    calls = []
+    start(proposer=numbered(calls), env=styled_env(reward_fn=nothing)).finish()
+    assert calls
+    for _, dataset, _ in calls:
+        assert dataset["style"]
+        assert all(record["Feedback"] == "nothing: 0" for record in dataset["style"])
 
 
 @pytest.mark.parametrize(
