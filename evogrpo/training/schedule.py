@@ -357,13 +357,17 @@ def _warn_unused_mutation(
     strategy: "Strategy", space: HyperparameterConfig, *, architectures: bool
 ) -> None:
     """Warn of settings that only mutation changes, for a strategy that does not mutate."""
-    unused = [name for name, parameter in space.items() if parameter.proposed]
+    unused = [
+        f"no text of {name} will be proposed"
+        for name, parameter in space.items()
+        if parameter.proposed
+    ]
     if architectures:
-        unused.append("evolve_network")
+        unused.append("evolve_network has no effect")
     if unused:
         warn(
-            f"No new texts or networks: the strategy {type(strategy).__name__} does not mutate, so"
-            f" {', '.join(unused)} has no effect. Use a strategy that mutates, such as tournament."
+            f"The strategy {type(strategy).__name__} does not mutate, so {' and '.join(unused)}."
+            " Use a strategy that mutates, such as tournament."
         )
 
 

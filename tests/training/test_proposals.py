@@ -132,12 +132,14 @@ def test_functions_that_cannot_be_called_as_proposers_are_refused():
     for function in (lambda candidate: candidate, waits):
         with pytest.raises(ValueError, match="function"):
             Proposer(function=function)
+        with pytest.raises(ValueError, match=r"^proposer: "):
+            start(proposer=function)
 
 
 def test_a_strategy_that_does_not_mutate_never_asks():
     population = tiny_population(2, hp_config=SPACE, seed=1)
     options = {"proposer": numbered([]), "generations": 1, "test_questions": 0}
-    with pytest.warns(UserWarning, match=r"task\.style has no effect"):
+    with pytest.warns(UserWarning, match=r"no text of task\.style will be proposed"):
         evolve(population, styled_env(), strategy="fixed", samples_per_step=8, **options)
 
 
