@@ -136,9 +136,11 @@ def train(
     # 1. Check the arguments.
     _check_env(env, total_timesteps)
     if callback is not None and not callable(callback):
+        advice = "Stable-Baselines3 callbacks work only with its own models"
+        if isinstance(callback, Callback):
+            advice = "Pass an evogrpo.Callback in the list callbacks"
         raise ValueError(
-            f"callback must be a function of the run, got {class_name(callback)}. Stable-Baselines3"
-            " callbacks work only with its own models."
+            f"callback must be a function of the run, got {class_name(callback)}. {advice}."
         )
     check_callbacks(callbacks)
     warn_of_unused_seed(settings)

@@ -107,6 +107,11 @@ def test_texts_of_prompts_that_are_probably_not_meant_are_warned_of(tokenizer, p
         single(tokenizer, system_prompt=prompt, settings=None)
 
 
+def test_a_system_prompt_is_one_text(tokenizer):
+    with pytest.raises(ValueError, match="system_prompt must be a text, got \\['a', 'b'\\]"):
+        single(tokenizer, system_prompt=["a", "b"], settings=None)
+
+
 def test_latex_is_no_line_break(tokenizer):
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -152,6 +152,11 @@ class PromptEnvironment:
         check_names(self._settings)
         self._system: list[Message] = []
         if system_prompt is not None:
+            if not isinstance(system_prompt, str):
+                raise ValueError(
+                    f"system_prompt must be a text, got {shown(system_prompt)}. For several, write"
+                    ' "{style}" and make style a task setting.'
+                )
             self._system.append(system_message(system_prompt, self._settings))
         self._template = None if template is None else [*self._system, *template]
         self._fields = template_fields(self._template or self._system)
@@ -550,7 +555,7 @@ class PromptEnvironment:
             first_rows = self._rows("train", [0] * len(possible), values_of_name)
             where = f"The first row with task.{name}"
             prompts = [self._render(row, where) for row in first_rows]
-            ids = tokenize(prompts, self.tokenizer, f"the first row with each task.{name}")
+            ids = tokenize(prompts, self.tokenizer, f"the values of task.{name}")
             lengths = [len(each) for each in ids]
             longest[name] = possible[lengths.index(max(lengths))]
             self._largest = max(self._largest, *map(max, ids))
