@@ -149,6 +149,16 @@ def test_prompts_that_a_system_prompt_does_not_fit_are_refused(tokenizer, prompt
         )
 
 
+def test_texts_that_exceed_the_maximum_length_are_named(tokenizer):
+    """Rows are left out by the configured text."""
+    env = single(tokenizer, system_prompt="{style}", settings=STYLE, max_prompt_length=40)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        env.check_settings({"task.style": ["Be brief.", "Think."]})
+    with pytest.warns(UserWarning, match=r"task\.style.* max_prompt_length=40"):
+        env.check_settings({"task.style": ["Be brief.", "Think. " * 10]})
+
+
 def test_prompts_with_the_longest_text_are_measured(tokenizer):
     env = single(tokenizer, system_prompt="{style}", settings=STYLE)
     before = env.longest_prompt

@@ -566,6 +566,14 @@ class PromptEnvironment:
             settings = [TaskSettings({"task": longest})] * len(starts)
             prompts_of_split = self.make_batch(split, starts, settings).prompts
             self.longest_of_members = max(self.longest_of_members, *map(len, prompts_of_split))
+        limit = self._max_prompt_length
+        if limit is not None and self.longest_of_members > limit:
+            warn(
+                f"With the longest values of {', '.join(f'task.{name}' for name in longest)},"
+                f" prompts have up to {self.longest_of_members} tokens. max_prompt_length={limit}"
+                " leaves out prompts by the configured values only. Shorten the texts, or configure"
+                " the longest one."
+            )
 
     def _check_names(self, names: Iterable[str]) -> None:
         """Raise ValueError for task settings that this environment does not have."""
