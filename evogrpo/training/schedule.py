@@ -9,7 +9,7 @@ from pydantic import Field
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.search_space import MAX_SAMPLES, HyperparameterConfig, check_group_size
 from evogrpo.evolution.founders import warm_start_founders
-from evogrpo.text import count_text, duration_text, pluralize
+from evogrpo.text import count_text, duration_text, pluralize, shown
 from evogrpo.validation import (
     MAX_COUNT,
     MAX_STEPS,
@@ -272,7 +272,9 @@ def warn_without_effect(
     if strategy is not None:
         architectures = population.members.evolves
         if len(agents) == 1:
-            _warn_unused_evolution(strategy, space, architectures=architectures)
+            _warn_unused_evolution(
+                strategy, space, agents[0].hyperparameters, architectures=architectures
+            )
         elif not strategy.mutates:
             _warn_unused_mutation(strategy, space, architectures=architectures)
         _warn_of_space(population, strategy)
@@ -292,7 +294,11 @@ def warn_without_effect(
 
 
 def _warn_unused_evolution(
-    strategy: "Strategy", space: HyperparameterConfig, *, architectures: bool
+    strategy: "Strategy",
+    space: HyperparameterConfig,
+    member: Hyperparameters,
+    *,
+    architectures: bool,
 ) -> None:
     """Warn if a single member has a search space or a strategy: it has no competitor.
 
@@ -314,7 +320,9 @@ def _warn_unused_evolution(
     # 2. Name the settings that only evolution uses.
     unused = []
     if space:
-        unused.append(f"the search space ({', '.join(space)})")
+        # The environment may have another configured value of a setting.
+        values = [f"{name} stays {shown(member.get(name))}" for name in space]
+        unused.append(f"the search space ({', '.join(values)})")
     if architectures:
         unused.append("evolve_network")
     if strategy != built_in.Tournament():  # the default
