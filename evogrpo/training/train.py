@@ -12,6 +12,7 @@ from evogrpo.config.agent import NETWORK_DEFAULTS, NetworkOptions
 from evogrpo.config.hyperparameters import DEFAULT_TARGET_KL, Hyperparameters
 from evogrpo.config.optimizer import Optimizer
 from evogrpo.config.search_space import HyperparameterConfig
+from evogrpo.config.task_settings import SettingValue, TaskSettings, without_groups
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
 from evogrpo.evolution.fitness import FitnessConfig
 from evogrpo.text import class_name, expand_user, reference_to, shown
@@ -249,10 +250,24 @@ def _configured(
     elif not is_text(space, "auto"):
         space = instance("hp_config", space, HyperparameterConfig, _SPACE_EXAMPLE)
         values["search_space"] = space.to_json()
+        if isinstance(env, GymnasiumGroups):
+            # The first member begins with the values of the environment, as with an id.
+            first = {**_values_of(env, space), **TaskSettings(settings.get("task_settings"))}
+            values = merge_sections(values, {"hyperparameters": {"task_settings": first}})
     if settings.get("fitness") is not None:
         values["fitness"] = plain(FitnessConfig.of(settings["fitness"]))
     strategy = settings.get("strategy")
     return parse_config(values, None if strategy is None else chosen_strategy(strategy))
+
+
+def _values_of(env: GymnasiumGroups, space: HyperparameterConfig) -> dict[str, SettingValue]:
+    """Return the values of an environment for task settings that evolve and can have them."""
+    configured = {"reward_weights": env.components.weights, "task": env.settings}
+    return {
+        name: value
+        for name, value in without_groups(configured).items()
+        if name in space and space[name].closest(value) == value
+    }
 
 
 def _environment(
