@@ -281,11 +281,17 @@ def test_fingerprints_name_settings_and_metric(tokenizer):
     plain = single(tokenizer).fingerprint()
     env = single(tokenizer, settings=STYLE, metric=right, metric_weights=[2.0], data_column="level")
     added = env.fingerprint()
-    assert added.keys() - plain.keys() == {"metric right", "setting style", "data_column"}
+    assert added.keys() - plain.keys() == {
+        "metric right",
+        "unmeasured setting style",
+        "data_column",
+    }
     assert {name: added[name] for name in plain} == plain
+    # Without a metric, the rewards measure, and one of them reads the setting.
+    assert "setting style" in single(tokenizer, settings=STYLE).fingerprint()
     other = single(tokenizer, settings={"style": "x"}, metric=right, data_column="level")
     changed = {name for name, value in other.fingerprint().items() if value != added[name]}
-    assert changed == {"metric right", "setting style"}
+    assert changed == {"metric right", "unmeasured setting style"}
 
 
 # ---- conversations

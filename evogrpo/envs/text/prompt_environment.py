@@ -377,7 +377,9 @@ class PromptEnvironment:
             fingerprint[f"{split} questions"] = f"{len(hashes)}, content {short_hash(*hashes)}"
         fingerprint |= self._code
         for name, value in self._settings.items():
-            fingerprint[f"setting {name}"] = short_hash(repr(value))
+            # Tests with other prompts can be compared; `compare` knows these names.
+            kind = "setting" if self._measures(name) else "unmeasured setting"
+            fingerprint[f"{kind} {name}"] = short_hash(repr(value))
         if not self._skip_special_tokens:
             fingerprint["skip_special_tokens"] = "False"
         if self._data_column is not None:
@@ -591,6 +593,10 @@ class PromptEnvironment:
                 f" {{{name}}} into the system_prompt or the template, or add an argument {name} to"
                 " a reward function."
             )
+
+    def _measures(self, name: str) -> bool:
+        """Return True if scores of held-out questions depend on a setting beside the prompt."""
+        return any(function.reads(name, self._present) for function in self._metric)
 
     def set_progress(self, step: int, total_steps: int) -> None:
         """Set the training progress, for reward functions that take the `trainer_state`."""
