@@ -1,6 +1,6 @@
 """Task settings: named values of a member's task, which may evolve beside its hyperparameters."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from pydantic import GetCoreSchemaHandler
@@ -135,7 +135,7 @@ def check_setting(name: object) -> None:
         )
 
 
-def undeclared_setting_error(name: str, settings: Mapping[str, SettingValue]) -> ValueError:
+def undeclared_setting_error(name: str, settings: Collection[str]) -> ValueError:
     """Return the error for a setting `task.NAME` that an environment does not have."""
     similar = close_match(name, settings)
     meant = ""
