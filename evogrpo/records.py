@@ -158,6 +158,9 @@ class Rollout:
             the default.
         kept: State to continue the rows from, if `SamplingBatch.keep` was set and the sampler
             supports it. Opaque.
+
+    Raises:
+        ValueError: If a field is no tensor of this shape and type.
     """
 
     actions: Tensor
@@ -178,6 +181,25 @@ class Rollout:
     def __post_init__(self) -> None:
         if self.action_mask is None:
             object.__setattr__(self, "action_mask", self.present)
+        # Samplers of users return rollouts.
+        if not isinstance(self.actions, Tensor) or self.actions.dim() != 2:
+            raise ValueError("actions of a Rollout must be a tensor [n, t] of token ids.")
+        shape = tuple(self.actions.shape)
+        fields = {
+            "present": (shape, torch.bool),
+            "action_mask": (shape, torch.bool),
+            "log_probs": (shape, torch.float32),
+            "truncated": (shape[:1], torch.bool),
+        }
+        for name, expected in fields.items():
+            value = getattr(self, name)
+            found: object = type(value).__name__
+            if isinstance(value, Tensor):
+                found = tuple(value.shape), value.dtype
+            if found != expected:
+                raise ValueError(
+                    f"{name} of a Rollout must have the shape and type {expected}, got {found}."
+                )
 
 
 @dataclass(frozen=True, kw_only=True)

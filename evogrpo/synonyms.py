@@ -491,7 +491,8 @@ def _is_one_edit(typed: str, name: str) -> bool:
         start += 1
     rest = typed[start:]
     other = name[start:]
-    changed = rest[1:] == other[1:]
+    # Another digit, or another name of one letter, is no typing error.
+    changed = rest[1:] == other[1:] and shorter > 1 and not rest[:1].isdigit()
     added_or_left_out = rest[1:] == other or rest == other[1:]
     swapped = rest[:2] == other[:2][::-1] and rest[2:] == other[2:]
     return changed or added_or_left_out or swapped

@@ -471,6 +471,16 @@ def refuse_unknown(kind: str, names: Iterable[object], valid: Iterable[str]) -> 
             raise unknown_name_error(kind, name, known)
 
 
+def check_call(what: str, function: Callable[..., Any], *arguments: str) -> None:
+    """Raise ValueError unless a user's function can be called with these arguments by position."""
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError as error:
+        raise ValueError(f"{what} ({', '.join(arguments)}): {one_line(error)}.") from error
+    except ValueError:  # a built-in function without a signature
+        pass
+
+
 def without_none(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values that are not None, by name."""
     return {name: value for name, value in values.items() if value is not None}

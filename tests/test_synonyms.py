@@ -97,6 +97,16 @@ def test_dissimilar_names_get_no_suggestion(typed):
         assert "did you mean" not in str(unknown_name_error("argument", typed, names))
 
 
+@pytest.mark.parametrize(
+    ("typed", "names"), [("7", ["0", "1"]), ("v", ["t"]), ("12", ["11", "13"])]
+)
+def test_other_numbers_and_letters_are_no_typing_errors(typed, names):
+    """Names may be values of a column."""
+    answer = str(unknown_name_error("value", typed, names))
+    assert "did you mean" not in answer
+    assert all(name in answer for name in names)
+
+
 @pytest.mark.parametrize("typed", ["sise", "siez", "szie", "siize", "sie", "ize", "size_"])
 def test_typing_errors_get_a_suggestion(typed):
     assert "did you mean 'size'" in str(

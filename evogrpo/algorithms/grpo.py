@@ -147,7 +147,7 @@ class EvolvableAlgorithm(Agent, AgileRLMethods):
             spread: False starts all members with the given hyperparameters.
             founders: Hyperparameters of the first members, as `evogrpo.best_hyperparameters(RUN)`
                 returns them; the others are spread. Values outside their ranges are moved to the
-                nearest bound, with a warning.
+                nearest bound, and those that do not evolve are not used, with a warning.
             options: As for one agent.
 
         Raises:

@@ -177,8 +177,8 @@ class Population(NamesMissing, Sequence[Any]):
         check_groups(env)
         if whole_between("step", step, 0) == self._learned_step:
             warn(
-                f"collect repeats the starts and random numbers of step {step}, from which the"
-                " members have learned. Count step up."
+                f"The members have learned from step {step}, whose starts and random numbers are"
+                " repeated. Count step up in a loop of your own; evogrpo.resume continues a run."
             )
         acting = self.healthy
         if not acting:

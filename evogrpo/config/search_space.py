@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, GetCoreSchemaHandler
+from pydantic import BeforeValidator, Field, GetCoreSchemaHandler
 from pydantic_core import core_schema
 
 from evogrpo.config.hyperparameters import (
@@ -48,6 +48,18 @@ Scale = Literal["linear", "log"]
 """Scale on which steps in a range are measured."""
 
 
+def _of_one_kind(choices: Any) -> Any:
+    """Return choices; raise ValueError if some of a list are texts and others are not."""
+    if isinstance(choices, list | tuple):
+        texts = [isinstance(choice, str) for choice in choices]
+        if any(texts) and not all(texts):
+            raise ValueError(
+                f"must be all numbers or all texts, got {shown(list(choices))}. Put texts such as"
+                " yes and 12 in quotes in YAML."
+            )
+    return choices
+
+
 @settings
 class RLParameter:
     """Values of one hyperparameter: a range (`min` and `max`), a list of numbers or of names.
@@ -74,7 +86,9 @@ class RLParameter:
     min: Number | None = None
     max: Number | None = None
     scale: Scale = "linear"
-    choices: Sequence[Number] | Sequence[Text] | None = None
+    choices: Annotated[Sequence[Number] | Sequence[Text] | None, BeforeValidator(_of_one_kind)] = (
+        None
+    )
     factor: Annotated[float, Field(gt=1, le=FLOAT32_LIMIT), REAL] | None = None
     founders: tuple[Number, Number] | None = None
     proposed: Flag = False

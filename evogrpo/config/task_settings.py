@@ -1,12 +1,12 @@
 """Task settings: named values of a member's task, which may evolve beside its hyperparameters."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from pydantic import GetCoreSchemaHandler
 from pydantic_core import core_schema
 
-from evogrpo.synonyms import unknown_name_error
+from evogrpo.synonyms import close_match, unknown_name_error
 from evogrpo.text import printable, shown
 from evogrpo.validation import FLOAT32_LIMIT, finite_number
 
@@ -133,6 +133,20 @@ def check_setting(name: object) -> None:
             f"The name of a task setting must be printable text of at most {MAX_NAME} characters,"
             f" got {shown(name)}."
         )
+
+
+def undeclared_setting_error(name: str, settings: Collection[str]) -> ValueError:
+    """Return the error for a setting `task.NAME` that an environment does not have."""
+    similar = close_match(name, settings)
+    meant = ""
+    if similar is not None:
+        meant = f" Did you mean task.{similar}?"
+    elif settings:
+        meant = f" It has {', '.join(f'task.{each}' for each in settings)}."
+    return ValueError(
+        f"task.{name} is no setting of this environment.{meant} Give its configured value:"
+        f" settings={{{name!r}: ...}}."
+    )
 
 
 def _checked_value(name: str, value: Any) -> SettingValue:

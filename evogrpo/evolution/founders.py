@@ -149,7 +149,7 @@ def warm_start_founders(
 
     Returns:
         One record per distinct point of the space, in the same order, and a text for every value
-        that was moved.
+        that was moved or is not taken.
     """
     space = space.for_samples_per_step(samples_per_step)
     # Dictionaries without values: each key once, in the order of its first occurrence.
@@ -171,10 +171,17 @@ def warm_start_founders(
                 moved = f"{name} {value} -> {closest}, the closest in its {parameter.extent}"
                 changes[moved] = None
         founders[first.with_values(values)] = None
-    for name, value in first.by_name().items():
-        distinct = {record.get(name) for record in earlier}
-        if len(distinct) > 1 and name not in space:
-            changes[f"{name} stays {value}: it does not evolve in this run"] = None
+    # Name the values that are not taken. Defaults and None are values that nobody chose.
+    defaults = Hyperparameters()
+    for record in earlier:
+        for name, value in record.by_name().items():
+            own = first.get(name)
+            if name in space or value in (own, None, defaults.get(name)):
+                continue
+            if own is None:
+                changes[f"{name} {value} is not used: it does not evolve in this run"] = None
+            else:
+                changes[f"{name} stays {own}: it does not evolve in this run"] = None
     return tuple(founders), tuple(changes)
 
 

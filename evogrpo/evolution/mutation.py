@@ -14,7 +14,7 @@ from evogrpo.config.hyperparameters import Hyperparameters, Value, is_integer
 from evogrpo.config.search_space import HyperparameterConfig, RLParameter
 from evogrpo.evolution.history import NETWORK, History, MemberRecord, changes_between
 from evogrpo.text import reference_to, shown
-from evogrpo.validation import PositiveShare, Share, refuse_unknown, settings
+from evogrpo.validation import PositiveShare, Share, check_call, refuse_unknown, settings
 
 TO_PROPOSE = "<to be proposed>"
 """Text of a setting whose new text is open; the run replaces it by a proposal before it is used."""
@@ -348,6 +348,7 @@ def _checked_perturbation(value: Any) -> Perturbation:
             "must be Mutation(...) or a function of (hyperparameters, space, rng), got"
             f" {shown(value)}."
         )
+    check_call("must be a function of", value, "hyperparameters", "space", "rng")
     perturbation: Perturbation = value
     return perturbation
 

@@ -12,6 +12,7 @@ from evogrpo.config.search_space import HyperparameterConfig, check_group_size
 from evogrpo.evolution.history import Changes, History, MemberRecord, changes_between
 from evogrpo.evolution.mutation import Perturbation, Proposal, perturbation_to_json, proposals
 from evogrpo.randomness import streams
+from evogrpo.text import shown
 from evogrpo.validation import MAX_STEPS, Whole, plain, whole_between
 
 MAX_PROPOSALS = 100
@@ -144,13 +145,26 @@ class Plan:
             steps_per_generation: See the attribute.
 
         Raises:
-            ValueError: If there are mutations or proposals and no generator, a parent's slot is
-                empty, or no slot keeps or gets a member.
+            ValueError: If there are mutations or proposals and no generator, a parent is no slot of
+                the history or its slot is empty, a choice with `mutate` has neither mutation nor
+                hyperparameters, or no slot keeps or gets a member.
         """
         last = history.last
         space = history.space.for_samples_per_step(samples_per_step or last.samples_per_step)
         # 1. Find the parent of each slot, and its index.
         sources = [choice.parent for choice in choices]
+        for slot, choice in enumerate(choices):
+            if choice.parent is not None and choice.parent not in range(history.capacity):
+                raise ValueError(
+                    f"slot {slot}: parent must be None or a slot in [0, {history.capacity - 1}],"
+                    f" got {shown(choice.parent)}."
+                )
+            can_mutate = choice.parent is not None and mutation is not None
+            if choice.mutate and choice.hyperparameters is None and not can_mutate:
+                raise ValueError(
+                    f"slot {slot}: mutate=True requires a parent and a mutation. Pass"
+                    " mutation=Mutation() and rng to Plan.from_choices."
+                )
         parents = [None if source is None else last.member(source) for source in sources]
         indices = [None if parent is None else parent.index for parent in parents]
         # 2. Collect fixed hyperparameters in `values`, those to draw in `draws`, and occupied

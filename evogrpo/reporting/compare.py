@@ -161,6 +161,8 @@ def _of_test(data: Mapping[str, Any]) -> dict[str, Any]:
     entries = {}
     for name in names:
         in_training = name.startswith("reward ") and has_metric
+        # A setting of prompts belongs to the policy, one of rewards alone to training.
+        in_training = in_training or name.startswith("unmeasured setting ")
         if name not in _TRAINING_ONLY and not in_training:
             entries[name.replace("metric ", "reward ", 1)] = data[name]
     return entries

@@ -97,10 +97,13 @@ def setting_effects(summary: RunSummary, names: Sequence[str]) -> tuple[SettingE
     for generation in summary.generations:
         fitness = {member.index: member.fitness for member in generation.members}
         healthy = [value for value in fitness.values() if value is not None]
+        mean = fmean(healthy) if healthy else 0.0
         for index, value in fitness.items():
             if value is not None:
-                # Compared with the others of its generation, as all members improve.
-                relative[index, generation.generation] = value - fmean(healthy)
+                # Compared with the others of its generation, as all members improve. The mean of
+                # equal values may differ from them by rounding, which would look like an effect.
+                equal = math.isclose(value, mean, rel_tol=1e-12)
+                relative[index, generation.generation] = 0.0 if equal else value - mean
     compared = {index for index, _ in relative}
     divisions = {}
     effects = []
@@ -209,6 +212,8 @@ def _compared(best: ValueEffect, others: ValueEffect) -> tuple[ValueEffect | Non
     counts = f"{best.lineages} and {others.lineages} {unit}"
     evidence = f"{score_text(difference, error)} ({counts})"
     # 3. The words.
+    if difference == 0:
+        return None, f"no difference between {best.value} and {others.value} ({counts})"
     if error is None or min(best.lineages, others.lineages) < MIN_LINEAGES:
         return None, f"too few members to tell: {best.value} above {others.value} by {evidence}"
     if difference <= 2 * error:

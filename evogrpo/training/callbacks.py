@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from evogrpo.reporting.records import GenerationReport, Result, StepReport, TestReport
 from evogrpo.synonyms import counterpart
 from evogrpo.text import shown
-from evogrpo.validation import refuse_unknown
+from evogrpo.validation import check_call, refuse_unknown
 
 if TYPE_CHECKING:
     from evogrpo.training.trainer import Trainer
@@ -70,3 +70,5 @@ def check_callbacks(callbacks: object) -> None:
                     f"callbacks: {hook} of {shown(each)} must be a plain function, without async"
                     " and yield. It would never run."
                 )
+            _, *arguments = inspect.signature(getattr(Callback, hook)).parameters
+            check_call(f"callbacks: {hook} of {shown(each)} must take", method, *arguments)

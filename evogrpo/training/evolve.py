@@ -459,7 +459,10 @@ def _proposer(given: Proposer | ProposalFunction | None) -> Proposer | None:
     """Return a proposer; a function gets the default time limit."""
     if given is None or isinstance(given, Proposer):
         return given
-    return Proposer(function=given)
+    try:
+        return Proposer(function=given)
+    except ValueError as error:
+        raise ValueError(f"proposer: {error}") from error
 
 
 _METHODS_OF_ONE_AGENT = (

@@ -252,11 +252,11 @@ def time_rows(task: "Task", trainer: "Trainer") -> dict[str, str]:
     step = None
     try:
         with single_threaded(enabled=task.one_thread):
-            step = _timed_step(task, trainer, one_group, stop)
+            step = _timed_step(task, trainer, one_group, stop, number=0)
             # Larger batches are faster per sample, so this is an upper estimate.
             expected = (step.sampling + step.learning) * whole / one_group
             if whole > one_group and expected <= WHOLE_STEP_SECONDS:
-                step = _timed_step(task, trainer, whole, stop)
+                step = _timed_step(task, trainer, whole, stop, number=1)
     except Interrupted:
         # The time of one group is enough for an estimate.
         if step is None:
@@ -275,16 +275,22 @@ def time_rows(task: "Task", trainer: "Trainer") -> dict[str, str]:
     return _time_rows(task, trainer, step)
 
 
-def _timed_step(task: "Task", trainer: "Trainer", samples: int, stop: Stop) -> TimedStep:
-    """Take one learning step with this many samples of each member, and measure it."""
+def _timed_step(
+    task: "Task", trainer: "Trainer", samples: int, stop: Stop, *, number: int
+) -> TimedStep:
+    """Take a learning step of this number, with so many samples of each member; measure it."""
     population = trainer.population
     starts_per_step = trainer.run_state.starts_per_step
     began = time.monotonic()
     sampled = population.collect(
-        trainer.env, step=0, samples_per_step=samples, starts_per_step=starts_per_step, stop=stop
+        trainer.env,
+        step=number,
+        samples_per_step=samples,
+        starts_per_step=starts_per_step,
+        stop=stop,
     )
     sampled_at = time.monotonic()
-    population.learn(sampled.experience, step=0, stop=stop)
+    population.learn(sampled.experience, step=number, stop=stop)
     return TimedStep(
         samples=samples,
         sampling=sampled_at - began,

@@ -28,7 +28,16 @@ from evogrpo.interruption import Stop
 from evogrpo.reporting.records import Example
 from evogrpo.storage.journal import all_events
 from evogrpo.text import class_name, one_line, shorten, shown
-from evogrpo.validation import PositiveFloat, PositiveInt, Text, Whole, dump, settings, validate
+from evogrpo.validation import (
+    PositiveFloat,
+    PositiveInt,
+    Text,
+    Whole,
+    check_call,
+    dump,
+    settings,
+    validate,
+)
 from evogrpo.warnings import warn
 
 if TYPE_CHECKING:
@@ -55,17 +64,12 @@ POLL_SECONDS = 0.2
 
 def _checked_function(value: Any) -> ProposalFunction:
     """Return a proposal function; raise ValueError for anything else."""
-    form = "(candidate, reflective_dataset, components_to_update)"
+    names = ("candidate", "reflective_dataset", "components_to_update")
     if isinstance(value, type) or not callable(value):
-        raise ValueError(f"must be a function of {form}, got {shown(value)}.")
+        raise ValueError(f"must be a function of ({', '.join(names)}), got {shown(value)}.")
     if inspect.iscoroutinefunction(value):
         raise ValueError("must be a function without async, got a coroutine function.")
-    try:
-        inspect.signature(value).bind({}, {}, [])
-    except TypeError as error:
-        raise ValueError(f"must be a function of {form}: {one_line(error)}.") from error
-    except ValueError:  # a built-in function without a signature
-        pass
+    check_call("must be a function of", value, *names)
     function: ProposalFunction = value
     return function
 

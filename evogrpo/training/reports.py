@@ -228,7 +228,12 @@ def _best_and_worst(
     """
     slots = collected.member_ids.tolist()
     rows = [row for row, owner in enumerate(slots) if owner == slot]
-    pairs = _extremes_of_groups(collected, slot)
+    rewards = collected.scores.rewards
+    # Groups with equal rewards show no difference between good and bad completions.
+    pairs = []
+    for best, worst in _extremes_of_groups(collected, slot):
+        if rewards[worst] < rewards[best]:
+            pairs.append((best, worst))
     chosen = pairs[0] if pairs else tuple(rows[:1])
     examples = []
     for row in chosen:
@@ -238,21 +243,19 @@ def _best_and_worst(
     return examples
 
 
-def _extremes_of_groups(collected: RolloutBatch, slot: int) -> list[tuple[int, ...]]:
-    """Return the rows of the best and the worst completion of each group with signal."""
+def _extremes_of_groups(collected: RolloutBatch, slot: int) -> list[tuple[int, int]]:
+    """Return the rows of the best and the worst completion of each group with rewards."""
     rewards = collected.scores.rewards.tolist()
     slots = collected.member_ids.tolist()
     groups: dict[int, list[int]] = {}
     for row, start in enumerate(collected.start_ids.tolist()):
         if slots[row] == slot and math.isfinite(rewards[row]):
             groups.setdefault(start, []).append(row)
-    pairs: list[tuple[int, ...]] = []
+    pairs = []
     for rows in groups.values():
         best = max(rows, key=lambda row: rewards[row])
         worst = min(rows, key=lambda row: rewards[row])
-        # Groups with equal rewards show no difference between good and bad completions.
-        if rewards[worst] < rewards[best]:
-            pairs.append((best, worst))
+        pairs.append((best, worst))
     return pairs
 
 

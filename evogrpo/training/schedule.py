@@ -9,7 +9,7 @@ from pydantic import Field
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.search_space import MAX_SAMPLES, HyperparameterConfig, check_group_size
 from evogrpo.evolution.founders import warm_start_founders
-from evogrpo.text import count_text, duration_text, pluralize
+from evogrpo.text import count_text, duration_text, pluralize, shown
 from evogrpo.validation import (
     MAX_COUNT,
     MAX_STEPS,
@@ -272,7 +272,9 @@ def warn_without_effect(
     if strategy is not None:
         architectures = population.members.evolves
         if len(agents) == 1:
-            _warn_unused_evolution(strategy, space, architectures=architectures)
+            _warn_unused_evolution(
+                strategy, space, agents[0].hyperparameters, architectures=architectures
+            )
         elif not strategy.mutates:
             _warn_unused_mutation(strategy, space, architectures=architectures)
         _warn_of_space(population, strategy)
@@ -292,7 +294,11 @@ def warn_without_effect(
 
 
 def _warn_unused_evolution(
-    strategy: "Strategy", space: HyperparameterConfig, *, architectures: bool
+    strategy: "Strategy",
+    space: HyperparameterConfig,
+    member: Hyperparameters,
+    *,
+    architectures: bool,
 ) -> None:
     """Warn if a single member has a search space or a strategy: it has no competitor.
 
@@ -314,7 +320,9 @@ def _warn_unused_evolution(
     # 2. Name the settings that only evolution uses.
     unused = []
     if space:
-        unused.append(f"the search space ({', '.join(space)})")
+        # The environment may have another configured value of a setting.
+        values = [f"{name} stays {shown(member.get(name))}" for name in space]
+        unused.append(f"the search space ({', '.join(values)})")
     if architectures:
         unused.append("evolve_network")
     if strategy != built_in.Tournament():  # the default
@@ -357,13 +365,17 @@ def _warn_unused_mutation(
     strategy: "Strategy", space: HyperparameterConfig, *, architectures: bool
 ) -> None:
     """Warn of settings that only mutation changes, for a strategy that does not mutate."""
-    unused = [name for name, parameter in space.items() if parameter.proposed]
+    unused = [
+        f"no text of {name} will be proposed"
+        for name, parameter in space.items()
+        if parameter.proposed
+    ]
     if architectures:
-        unused.append("evolve_network")
+        unused.append("evolve_network has no effect")
     if unused:
         warn(
-            f"No new texts or networks: the strategy {type(strategy).__name__} does not mutate, so"
-            f" {', '.join(unused)} has no effect. Use a strategy that mutates, such as tournament."
+            f"The strategy {type(strategy).__name__} does not mutate, so {' and '.join(unused)}."
+            " Use a strategy that mutates, such as tournament."
         )
 
 

@@ -12,6 +12,7 @@ from evogrpo.config.agent import NETWORK_DEFAULTS, NetworkOptions
 from evogrpo.config.hyperparameters import DEFAULT_TARGET_KL, Hyperparameters
 from evogrpo.config.optimizer import Optimizer
 from evogrpo.config.search_space import HyperparameterConfig
+from evogrpo.config.task_settings import SettingValue, TaskSettings, without_groups
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
 from evogrpo.evolution.fitness import FitnessConfig
 from evogrpo.text import class_name, expand_user, reference_to, shown
@@ -136,9 +137,11 @@ def train(
     # 1. Check the arguments.
     _check_env(env, total_timesteps)
     if callback is not None and not callable(callback):
+        advice = "Stable-Baselines3 callbacks work only with its own models"
+        if isinstance(callback, Callback):
+            advice = "Pass an evogrpo.Callback in the list callbacks"
         raise ValueError(
-            f"callback must be a function of the run, got {class_name(callback)}. Stable-Baselines3"
-            " callbacks work only with its own models."
+            f"callback must be a function of the run, got {class_name(callback)}. {advice}."
         )
     check_callbacks(callbacks)
     warn_of_unused_seed(settings)
@@ -247,10 +250,24 @@ def _configured(
     elif not is_text(space, "auto"):
         space = instance("hp_config", space, HyperparameterConfig, _SPACE_EXAMPLE)
         values["search_space"] = space.to_json()
+        if isinstance(env, GymnasiumGroups):
+            # The first member begins with the values of the environment, as with an id.
+            first = {**_values_of(env, space), **TaskSettings(settings.get("task_settings"))}
+            values = merge_sections(values, {"hyperparameters": {"task_settings": first}})
     if settings.get("fitness") is not None:
         values["fitness"] = plain(FitnessConfig.of(settings["fitness"]))
     strategy = settings.get("strategy")
     return parse_config(values, None if strategy is None else chosen_strategy(strategy))
+
+
+def _values_of(env: GymnasiumGroups, space: HyperparameterConfig) -> dict[str, SettingValue]:
+    """Return the values of an environment for task settings that evolve and can have them."""
+    configured = {"reward_weights": env.components.weights, "task": env.settings}
+    return {
+        name: value
+        for name, value in without_groups(configured).items()
+        if name in space and space[name].closest(value) == value
+    }
 
 
 def _environment(

@@ -694,4 +694,10 @@ class Trainer:
         """Call a hook of all callbacks, on rank 0."""
         if self.population.processes.is_rank_zero:
             for callback in self.callbacks:
-                getattr(callback, hook)(argument)
+                result = getattr(callback, hook)(argument)
+                # Callbacks of Stable-Baselines3 and the function of `train` end a run like this.
+                if result is False:
+                    warn(
+                        f"{hook} of {class_name(callback)} returned False, which does not end the"
+                        " run. Call stop() of the trainer that on_run_start gets."
+                    )

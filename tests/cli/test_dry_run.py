@@ -89,6 +89,16 @@ def test_a_valid_dry_run_trains_and_writes_nothing(run_command, kind):
     assert re.search(r"time +[\d.e-]+ (s|min|h).* per learning step", output)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_dry_run_of_several_groups_warns_of_nothing(run_command, kind):
+    """One group and the whole step are measured: two learning steps of different numbers."""
+    groups = ["schedule.samples_per_step=16", "hyperparameters.group_size=4"]
+    status, output, error = run_command(*KINDS[kind], *groups, "--dry-run")
+    assert (status, error) == (0, "")
+    assert "16 samples each" in output
+    assert "warning" not in output
+
+
 @pytest.mark.parametrize(
     ("changed", "limit"),
     [

@@ -85,3 +85,11 @@ def test_batch_sizes_without_effect_are_found():
         named((), [{"batch_size": 64}], ["batch_size"], samples_per_step=16, rows_are_samples=False)
         == []
     )
+
+
+@pytest.mark.parametrize("choices", [["no", False], [0.5, "x"], ["12", 34]])
+def test_choices_of_two_kinds_have_one_error(choices):
+    rule = r"task\.style: choices must be all numbers or all texts"
+    with pytest.raises(ValueError, match=rule) as found:
+        HyperparameterConfig(task={"style": choices})
+    assert len(str(found.value).splitlines()) == 1

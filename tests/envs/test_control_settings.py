@@ -113,6 +113,38 @@ def test_components_that_compute_in_place_do_not_change_what_policies_see():
     np.testing.assert_array_equal(*seen)
 
 
+class Progress:
+    """Keeps the last position, which is that of another episode if several are played."""
+
+    last = 0.0
+
+    def __call__(self, observation, action, reward, info):
+        before = self.last
+        self.last = float(observation[0])
+        return self.last - before
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (GymnasiumGroups, {"env": Walk}),
+        (GymnasiumGroups, {"env": Walk, "num_envs": 1}),
+        (GymnasiumGroups, {"env": "CartPole-v1"}),
+        (PettingZooGroups, {"env": joint_probes.Favours}),
+    ],
+)
+@pytest.mark.parametrize(
+    "component",
+    [Progress(), lambda observation, action, reward, info: float(np.random.rand())],  # noqa: NPY002
+)
+def test_components_that_do_not_follow_from_their_arguments_are_named(make, options, component):
+    rewards = {"own": component, "fine": lambda observation, action, reward, info: reward}
+    with pytest.warns(UserWarning, match="component own .*follow from its arguments") as warned:
+        env = make(**options, rewards=rewards)
+    assert len(warned) == 1
+    assert not env.recreate_env
+
+
 def test_rows_do_not_depend_on_the_settings_of_other_rows():
     own = [settings_of(task__pull=0.5), settings_of(reward_weights__distance=-1)]
     env = GymnasiumGroups(Walk, **WALK, num_envs=3)
@@ -267,7 +299,8 @@ def test_task_settings_are_checked_before_training():
     env = GymnasiumGroups(Strict, **WALK)
     env.check_settings({"reward_weights.time": (0, 1), "task.pull": (1.0, 2.0)})
     for values, message in (
-        ({"task.push": (1.0,)}, "task.pull"),
+        ({"task.push": (1.0,)}, r"It has task\.pull.* settings={'push': ...}"),
+        ({"task.pul": (1.0,)}, r"task\.pull.* settings={'pul': ...}"),
         ({"reward_weights.tim": (1.0,)}, "reward_weights.time"),
         ({"data_weights.easy": (1.0,)}, "data_weights"),
         ({"task.pull": (1.0, -1.0)}, "must not be negative"),
@@ -280,7 +313,7 @@ def test_task_settings_are_checked_before_training():
     ("name", "meant"), [("task.pul", "task.pull"), ("reward_weights.tim", "reward_weights.time")]
 )
 def test_unknown_settings_of_a_member_are_refused(name, meant):
-    with pytest.raises(ValueError, match=f"'{meant}'"):
+    with pytest.raises(ValueError, match=f"{meant}\\b"):
         GymnasiumGroups(Walk, **WALK).make_batch("train", [0], [TaskSettings({name: 1.0})])
 
 

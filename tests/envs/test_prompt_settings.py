@@ -107,6 +107,11 @@ def test_texts_of_prompts_that_are_probably_not_meant_are_warned_of(tokenizer, p
         single(tokenizer, system_prompt=prompt, settings=None)
 
 
+def test_a_system_prompt_is_one_text(tokenizer):
+    with pytest.raises(ValueError, match="system_prompt must be a text, got \\['a', 'b'\\]"):
+        single(tokenizer, system_prompt=["a", "b"], settings=None)
+
+
 def test_latex_is_no_line_break(tokenizer):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -142,6 +147,16 @@ def test_prompts_that_a_system_prompt_does_not_fit_are_refused(tokenizer, prompt
             reward_funcs=lambda completions: [0.0] * len(completions),
             system_prompt="x",
         )
+
+
+def test_texts_that_exceed_the_maximum_length_are_named(tokenizer):
+    """Rows are left out by the configured text."""
+    env = single(tokenizer, system_prompt="{style}", settings=STYLE, max_prompt_length=40)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        env.check_settings({"task.style": ["Be brief.", "Think."]})
+    with pytest.warns(UserWarning, match=r"task\.style.* max_prompt_length=40"):
+        env.check_settings({"task.style": ["Be brief.", "Think. " * 10]})
 
 
 def test_prompts_with_the_longest_text_are_measured(tokenizer):
@@ -266,11 +281,17 @@ def test_fingerprints_name_settings_and_metric(tokenizer):
     plain = single(tokenizer).fingerprint()
     env = single(tokenizer, settings=STYLE, metric=right, metric_weights=[2.0], data_column="level")
     added = env.fingerprint()
-    assert added.keys() - plain.keys() == {"metric right", "setting style", "data_column"}
+    assert added.keys() - plain.keys() == {
+        "metric right",
+        "unmeasured setting style",
+        "data_column",
+    }
     assert {name: added[name] for name in plain} == plain
+    # Without a metric, the rewards measure, and one of them reads the setting.
+    assert "setting style" in single(tokenizer, settings=STYLE).fingerprint()
     other = single(tokenizer, settings={"style": "x"}, metric=right, data_column="level")
     changed = {name for name, value in other.fingerprint().items() if value != added[name]}
-    assert changed == {"metric right", "setting style"}
+    assert changed == {"metric right", "unmeasured setting style"}
 
 
 # ---- conversations

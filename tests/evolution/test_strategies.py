@@ -437,6 +437,24 @@ def test_invalid_plans_are_refused(fields, message):
         Plan(**{**valid, **fields}).check(history)
 
 
+@pytest.mark.parametrize(
+    ("choice", "given", "message"),
+    [
+        ({"parent": 7}, {}, r"slot 1: parent must be None or a slot in \[0, 3\], got 7"),
+        ({"parent": -1}, {}, "slot 1: parent must be"),
+        ({"parent": "0"}, {}, "slot 1: parent must be"),
+        ({"parent": 1, "mutate": True}, {}, "slot 1: mutate=True requires"),
+        ({"parent": None, "mutate": True}, {"mutation": Mutation()}, "slot 1: mutate=True"),
+    ],
+)
+def test_choices_that_cannot_be_carried_out_are_refused(choice, given, message):
+    history = SimulatedPopulation(4).evaluate()
+    choices = [Choice(parent=slot, reason="kept") for slot in range(4)]
+    choices[1] = Choice(reason="wrong", **choice)
+    with pytest.raises(ValueError, match=message):
+        Plan.from_choices(history, choices, rng=np.random.default_rng(0), **given)
+
+
 def test_contradictory_histories_are_refused():
     population = SimulatedPopulation(3)
     first = population.evaluate()

@@ -31,6 +31,7 @@ from tests.oracles.peft_members import PeftMember
 from tests.rounding import LOG_PROB
 from tests.tiny_batches import lora, sampled_batch, tiny_bank
 from tests.tiny_models import EOS, PAD, VOCABULARY, tiny_model
+from tests.tiny_training import tiny_env, tiny_population
 
 FIELDS = ("actions", "present", "truncated")
 
@@ -302,3 +303,55 @@ def test_reported_rows_survive_out_of_memory(moment, most, monkeypatch):
     assert calls[moment] == half if most == 0.0 else calls[moment] <= half, (
         "half of the rows not reported yet"
     )
+
+
+def first_rows(rollout):
+    fields = {
+        name: getattr(rollout, name)[1:]
+        for name in ("actions", "present", "log_probs", "truncated", "action_mask")
+    }
+    return replace(rollout, **fields)
+
+
+WRONG_ROLLOUTS = {
+    "nothing": (lambda rollout: None, "must return a Rollout, got None"),
+    "fewer rows": (first_rows, "one row for each of 8, got 7"),
+    "lists": (lambda rollout: replace(rollout, actions=rollout.actions.tolist()), "actions"),
+    "numbers as mask": (lambda rollout: replace(rollout, present=rollout.present.int()), "present"),
+    "half precision": (
+        lambda rollout: replace(rollout, log_probs=rollout.log_probs.half()),
+        "log_probs .*float32.*got .*float16",
+    ),
+    "one log-probability": (
+        lambda rollout: replace(rollout, log_probs=rollout.log_probs.sum(1)),
+        "log_probs",
+    ),
+    "tokens of another vocabulary": (
+        lambda rollout: replace(rollout, actions=rollout.actions + VOCABULARY),
+        "tokens of the sampler must be in the vocabulary",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_ROLLOUTS)
+def test_wrong_results_of_a_users_sampler_are_refused(name):
+    change, message = WRONG_ROLLOUTS[name]
+    population = tiny_population(2)
+    bank = population.members.banks["default"]
+
+    class Engine:
+        def sample(self, rows, *, base=False, on_finished=None):
+            return change(bank.sample(rows, base=base))
+
+        def sync(self, slots):
+            pass
+
+    population.sample_with(Engine())
+    with pytest.raises(ValueError, match=message):
+        population.collect(tiny_env(), step=0, samples_per_step=4, starts_per_step=1)
+
+
+@pytest.mark.parametrize("wrong", [lambda rows: None, object()])
+def test_a_sampler_has_two_methods(wrong):
+    with pytest.raises(ValueError, match="methods sample and sync"):
+        tiny_population(1).sample_with(wrong)

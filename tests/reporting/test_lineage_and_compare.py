@@ -148,8 +148,9 @@ METRIC = {"metric score": ASKED["reward score"], "reward score": "weight 9", "re
         (ASKED, {}),
         (ASKED, {"validation questions": "d", "data_column": "level"}),
         (ASKED, METRIC),
+        (ASKED, {"prompts": "q", "unmeasured setting style": "x"}),
     ],
-    ids=["starts", "other sizes", "components", "questions", "other splits", "metric"],
+    ids=["starts", "other sizes", "components", "questions", "other splits", "metric", "prompt"],
 )
 def test_equal_tests_are_compared_in_pairs(tmp_path, data, others):
     found = difference(tmp_path, data, data=data | others)
@@ -189,6 +190,7 @@ def test_different_starts_of_one_task_are_compared_by_means(tmp_path, data, othe
         (ENV, {"data": None}, "fingerprint"),
         (ASKED, {"data": {**ASKED, "reward score": "weight 2, code x"}}, "reward score"),
         (ASKED, {"data": {**ASKED, "metric other": "weight 1, code x"}}, "reward score"),
+        (ASKED, {"data": {**ASKED, "setting bonus": "x"}}, "setting bonus"),
         (ASKED, {"measure": "sampled"}, "measured differently"),
         (
             ASKED,

@@ -133,6 +133,16 @@ def test_thin_evidence_is_no_result(low, high, clear):
     assert ("is better than" in effect.finding) is clear
 
 
+@pytest.mark.parametrize("fitness", [0.1, 0.7, -30.1])
+def test_members_that_are_all_equal_show_no_effect(fitness):
+    """The mean of three or six of these numbers is not quite the number."""
+    first = founders([fitness] * 3, [fitness] * 3)
+    rest = [digits(0, 0, 0, fitness), *(digits(slot, slot, 1, fitness) for slot in (3, 4, 5))]
+    effect = effect_of(first, generation(2, *rest))
+    assert effect.better is None
+    assert effect.finding == "no difference between 0 and 1 (3 and 3 members)"
+
+
 def test_settings_that_always_changed_together_are_named():
     rows = []
     for slot in range(6):

@@ -43,6 +43,32 @@ def test_hooks_are_called_in_order_also_of_a_resumed_run(tmp_path):
     assert again.calls == ["start", "step 2", "step 3", "generation 2", "test", "end True"]
 
 
+def test_a_hook_that_returns_false_is_named():
+    class Ends(Callback):
+        def on_generation(self, report):
+            return False
+
+    with pytest.warns(UserWarning, match="on_generation of Ends returned False"):
+        run = evolve(step_population(2), cart_pole(), callbacks=[Ends()], **QUICK).finish()
+    assert run.result.complete
+
+
+def test_hooks_with_other_arguments_are_refused_before_training():
+    """They would fail when they are called: the last one at the end of the run."""
+
+    class Bare(Callback):
+        def on_run_end(self):
+            pass
+
+    class Two(Callback):
+        def on_step(self, report, trainer):
+            pass
+
+    for wrong, name in ((Bare(), "on_run_end"), (Two(), "on_step")):
+        with pytest.raises(ValueError, match=name):
+            evolve(step_population(2), cart_pole(), callbacks=[wrong], **QUICK)
+
+
 @pytest.mark.parametrize("wrong", [Recorder(), Recorder, [Recorder], [print]])
 def test_what_is_no_list_of_callbacks_is_refused_before_training(tmp_path, wrong):
     with pytest.raises(ValueError, match="callbacks must be"):

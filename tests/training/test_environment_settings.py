@@ -132,3 +132,22 @@ def test_train_takes_functions(tmp_path):
     assert load_config(tmp_path / "run" / "config.yaml").task.rewards == {
         "angle": f"{__name__}:angle"
     }
+
+
+@pytest.mark.parametrize(
+    ("configured", "given", "expected"),
+    [
+        ({}, {}, {"reward_weights.angle": 0.0, "reward_weights.reward": 1, "task.high": 0.05}),
+        (
+            {"settings": {"low": 0.0, "high": 0.5}},  # outside of the search space
+            {"task_settings": {"reward_weights": {"angle": 0.5}}},
+            {"reward_weights.angle": 0.5, "reward_weights.reward": 1, "task.high": 0.105},
+        ),
+    ],
+)
+def test_the_first_member_has_the_values_of_a_given_environment(configured, given, expected):
+    defaults = {"rewards": {"angle": angle}, "reward_weights": {"angle": 0}}
+    settings = {"settings": {"low": 0.0, "high": 0.05}}
+    env = cart_pole(**(defaults | settings | configured))
+    run = train(env, 20, size=2, hp_config=SPACE, **given)
+    assert run.population.lineage[0].hyperparameters.task_settings == pytest.approx(expected)

@@ -272,6 +272,7 @@ def test_callbacks_run_with_the_callers_number_of_threads(monkeypatch):
             {"callback": Wait()},
             "callback must be a function of the run, got Wait",
         ),
+        (("CartPole-v1", 100), {"callback": Callback()}, "in the list callbacks"),
         (
             (tiny_env(), 100),
             {},

@@ -77,6 +77,11 @@ class Sealed:
         return hyperparameters
 
 
+def test_mutations_with_other_arguments_are_refused_first():
+    with pytest.raises(ValueError, match=r"mutation .*\(hyperparameters, space, rng\)"):
+        MutationOnly(mutation=lambda values, space: values)
+
+
 def test_mutations_that_cannot_be_found_again_are_refused_first():
     def local(hyperparameters, space, rng):
         return hyperparameters
@@ -290,6 +295,13 @@ class Relative(Tournament):
     """A tournament with another class name."""
 
 
+class WithoutRandomNumbers(Fixed):
+    """Its plan lacks an argument."""
+
+    def plan(self, history):
+        return super().plan(history, None)
+
+
 LOCAL = type("Local", (Fixed,), {})
 
 
@@ -300,6 +312,7 @@ LOCAL = type("Local", (Fixed,), {})
         ("tournement", "did you mean 'tournament'"),
         ({"z": 2}, "strategy must have a name"),
         (LOCAL(), "strategy .*Local"),
+        (WithoutRandomNumbers(), r"plan must take \(history, rng\)"),
         (Forgetful(), "to_json must return arguments"),
         (Opaque(), "is a set, which JSON cannot hold"),
     ],

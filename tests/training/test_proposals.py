@@ -21,16 +21,16 @@ FIRST = "12+"
 SPACE = HyperparameterConfig(task={"style": {"choices": [FIRST], "proposed": True}})
 
 
-def styled_env():
+def styled_env(**options):
     template = [{"role": "user", "content": "{style}{question}"}]
-    return tiny_env(conversation_template=template, settings={"style": FIRST})
+    return tiny_env(conversation_template=template, settings={"style": FIRST}, **options)
 
 
-def start(run_dir=None, *, proposer, generations=2, **options):
+def start(run_dir=None, *, proposer, generations=2, env=None, **options):
     population = tiny_population(2, hp_config=SPACE, seed=1)
     return evolve(
         population,
-        styled_env(),
+        env or styled_env(),
         strategy=TruncationPBT(quantile=0.5, mutation=Mutation(probability=1.0)),
         generations=generations,
         steps_per_generation=1,
@@ -91,6 +91,21 @@ def test_a_proposer_sees_training_completions_of_the_parent_only():
         assert record["Feedback"].startswith("variety: ")
 
 
+@pytest.mark.filterwarnings("ignore:No learning signal", "ignore:All .* held-out scores")
+def test_a_proposer_sees_completions_where_all_rewards_are_equal():
+    """A prompt that never earns anything needs another one most."""
+
+    def nothing(completion, answer, question):
+        return 0.0
+
+    calls = []
+    start(proposer=numbered(calls), env=styled_env(reward_fn=nothing)).finish()
+    assert calls
+    for _, dataset, _ in calls:
+        assert dataset["style"]
+        assert all(record["Feedback"] == "nothing: 0" for record in dataset["style"])
+
+
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
@@ -117,12 +132,14 @@ def test_functions_that_cannot_be_called_as_proposers_are_refused():
     for function in (lambda candidate: candidate, waits):
         with pytest.raises(ValueError, match="function"):
             Proposer(function=function)
+        with pytest.raises(ValueError, match=r"^proposer: "):
+            start(proposer=function)
 
 
 def test_a_strategy_that_does_not_mutate_never_asks():
     population = tiny_population(2, hp_config=SPACE, seed=1)
     options = {"proposer": numbered([]), "generations": 1, "test_questions": 0}
-    with pytest.warns(UserWarning, match=r"task\.style has no effect"):
+    with pytest.warns(UserWarning, match=r"no text of task\.style will be proposed"):
         evolve(population, styled_env(), strategy="fixed", samples_per_step=8, **options)
 
 

@@ -76,9 +76,9 @@ WIDE = HyperparameterConfig(lr=RLParameter(min=1e-5, max=1e-3))
 @pytest.mark.parametrize(
     ("size", "options", "strategy", "named"),
     [
-        (1, {"hp_config": RATES}, None, ["search space (lr)"]),
+        (1, {"hp_config": RATES}, None, ["search space (lr stays 0.001)"]),
         (1, {}, Narrowing(), ["strategy Narrowing"]),
-        (1, {"hp_config": RATES}, RandomSearch(), ["search space (lr)", "strategy RandomSearch"]),
+        (1, {"hp_config": RATES}, RandomSearch(), ["lr stays 0.001", "strategy RandomSearch"]),
         (1, {"lr": 0.2, "target_kl": 0.03}, None, ["lr=0.2", "target_kl=0.03"]),
         (2, {}, None, ["same hyperparameters"]),
         (2, {"hp_config": WIDE}, None, ["lr evolves from 1e-05 to 0.001 on a linear scale"]),

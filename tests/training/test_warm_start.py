@@ -98,6 +98,29 @@ def test_values_outside_the_space_move_to_the_nearest_with_a_warning(seed):
     assert len(set(founders)) == len(founders)
 
 
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"lr": 2e-3}, ()),  # evolves
+        ({"temperature": 0.7}, ("temperature stays 1.5: it does not evolve in this run",)),
+        ({"task.style": "b"}, ("task.style stays a: it does not evolve in this run",)),
+        (
+            {"reward_weights.right": 0},
+            ("reward_weights.right 0 is not used: it does not evolve in this run",),
+        ),
+        ({"temperature": 1.5, "task.style": "a"}, ()),  # those of the new run
+    ],
+)
+def test_values_that_do_not_evolve_are_named_and_not_taken(values, words):
+    space = HyperparameterConfig(lr=(1e-3, 1e-2))
+    first = replace(FIRST, lr=1e-3, temperature=1.5).with_values({"task.style": "a"})
+    earlier = replace(FIRST, lr=1e-3).with_values(values)
+    founders, changes = warm_start_founders([earlier], first, space, 8)
+    assert changes == words
+    rest = [name for name in first.by_name() if name not in space]
+    assert [founders[0].get(name) for name in rest] == [first.get(name) for name in rest]
+
+
 def test_the_first_founder_has_the_names_of_the_objective():
     space = HyperparameterConfig(
         loss_type=RLParameter(choices=["grpo", "dapo", "cispo"]),

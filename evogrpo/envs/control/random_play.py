@@ -43,6 +43,7 @@ _SHORT_SEEDS = (
 )
 _SHORT_STEPS = 4
 _MASK = "action mask"  # name of a mask among the values
+_COMPONENT = "component "  # names of reward components among the values begin with it
 _USABLE_BOUND = 1e6  # bounds beyond this are treated as no bounds
 
 
@@ -82,14 +83,16 @@ def play_randomly(
         if step is not None:
             seeds = np.array([seed])
             check_finite_rewards(step, seeds, np.array([steps - 1]))
-            # Only to check that the values are finite numbers.
-            if env.components is not None:
-                env.components.terms(step, seeds, np.array([steps - 1]))
-            columns = (
+            columns = [
                 ("reward", step.rewards),
                 ("terminated", step.terminated),
                 ("truncated", step.truncated),
-            )
+            ]
+            if env.components is not None:
+                terms = env.components.terms(step, seeds, np.array([steps - 1]))
+                # The first term is the reward of the environment.
+                for component, column in zip(env.components.components, terms.T[1:], strict=True):
+                    columns.append((f"{_COMPONENT}{component}", column))
             for row, agent in enumerate(step.agents or ("",)):
                 for name, column in columns:
                     values[_name(name, agent)] = column[row]
@@ -178,6 +181,7 @@ def check_determinism(
 
     Takes at most 212 steps, and twice as many if replays differ. The result is the same each time.
     If replays differ, warn with the first difference, and the chosen `recreate_env` or a remedy.
+    Warn also if only reward components differ.
 
     Args:
         name: Name of the environment.
@@ -194,7 +198,7 @@ def check_determinism(
     # 1. Replay with the caller's setting.
     chosen = bool(recreate_env)
     try:
-        difference, noisy, unmasked = _compare_replays(make, mapping, chosen, interleaved)
+        difference, noisy, unmasked, impure = _compare_replays(make, mapping, chosen, interleaved)
     except Exception as error:  # user code may raise any
         raise _failure(name, error) from error
     if unmasked is not None:
@@ -203,12 +207,18 @@ def check_determinism(
             " Return a mask from reset and every step."
         )
     if difference is None:
+        if impure is not None:
+            warn(
+                f"{name}: with equal reset seed and actions, {impure}. A component must follow from"
+                " its arguments alone. It may keep nothing between calls, as episodes are played"
+                " side by side, and draw no random numbers."
+            )
         return chosen, noisy
     # 2. Replay with a new environment per episode, unless that is the setting.
     again: str | None = difference
     noisy_again = noisy
     if not recreate_env:
-        again, noisy_again, _ = _compare_replays(make, mapping, True, interleaved)
+        again, noisy_again, _, _ = _compare_replays(make, mapping, True, interleaved)
     # 3. Warn with a remedy.
     fix = (
         "Let reset(seed=...) seed all of its randomness and discard the previous episode: draw from"
@@ -277,7 +287,7 @@ def _failure(name: str, error: Exception) -> ValueError:
 
 def _compare_replays(
     make: MakeTrialEnv, mapping: PolicyMapping, recreate_env: bool, interleaved: bool
-) -> tuple[str | None, bool, str | None]:
+) -> tuple[str | None, bool, str | None, str | None]:
     """Play episodes of the same seeds and actions several times, and compare them.
 
     Args:
@@ -288,8 +298,8 @@ def _compare_replays(
 
     Returns:
         The first difference between replays, or None; True if replays are equal, but differ once
-        the noise after reset is replaced; and the first time at which an environment with action
-        masks has none, or None.
+        the noise after reset is replaced; the first time at which an environment with action masks
+        has none, or None; and the first difference between reward components, or None.
     """
     with (
         closing(make(recreate_env, False)) as plain,
@@ -320,7 +330,8 @@ def _compare_replays(
             (with_noise,) = run(replaced)
     difference = _first_difference(first, short, again)
     noise = difference is None and _first_difference(first, with_noise) is not None
-    return difference, noise, _first_without_mask(first)
+    impure = _first_difference(first, short, again, of_components=True)
+    return difference, noise, _first_without_mask(first), impure
 
 
 def _replay(
@@ -343,13 +354,18 @@ def _replay(
             return
 
 
-def _first_difference(*replays: Iterable[ReplayStep]) -> str | None:
-    """Describe the first difference between episodes with the same seed; None if there is none."""
+def _first_difference(*replays: Iterable[ReplayStep], of_components: bool = False) -> str | None:
+    """Describe the first difference between episodes with the same seed; None if there is none.
+
+    Either the values of the environment or those of reward components are compared.
+    """
     earlier: dict[tuple[int, int], Values] = {}
     for seed, steps, values in chain(*replays):
         when = _when(steps)
         # The values of the first replay; those of later ones are compared with them.
         for name, value in earlier.setdefault((seed, steps), values).items():
+            if name.startswith(_COMPONENT) != of_components:
+                continue
             again = values.get(name)
             if again is None:
                 return f"{name} {when} was present and then missing"

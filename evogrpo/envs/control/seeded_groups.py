@@ -12,6 +12,7 @@ from evogrpo.config.task_settings import (
     SettingValue,
     TaskSettings,
     configured_values,
+    undeclared_setting_error,
 )
 from evogrpo.envs.control.episodes import Episodes
 from evogrpo.envs.control.policy_mapping import PolicyMapping
@@ -255,6 +256,10 @@ class SeededGroups(NamesMissing, ABC):
 
     def _check_names(self, names: Iterable[str]) -> None:
         """Raise ValueError for task settings that this environment does not have."""
+        for full_name in names:
+            group, _, name = full_name.partition(".")
+            if group == "task" and name not in self.settings:
+                raise undeclared_setting_error(name, self.settings)
         terms = [f"reward_weights.{name}" for name in self.components.weights]
         options = [f"task.{name}" for name in self.settings]
         refuse_unknown(f"task setting of {self.name}", names, [*terms, *options])

@@ -236,6 +236,10 @@ class MultiTurnGym(PromptEnvironment):
     def _check_read(self, name: str, functions: Sequence[Reward]) -> None:
         """Accept every setting: `reply` gets the whole row."""
 
+    def _measures(self, name: str) -> bool:
+        """Return True for every setting: `reply` gets the whole row."""
+        return True
+
     def make_batch(
         self, split: Split, starts: Sequence[int], settings: Sequence[TaskSettings] = ()
     ) -> MultiTurnBatch:

@@ -152,6 +152,11 @@ class PromptEnvironment:
         check_names(self._settings)
         self._system: list[Message] = []
         if system_prompt is not None:
+            if not isinstance(system_prompt, str):
+                raise ValueError(
+                    f"system_prompt must be a text, got {shown(system_prompt)}. For several, write"
+                    ' "{style}" and make style a task setting.'
+                )
             self._system.append(system_message(system_prompt, self._settings))
         self._template = None if template is None else [*self._system, *template]
         self._fields = template_fields(self._template or self._system)
@@ -372,7 +377,9 @@ class PromptEnvironment:
             fingerprint[f"{split} questions"] = f"{len(hashes)}, content {short_hash(*hashes)}"
         fingerprint |= self._code
         for name, value in self._settings.items():
-            fingerprint[f"setting {name}"] = short_hash(repr(value))
+            # Tests with other prompts can be compared; `compare` knows these names.
+            kind = "setting" if self._measures(name) else "unmeasured setting"
+            fingerprint[f"{kind} {name}"] = short_hash(repr(value))
         if not self._skip_special_tokens:
             fingerprint["skip_special_tokens"] = "False"
         if self._data_column is not None:
@@ -550,7 +557,7 @@ class PromptEnvironment:
             first_rows = self._rows("train", [0] * len(possible), values_of_name)
             where = f"The first row with task.{name}"
             prompts = [self._render(row, where) for row in first_rows]
-            ids = tokenize(prompts, self.tokenizer, f"the first row with each task.{name}")
+            ids = tokenize(prompts, self.tokenizer, f"the values of task.{name}")
             lengths = [len(each) for each in ids]
             longest[name] = possible[lengths.index(max(lengths))]
             self._largest = max(self._largest, *map(max, ids))
@@ -561,6 +568,14 @@ class PromptEnvironment:
             settings = [TaskSettings({"task": longest})] * len(starts)
             prompts_of_split = self.make_batch(split, starts, settings).prompts
             self.longest_of_members = max(self.longest_of_members, *map(len, prompts_of_split))
+        limit = self._max_prompt_length
+        if limit is not None and self.longest_of_members > limit:
+            warn(
+                f"With the longest values of {', '.join(f'task.{name}' for name in longest)},"
+                f" prompts have up to {self.longest_of_members} tokens. max_prompt_length={limit}"
+                " leaves out prompts by the configured values only. Shorten the texts, or configure"
+                " the longest one."
+            )
 
     def _check_names(self, names: Iterable[str]) -> None:
         """Raise ValueError for task settings that this environment does not have."""
@@ -578,6 +593,10 @@ class PromptEnvironment:
                 f" {{{name}}} into the system_prompt or the template, or add an argument {name} to"
                 " a reward function."
             )
+
+    def _measures(self, name: str) -> bool:
+        """Return True if scores of held-out questions depend on a setting beside the prompt."""
+        return any(function.reads(name, self._present) for function in self._metric)
 
     def set_progress(self, step: int, total_steps: int) -> None:
         """Set the training progress, for reward functions that take the `trainer_state`."""

@@ -5,7 +5,7 @@ from typing import Any, TypedDict
 
 import numpy as np
 
-from evogrpo.config.task_settings import SettingValue
+from evogrpo.config.task_settings import SettingValue, undeclared_setting_error
 from evogrpo.envs.protocol import shuffled_starts
 from evogrpo.envs.text.datasets import AnyTable
 from evogrpo.envs.text.reward_functions import (
@@ -20,7 +20,6 @@ from evogrpo.envs.text.reward_functions import (
 )
 from evogrpo.envs.text.templates import TEMPLATE_OPTIONS, Options
 from evogrpo.randomness import generator
-from evogrpo.synonyms import close_match
 from evogrpo.text import shown
 from evogrpo.validation import refuse_unknown
 
@@ -122,12 +121,7 @@ def check_full_names(
         elif group == "data_weights":
             check_data_weights({name: (1.0,)}, starts, column)
         elif name not in settings:
-            similar = close_match(name, settings)
-            meant = "" if similar is None else f" Did you mean task.{similar}?"
-            raise ValueError(
-                f"task.{name} is no setting of this environment.{meant} Give its configured"
-                f" value: settings={{{name!r}: ...}}."
-            )
+            raise undeclared_setting_error(name, settings)
 
 
 def starts_by_value(rows: Sequence[Any], column: str) -> dict[str, list[int]]:

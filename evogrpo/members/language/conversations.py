@@ -25,6 +25,7 @@ from evogrpo.records import (
     single_turn_conversations,
     unpadded,
 )
+from evogrpo.text import class_name, shown
 
 
 def rewarded_batch(
@@ -167,7 +168,7 @@ def sample_conversations(
     members = rows.member_ids.tolist()
     # 1. Sample the first turn of all conversations; KV caches are kept for the next one.
     states = [_State() for _ in starts]
-    sampled = sampler.sample(replace(rows, keep=True), base=base).to(device)
+    sampled = _sampled(sampler, replace(rows, keep=True), base=base).to(device)
     active = list(range(len(rows)))
     exact = sampled.exact
     _append(states, active, sampled)
@@ -209,7 +210,7 @@ def sample_conversations(
             kept=sampled.kept,
             kept_rows=kept_rows,
         )
-        sampled = sampler.sample(part, base=base).to(device)
+        sampled = _sampled(sampler, part, base=base).to(device)
         exact = exact and sampled.exact
         _append(states, active, sampled)
 
@@ -218,6 +219,30 @@ def sample_conversations(
         state.conversation(row, starts[row], members[row]) for row, state in enumerate(states)
     )
     return _stack(states, device, exact), conversations
+
+
+def _sampled(
+    sampler: Sampler,
+    rows: SamplingBatch,
+    *,
+    base: bool,
+    on_finished: FinishedCallback | None = None,
+) -> Rollout:
+    """Return the rollout of a sampler.
+
+    Raises:
+        ValueError: If it is no rollout with one row for each of `rows`.
+    """
+    rollout = sampler.sample(rows, base=base, on_finished=on_finished)
+    name = class_name(sampler)
+    if not isinstance(rollout, Rollout):
+        raise ValueError(f"{name}.sample must return a Rollout, got {shown(rollout)}.")
+    if len(rollout.actions) != len(rows):
+        raise ValueError(
+            f"{name}.sample must return one row for each of {len(rows)}, got"
+            f" {len(rollout.actions)}."
+        )
+    return rollout
 
 
 def _sample_single_turns(
@@ -239,7 +264,7 @@ def _sample_single_turns(
         streamed = batch
         on_finished = _stream_groups(batch, rows)
     try:
-        sampled = sampler.sample(rows, base=base, on_finished=on_finished).to(device)
+        sampled = _sampled(sampler, rows, base=base, on_finished=on_finished).to(device)
     except BaseException:
         # Groups that are being scored would otherwise outlive the error.
         if streamed is not None:
@@ -341,7 +366,7 @@ def _stack(states: Sequence[_State], device: torch.device, exact: bool) -> Rollo
     # 2. Write them into padded tensors. Only completions are actions.
     shape = (len(states), width)
     actions = torch.zeros(shape, dtype=torch.long)
-    log_probs = torch.zeros(shape, device=device)
+    log_probs = torch.zeros(shape, dtype=torch.float32, device=device)
     action_mask = torch.zeros(shape, dtype=torch.bool)
     present = torch.zeros(shape, dtype=torch.bool)
     for row, row_turns in enumerate(turns):

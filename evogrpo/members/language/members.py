@@ -235,7 +235,16 @@ class LanguageMembers(BankMembers):
     # ---- in environments
 
     def sample_with(self, sampler: Sampler) -> None:
-        """Generate completions with an external engine. Called on all ranks."""
+        """Generate completions with an external engine. Called on all ranks.
+
+        Raises:
+            ValueError: If the engine lacks a method of `Sampler`.
+        """
+        for name in ("sample", "sync"):
+            if not callable(getattr(sampler, name, None)):
+                raise ValueError(
+                    f"A sampler must have the methods sample and sync, got {shown(sampler)}."
+                )
         if isinstance(sampler, VLLMBase):
             sampler.connect(self.bank)
         self.sampler = sampler
@@ -434,6 +443,9 @@ class LanguageMembers(BankMembers):
             device=self.device,
             base=base,
         )
+        if self.sampler is not self.bank and rollout.actions.numel():
+            extremes = [int(each) for each in rollout.actions.aminmax()]
+            check_token_ids(self.bank.base.model, extremes, "tokens of the sampler")
         return rows, rollout, conversations
 
     def _score(

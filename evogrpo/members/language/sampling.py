@@ -294,7 +294,7 @@ class _Sampler:
         # reported as finished.
         self._actions = torch.full(shape, model.pad_id, dtype=torch.long, device=device)
         self._present = torch.zeros(shape, dtype=torch.bool, device=device)
-        self._log_probs = torch.zeros(shape, device=device)
+        self._log_probs = torch.zeros(shape, dtype=torch.float32, device=device)
         self._reported = torch.zeros(len(rows), dtype=torch.bool, device=device)
         # True for rows that a stop string has ended.
         self._stopped = torch.zeros_like(self._reported)

@@ -278,7 +278,7 @@ class Completions:
         self._on_finished = on_finished
         self._counter = rows.stop.progress("writing", len(rows), "completions")
         self._actions = torch.full((len(rows), rows.max_new_tokens), pad_id)
-        self._log_probs = torch.zeros(len(rows), rows.max_new_tokens)
+        self._log_probs = torch.zeros(len(rows), rows.max_new_tokens, dtype=torch.float32)
         self._lengths = torch.zeros(len(rows), dtype=torch.long)
         self._stopped = torch.zeros(len(rows), dtype=torch.bool)
 

@@ -222,7 +222,8 @@ class PopulationConfig:
             (see `evogrpo.best_hyperparameters`). Only evolving ones are used, clipped to their
             ranges.
         founders: Hyperparameters of the first members; missing ones are those of `hyperparameters`.
-            Filled from `like` when the configuration is read.
+            As with `like`, only evolving ones are used; a warning names the others. Filled from
+            `like` when the configuration is read.
     """
 
     size: Annotated[int, Field(ge=1, le=MAX_MEMBERS), WHOLE] = 1

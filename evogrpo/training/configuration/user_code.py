@@ -18,7 +18,7 @@ from evogrpo.evolution.strategies import BUILT_IN, Strategy, strategy_from_json
 from evogrpo.safe_parsing import dump_json, load_json
 from evogrpo.synonyms import close_match, unknown_name_error
 from evogrpo.text import USER_MODULE_PREFIX, class_name, one_line, reference_to, shown, user_line
-from evogrpo.validation import refuse_unknown
+from evogrpo.validation import check_call, refuse_unknown
 
 if TYPE_CHECKING:
     from evogrpo.algorithms.population import Population
@@ -302,7 +302,7 @@ def chosen_strategy(strategy: Strategy | type[Strategy] | str) -> Strategy:
     return instance
 
 
-def check_strategy(strategy: object) -> None:
+def check_strategy(strategy: Any) -> None:
     """Raise ValueError unless an object is an instance with all methods of `Strategy`."""
     missing = [
         name
@@ -320,6 +320,7 @@ def check_strategy(strategy: object) -> None:
         raise ValueError(
             f"A strategy must be an instance, got the class {strategy.__name__}. Pass an instance."
         )
+    check_call(f"{class_name(strategy)}.plan must take", strategy.plan, "history", "rng")
 
 
 def _is_importable(thing: Callable[..., Any]) -> bool:
