@@ -37,8 +37,8 @@ caches saved for the next turn.
 """
 CPU_ROWS = 128
 CPU_TOKENS = 16_384
-"""On a CPU, a batch grows until it has this many rows and this many tokens. Twice as many are only 6
-to 10 % faster.
+"""On a CPU, a batch grows until it has this many rows and this many tokens. Twice as many are only
+6 to 10 % faster.
 """
 ROWS_OF_LOGITS = 128
 """Maximum rows whose logits exist at once."""
