@@ -19,7 +19,7 @@ from evogrpo.envs.control.single_env import Wrap, env_spec
 from evogrpo.envs.protocol import TEST_SIZE, VALIDATION_SIZE
 from evogrpo.extras import require
 from evogrpo.safe_parsing import load_yaml
-from evogrpo.synonyms import unknown_name_error
+from evogrpo.synonyms import close_match, unknown_name_error
 from evogrpo.text import class_name, one_line, shown, user_line
 from evogrpo.training.configuration.sections import TaskSection
 from evogrpo.training.configuration.user_code import (
@@ -222,7 +222,9 @@ def named_wrapper(section: str | WrapperSection) -> Wrap:
         }
         if name not in known:
             error = unknown_name_error("wrapper of gymnasium.wrappers", name, known)
-            raise ValueError(f'{error}. For any other wrapper, write "module:Class".')
+            if close_match(name, known) is None:
+                error = ValueError(f'{error}. For any other wrapper, write "module:Class".')
+            raise error
         kind = known[name]
     check_wrapper(kind, name, options)
     return partial(kind, **options) if options else kind

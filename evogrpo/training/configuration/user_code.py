@@ -195,8 +195,11 @@ def named_sampler(name: str) -> "Callable[..., Sampler]":
         from evogrpo.members.language.vllm_colocate import ColocatedVLLMSampler
 
         return lambda population, **settings: ColocatedVLLMSampler(**settings)
-    error = unknown_name_error("sampler", name, [*BUILT_IN_SAMPLERS, *plugin_names()])
-    raise ValueError(f'{error}. For your own sampler, write "module:function".')
+    names = [*BUILT_IN_SAMPLERS, *plugin_names()]
+    error = unknown_name_error("sampler", name, names)
+    if close_match(name, names) is None:
+        error = ValueError(f'{error}. For your own sampler, write "module:function".')
+    raise error
 
 
 def make_sampler(values: Mapping[str, Any], population: "Population") -> "Sampler":
