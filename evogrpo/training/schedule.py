@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
@@ -25,6 +25,7 @@ from evogrpo.warnings import warn
 
 if TYPE_CHECKING:
     from evogrpo.algorithms.population import Population
+    from evogrpo.config.task_settings import SettingValue
     from evogrpo.envs.protocol import GroupEnvironment, Split
     from evogrpo.evolution.fitness import FitnessConfig
 
@@ -228,11 +229,20 @@ def early_end(
     return None
 
 
-def warn_of_task(space: HyperparameterConfig, schedule: Schedule, env: "GroupEnvironment") -> None:
-    """Warn if reward weights evolve without a metric, or a held-out split is small.
+def warn_of_task(population: "Population", schedule: Schedule, env: "GroupEnvironment") -> None:
+    """Warn if members do not fit the task, or a held-out split is small.
 
-    Without a metric, fitness is the sum of the rewards.
+    Members do not fit if reward weights evolve without a metric, as fitness is then the sum of the
+    rewards, or if none has the values that the environment was given for settings that evolve.
     """
+    space = population.space
+    unused = _unused_values(population, env)
+    if unused:
+        warn(
+            f"No member begins with the environment's values {shown(unused)}: where a setting"
+            f" evolves, each member has its own. Pass task_settings={shown(unused)} to the"
+            " population, or leave them out."
+        )
     weighted = any(name.startswith("reward_weights.") for name in space.task_settings)
     if weighted and getattr(env, "rewards_are_metric", False):
         warn(
@@ -250,6 +260,31 @@ def warn_of_task(space: HyperparameterConfig, schedule: Schedule, env: "GroupEnv
                 f"{split}_questions={questions} exceeds the {split} split. All {size} questions are"
                 " used."
             )
+
+
+def _unused_values(population: "Population", env: "GroupEnvironment") -> "dict[str, SettingValue]":
+    """Return the environment's values for evolving settings that no member has.
+
+    Settings that the first member was given are left out.
+    """
+    space = population.space
+    defaults = space.first({}, {}).task_settings
+    members = [agent.hyperparameters.task_settings for agent in population.agents]
+    configured: Mapping[str, Any] = getattr(env, "configured_settings", {})
+    unused = {}
+    for name, value in configured.items():
+        possible = name in space and space[name].closest(value) == value
+        present = any(_equal(member.get(name), value) for member in members)
+        if possible and not present and members[0].get(name) == defaults[name]:
+            unused[name] = value
+    return unused
+
+
+def _equal(value: object, other: object) -> bool:
+    """Return True for equal texts, and for numbers that are equal up to rounding."""
+    if isinstance(value, int | float) and isinstance(other, int | float):
+        return math.isclose(value, other)
+    return value == other
 
 
 def warn_without_effect(

@@ -12,7 +12,7 @@ from evogrpo.config.agent import NETWORK_DEFAULTS, NetworkOptions
 from evogrpo.config.hyperparameters import DEFAULT_TARGET_KL, Hyperparameters
 from evogrpo.config.optimizer import Optimizer
 from evogrpo.config.search_space import HyperparameterConfig
-from evogrpo.config.task_settings import SettingValue, TaskSettings, without_groups
+from evogrpo.config.task_settings import SettingValue, TaskSettings
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
 from evogrpo.evolution.fitness import FitnessConfig
 from evogrpo.text import class_name, expand_user, reference_to, shown
@@ -262,10 +262,9 @@ def _configured(
 
 def _values_of(env: GymnasiumGroups, space: HyperparameterConfig) -> dict[str, SettingValue]:
     """Return the values of an environment for task settings that evolve and can have them."""
-    configured = {"reward_weights": env.components.weights, "task": env.settings}
     return {
         name: value
-        for name, value in without_groups(configured).items()
+        for name, value in env.configured_settings.items()
         if name in space and space[name].closest(value) == value
     }
 

@@ -214,7 +214,7 @@ class Trainer:
         if run_state is None:
             with recorded_by(self._record_warning):
                 warn_without_effect(population, schedule, strategy)
-                warn_of_task(population.space, schedule, env)
+                warn_of_task(population, schedule, env)
             population.members.prepare_sampling()  # raises an error before there is a run directory
             # Create the directory and lock it; an error stops all ranks.
             processes.gather_results(

@@ -1,5 +1,6 @@
 """Runs whose members differ in reward weights and in options of reset."""
 
+import re
 import textwrap
 from pathlib import Path
 
@@ -151,3 +152,28 @@ def test_the_first_member_has_the_values_of_a_given_environment(configured, give
     env = cart_pole(**(defaults | settings | configured))
     run = train(env, 20, size=2, hp_config=SPACE, **given)
     assert run.population.lineage[0].hyperparameters.task_settings == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("configured", "members", "named"),
+    [
+        # The default of a weight is 1, that of a range is its middle.
+        ({"reward_weights": {"angle": 0.5}, "settings": {"high": 0.05}}, {}, "angle.*task.high"),
+        ({"reward_weights": {"angle": 0.5}, "settings": {"high": 0.105}}, {}, "angle': 0.5}"),
+        ({"settings": {"high": 0.105}}, {}, None),
+        ({"settings": {"high": 0.5}}, {}, None),  # outside of the search space
+        ({"settings": {"high": 0.05}}, {"task_settings": {"task.high": 0.05}}, None),
+        ({"settings": {"high": 0.05}}, {"task_settings": {"task.high": 0.08}}, None),
+    ],
+)
+def test_values_of_the_environment_that_no_member_has_are_named(
+    configured, members, named, recwarn
+):
+    env = cart_pole(**({"rewards": {"angle": angle}} | configured))
+    population = step_population(2, env, hp_config=SPACE, **members)
+    start_run(population, env, None, generations=1)
+    messages = [str(each.message) for each in recwarn if "No member begins" in str(each.message)]
+    assert len(messages) == (named is not None)
+    if named is not None:
+        assert re.search(named, messages[0])
+        assert messages[0].count("0.05") == 2 * ("high" in named)

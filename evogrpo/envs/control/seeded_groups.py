@@ -13,6 +13,7 @@ from evogrpo.config.task_settings import (
     TaskSettings,
     configured_values,
     undeclared_setting_error,
+    without_groups,
 )
 from evogrpo.envs.control.episodes import Episodes
 from evogrpo.envs.control.policy_mapping import PolicyMapping
@@ -237,6 +238,12 @@ class SeededGroups(NamesMissing, ABC):
     def rewards_are_metric(self) -> bool:
         """True if the training reward is the environment's own, by which members are measured."""
         return self.components.is_default
+
+    @property
+    def configured_settings(self) -> dict[str, SettingValue]:
+        """Values that were given for task settings, by full name, without weights of 1."""
+        weights = {name: weight for name, weight in self.components.weights.items() if weight != 1}
+        return without_groups({"reward_weights": weights, "task": self.settings})
 
     def check_settings(self, values: Mapping[str, Sequence[SettingValue]]) -> None:
         """Check that the environment reads task settings.

@@ -14,6 +14,7 @@ from evogrpo.config.task_settings import (
     SettingValue,
     TaskSettings,
     configured_values,
+    without_groups,
 )
 from evogrpo.envs.fingerprint import canonical, code_hash, short_hash
 from evogrpo.envs.protocol import SPLITS, Split, check_starts, shuffled_starts
@@ -343,6 +344,12 @@ class PromptEnvironment:
         sizes = ", ".join(f"{split} {self.size(split)}" for split in SPLITS)
         names = ", ".join(reward.name for reward in self._rewards)
         return f"{type(self).__name__}({sizes} questions, {names})"
+
+    @property
+    def configured_settings(self) -> dict[str, SettingValue]:
+        """Values that were given for task settings, by full name, without weights of 1."""
+        weights = {reward.name: reward.weight for reward in self._rewards if reward.weight != 1}
+        return without_groups({"reward_weights": weights, "task": self._settings})
 
     def size(self, split: Split) -> int:
         """Return the number of questions of a split: its rows without duplicates."""
