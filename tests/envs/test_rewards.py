@@ -272,6 +272,16 @@ def test_weights_multiply_and_none_is_skipped():
     )
 
 
+def test_a_weight_by_name_is_refused_for_one_of_several_functions_of_this_name():
+    functions = [returning([1.0, 1.0]), returning([2.0, 2.0])]
+    both = {"reward": 2.0, "reward_2": 3.0}
+    assert score_trl(*functions, weights=both).rewards.tolist() == [8.0, 8.0]
+    assert score_trl(*functions, weights={}).rewards.tolist() == [3.0, 3.0]
+    for weights in ({"reward": 2.0}, {"reward_2": 2.0}):
+        with pytest.raises(ValueError, match="each of reward, reward_2"):
+            score_trl(*functions, weights=weights)
+
+
 @pytest.mark.parametrize(
     "value",
     [[True, 0], (1, 0.0), np.array([1, 0]), [torch.tensor(1), np.float32(0)], [np.True_, 0]],

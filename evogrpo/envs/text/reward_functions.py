@@ -563,6 +563,7 @@ def weighted_rewards(
     if not functions:
         raise ValueError(f"{argument} must contain at least one function, got none.")
     named: dict[str, Any] = {}
+    same_name: dict[str, list[str]] = {}
     for function in functions:
         base = _name(function)
         name = base
@@ -570,12 +571,19 @@ def weighted_rewards(
         while name in named:
             name = f"{base}_{next(numbers)}"
         named[name] = function
+        same_name.setdefault(base, []).append(name)
     # 2. Read the weights.
     kind = "metric_weights" if argument == "metric" else "reward_weights"
     factors: Any = [1.0] * len(named) if weights is None else weights
     # Functions that are not named have the factor 1.
     if isinstance(factors, Mapping):
         refuse_unknown(f"function in {kind}", factors, named)
+        for names in same_name.values():
+            if 0 < sum(name in factors for name in names) < len(names):
+                raise ValueError(
+                    f"{kind} must have the weight of each of {', '.join(names)}, which are"
+                    f" functions of one name, got {shown(weights)}."
+                )
         factors = [factors.get(name, 1.0) for name in named]
     factors = plain_list(factors)
     if factors is None or len(factors) != len(named):
