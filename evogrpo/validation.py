@@ -486,8 +486,8 @@ def without_none(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def plain_scalar(value: Any) -> Any:
-    """Return a scalar of numpy or torch as a Python number; other values stay."""
+def plain_value(value: Any) -> Any:
+    """Return values of numpy and torch as Python numbers or lists; other values stay."""
     try:
         return value.tolist() if hasattr(value, "tolist") else value
     except Exception:  # noqa: BLE001 - raised by an object of a user
@@ -500,7 +500,7 @@ def float32_number(value: object) -> float | None:
     None if it is not a finite number of float32.
     """
     try:
-        scalar = plain_scalar(value)
+        scalar = plain_value(value)
         if not isinstance(scalar, numbers.Real):
             return None
         number = float(scalar)

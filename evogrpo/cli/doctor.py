@@ -1,4 +1,4 @@
-"""Commands `doctor` and `tasks`: checks of this machine, and the tasks that are installed."""
+"""Commands `doctor`, `schema`, `tasks`: checks of this machine, and what can be configured."""
 
 import argparse
 import importlib
@@ -149,7 +149,7 @@ def check_memory() -> Iterator[Finding]:
 
 
 def check_model() -> Iterator[Finding]:
-    """Check the demo's base model: packages, wheel, reader and converted copy."""
+    """Check the demo's base model: its packages, its wheel, the GGUF reader, the converted copy."""
     # 1. The packages of language models.
     require("The demo", *_LANGUAGE_PACKAGES)
     from evogrpo.members.language.loading import DEMO_MODEL, DEMO_WHEEL, cache_folder

@@ -61,7 +61,7 @@ def _adamw(what: str, value: Any) -> str:
     """Return the name of an AdamW optimizer; raise ValueError for any other."""
     name = _text(what, value)
     if not name.startswith("adamw"):
-        raise ValueError(f"{what} is not supported, got {shown(name)}: the optimizer is AdamW.")
+        raise ValueError(f"{what} must be a variant of AdamW, got {shown(name)}. Leave it out.")
     return name
 
 

@@ -38,7 +38,7 @@ from evogrpo.training.schedule import LIMITS, Schedule
 from evogrpo.training.task_types import TASK_TYPES
 from evogrpo.training.trackers import check_trackers, tracker_names
 from evogrpo.training.trainer import Trainer
-from evogrpo.validation import lists_options, names_unknown, plain_scalar, whole_between
+from evogrpo.validation import lists_options, names_unknown, plain_value, whole_between
 from evogrpo.warnings import warn
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ class Run(NamesMissing, Iterator[GenerationReport]):
         """
         for _ in self:
             # Comparisons of numpy or torch values give scalars that are not False itself.
-            if callback is not None and plain_scalar(callback(self)) is False:
+            if callback is not None and plain_value(callback(self)) is False:
                 self.stop("stopped by the callback")
         return self
 

@@ -1,8 +1,8 @@
 """Run directory: journal, checkpoints and exports, and loading a run from them.
 
-Written in this order: events of the journal, then a checkpoint that names the length and the hash
-of the journal, then exports. A kill between them loses nothing: the next process goes back to the
-newest checkpoint.
+A run directory is written in this order: events of the journal, then a checkpoint that names the
+length and the hash of the journal, then exports. After a kill between them, the next process
+resumes from the newest checkpoint, and repeats what came later.
 """
 
 import errno

@@ -278,7 +278,7 @@ def test_a_weight_by_name_is_refused_for_one_of_several_functions_of_this_name()
     assert score_trl(*functions, weights=both).rewards.tolist() == [8.0, 8.0]
     assert score_trl(*functions, weights={}).rewards.tolist() == [3.0, 3.0]
     for weights in ({"reward": 2.0}, {"reward_2": 2.0}):
-        with pytest.raises(ValueError, match="each of reward, reward_2"):
+        with pytest.raises(ValueError, match="each of reward, reward_2,"):
             score_trl(*functions, weights=weights)
 
 

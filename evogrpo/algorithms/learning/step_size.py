@@ -262,7 +262,7 @@ class StepSizes:
             stored = bank.running_stats[slot, STEP_SIZE].tolist()
             factor = stored[0] * _scale(target_kl)
             ceiling = stored[1] * _scale(target_kl)
-            if stored[2] != _number(learner.hyperparameters):
+            if stored[2] != _checksum(learner.hyperparameters):
                 ceiling = 0.0
             self._set_factor(slot, factor)
             # 3. Measuring takes two passes over some completions, so later steps are not all
@@ -354,11 +354,11 @@ class StepSizes:
         )
 
     def _store(self, slot: int, control: StepControl) -> None:
-        """Store factor and ceiling for `DEFAULT_TARGET_KL` and the member's hyperparameters."""
+        """Store factor, ceiling (for `DEFAULT_TARGET_KL`) and a checksum of hyperparameters."""
         hyperparameters = self._learners[slot].hyperparameters
         scale = _scale(hyperparameters.target_kl or 0.0)
         factor, ceiling = (value / scale for value in control.result())
-        stored = [factor, ceiling, _number(hyperparameters)]
+        stored = [factor, ceiling, _checksum(hyperparameters)]
         self._bank.running_stats[slot, STEP_SIZE] = torch.tensor(stored, dtype=torch.float64)
 
     def _measured_rows(self, slots: Sequence[int]) -> Batch:
@@ -395,7 +395,7 @@ def _warn_short_step(hyperparameters: Hyperparameters, kl: float, target: float)
     )
 
 
-def _number(hyperparameters: Hyperparameters) -> float:
+def _checksum(hyperparameters: Hyperparameters) -> float:
     """Return a checksum of hyperparameters, above 0."""
     text = json.dumps(hyperparameters.to_json())
     return float(1 + zlib.crc32(text.encode()))

@@ -29,7 +29,7 @@ from evogrpo.envs.text.user_functions import CallFailedError
 from evogrpo.interruption import NEVER, Stop
 from evogrpo.records import Conversation
 from evogrpo.text import class_name, one_line, pluralize, printable, shown
-from evogrpo.validation import finite_number, plain_scalar
+from evogrpo.validation import finite_number, plain_value
 from evogrpo.warnings import warn
 
 _MANY = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
@@ -354,7 +354,7 @@ def _reward_value(value: Any, conversation: Conversation) -> Any:
 
     A list of numbers becomes step rewards at the end of each completion.
     """
-    value = plain_scalar(value)  # of arrays and tensors too
+    value = plain_value(value)  # of arrays and tensors too
     if value is None or isinstance(value, StepRewards):
         return value
     if not isinstance(value, list | tuple):

@@ -439,12 +439,13 @@ class EnvironmentGym(PromptEnvironment):
 
     def _prepare(self, table: AnyTable, where: str) -> ObservedTable:
         """Reset an environment for each row, and return the rows with their observations."""
-        # 1. Check the template, before environments are reset for all rows, and the rows.
+        # 1. Check the template and the rows, before any environment is reset.
         if self._chat_template is None:
             raise ValueError(
                 "The tokenizer has no chat_template, so it does not render tools."
                 f" {_TEMPLATE_WITH_TOOLS}"
             )
+        # Of any environment that has tools.
         some_schemas = next(filter(None, self._schemas.values()), [])
         _check_tool_template(self.tokenizer, self._given_options, some_schemas)
         # Environments may provide the whole prompt.

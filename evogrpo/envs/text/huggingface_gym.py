@@ -178,8 +178,8 @@ class HuggingFaceGym(PromptEnvironment):
             columns = list(_VERL_COLUMNS)
             if conversation_template is not None:
                 raise ValueError(
-                    "conversation_template requires a column question, got prompt. Remove the"
-                    " template."
+                    "conversation_template requires a column question, but the dataset has prompt."
+                    " Remove the template."
                 )
         elif reward_fn is not None:
             # AgileRL's form: a question, rendered by a template of messages.

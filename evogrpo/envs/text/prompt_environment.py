@@ -211,7 +211,7 @@ class PromptEnvironment:
             # Kept for `set_date`, which renders the prompts again.
             self._datasets[split] = table
         # 3. Tokenized, deduplicated splits.
-        self._fix_date(datetime.now().isoformat(timespec="seconds"))
+        self._build_splits(datetime.now().isoformat(timespec="seconds"))
         vocabulary = gymnasium.spaces.Discrete(len(tokenizer))
         self.observation_space = gymnasium.spaces.Sequence(vocabulary)
         end_ids = end_of_turn_ids(tokenizer, self._options)
@@ -319,10 +319,14 @@ class PromptEnvironment:
         """Build the prompts again with another date; see `SupportsDate`."""
         # Templates without a date need no new prompts.
         if self.date not in (None, date):
-            self._fix_date(date)
+            self._build_splits(date)
 
-    def _fix_date(self, date: str) -> None:
-        """Build all splits. The chat template inserts this date instead of the current one."""
+    def _build_splits(self, date: str) -> None:
+        """Build all splits.
+
+        Chat templates that insert the current date insert `date`, so that a resumed run has the
+        same prompts.
+        """
         self._date = date
         self._options = self._given_options
         if inserts_date(self._chat_template):

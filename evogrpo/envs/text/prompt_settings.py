@@ -192,6 +192,6 @@ def check_data_weights(
     smallest = [min(map(float, values.get(value, [1.0]))) for value in starts]
     if not any(smallest):
         raise ValueError(
-            f"data_weights of all values of {column} may be 0 at once. Leave one value out, or give"
-            " it weights above 0."
+            f"The search space lets the data_weights of all values of {column} be 0 at once. Leave"
+            " one value out, or give it weights above 0."
         )

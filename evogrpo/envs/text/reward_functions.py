@@ -24,7 +24,7 @@ from evogrpo.validation import (
     FLOAT32_LIMIT,
     finite_number,
     plain_list,
-    plain_scalar,
+    plain_value,
     refuse_unknown,
     whole_between,
 )
@@ -124,7 +124,7 @@ def _listed(name: str, given: Any) -> list[Any]:
     items = plain_list(given)
     if items is None:
         raise ValueError(f"{name} of StepRewards must be a list, got {shown(given)}.")
-    return [plain_scalar(item) for item in items]
+    return [plain_value(item) for item in items]
 
 
 MAX_REASON = 2000
@@ -581,8 +581,8 @@ def weighted_rewards(
         for names in same_name.values():
             if 0 < sum(name in factors for name in names) < len(names):
                 raise ValueError(
-                    f"{kind} must have the weight of each of {', '.join(names)}, which are"
-                    f" functions of one name, got {shown(weights)}."
+                    f"{kind} must have a weight for each of {', '.join(names)}, functions of one"
+                    f" name that are numbered, got {shown(weights)}."
                 )
         factors = [factors.get(name, 1.0) for name in named]
     factors = plain_list(factors)

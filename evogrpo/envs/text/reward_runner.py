@@ -141,6 +141,7 @@ class _EventLoop:
     def __init__(self, timeout: float | None) -> None:
         self._timeout = timeout
         self._loop: asyncio.AbstractEventLoop | None = None
+        # Escapes what calls print, while any call is unfinished.
         self._prints = contextlib.ExitStack()
         self._started: dict[Outcome, float] = {}  # time of the start of unfinished calls
 

@@ -459,6 +459,7 @@ class FastLlama:
             """Compute the attention of one layer; see `Attend`."""
             # Rows attend to the keys and values that the prompts' attention has computed.
             of_prompts, keys, values = attend_prompts(number, layer, prompt_heads)
+            # Bring the prompts into the order of the rows, unless they are in it.
             if order is not None:
                 keys = keys[:, order]
                 values = values[:, order]

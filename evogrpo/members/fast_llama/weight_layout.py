@@ -164,8 +164,8 @@ def _has_plain_weights(decoder: nn.Module) -> bool:
     kinds = set()
     for weights in decoder.parameters():
         kinds.add((weights.dtype, weights.device))
-        # Sharded weights count as plain, because layers are gathered. Quantised weights have their
-        # own products.
+        # Sharded weights count as plain, because layers are gathered. Quantised weights do not:
+        # their layers multiply with kernels of their own.
         if isinstance(weights, DTensor):
             continue
         if type(weights) is not nn.Parameter or type(weights.data) is not Tensor:

@@ -287,7 +287,7 @@ class LanguageMembers(BankMembers):
         starts: Sequence[int],
         settings: Sequence[TaskSettings] = (),
     ) -> PromptBatch:
-        """Open starts.
+        """Make a batch of these starts.
 
         From then on, completions also end with the tokens that end a turn in the environment, and
         stop strings are decoded by its tokenizer.

@@ -271,8 +271,8 @@ def _check_steps(present: BoolArray, rewards: FloatArray) -> None:
     if beyond.any():
         wrong = taken[beyond][0]
         raise ValueError(
-            "rewards must be finite numbers that float32 holds where action_masks is True, got"
-            f" {wrong}."
+            "rewards must be finite and within the range of float32 wherever action_masks is True,"
+            f" got {wrong}."
         )
     # 3. Each episode has a first step, and no step after one that was not taken.
     empty = ~present.any(2)
