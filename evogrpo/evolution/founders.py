@@ -171,7 +171,7 @@ def warm_start_founders(
                 moved = f"{name} {value} -> {closest}, the closest in its {parameter.extent}"
                 changes[moved] = None
         founders[first.with_values(values)] = None
-    # Name the values that are not taken. Defaults and None are values that nobody chose.
+    # Name the values that are not taken. Defaults and None were not chosen.
     defaults = Hyperparameters()
     for record in earlier:
         for name, value in record.by_name().items():
