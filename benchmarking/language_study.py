@@ -49,7 +49,7 @@ PROMPTS = (
     "Answer in verse. ",
     "412 + 173 = 585\n608 + 254 = 862\n",
 )
-"""What stands before the question; the first is what a user begins with."""
+"""Texts before the question. A user begins with the first."""
 
 # ---- tasks and arms
 

@@ -193,6 +193,10 @@ class RLParameter:
             return min(self.numbers, key=lambda number: abs(number - value))
         return min(max(value, low), high)
 
+    def contains(self, value: float | str) -> bool:
+        """Return True if a value is possible."""
+        return self.closest(value) == value
+
     def to_json(self) -> dict[str, Any]:
         """Return the fields that describe this range or these choices."""
         fields = without_none(plain(self))

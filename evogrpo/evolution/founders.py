@@ -175,13 +175,13 @@ def warm_start_founders(
     defaults = Hyperparameters()
     for record in earlier:
         for name, value in record.by_name().items():
-            own = first.get(name)
-            if name in space or value in (own, None, defaults.get(name)):
+            kept = first.get(name)
+            if name in space or value in (kept, None, defaults.get(name)):
                 continue
-            if own is None:
+            if kept is None:
                 changes[f"{name} {value} is not used: it does not evolve in this run"] = None
             else:
-                changes[f"{name} stays {own}: it does not evolve in this run"] = None
+                changes[f"{name} stays {kept}: it does not evolve in this run"] = None
     return tuple(founders), tuple(changes)
 
 

@@ -447,7 +447,7 @@ def _call_custom(
     for changed, (_, value) in changes_between(parent, child).items():
         if changed not in space:
             raise ValueError(f"{name} may only change {', '.join(space)}, got {changed}={value!r}.")
-        if value is None or space[changed].closest(value) != value:
+        if value is None or not space[changed].contains(value):
             raise ValueError(
                 f"{name}: {changed} must be in its {space[changed].extent}, got {shown(value)}."
                 " Clip it."

@@ -152,19 +152,8 @@ class Plan:
         last = history.last
         space = history.space.for_samples_per_step(samples_per_step or last.samples_per_step)
         # 1. Find the parent of each slot, and its index.
+        _check_choices(history, choices, mutation)
         sources = [choice.parent for choice in choices]
-        for slot, choice in enumerate(choices):
-            if choice.parent is not None and choice.parent not in range(history.capacity):
-                raise ValueError(
-                    f"slot {slot}: parent must be None or a slot in [0, {history.capacity - 1}],"
-                    f" got {shown(choice.parent)}."
-                )
-            can_mutate = choice.parent is not None and mutation is not None
-            if choice.mutate and choice.hyperparameters is None and not can_mutate:
-                raise ValueError(
-                    f"slot {slot}: mutate=True requires a parent and a mutation. Pass"
-                    " mutation=Mutation() and rng to Plan.from_choices."
-                )
         parents = [None if source is None else last.member(source) for source in sources]
         indices = [None if parent is None else parent.index for parent in parents]
         # 2. Collect fixed hyperparameters in `values`, those to draw in `draws`, and occupied
@@ -292,6 +281,24 @@ class Plan:
                 )
             check_group_size(
                 occupant.hyperparameters.group_size, samples, owner=f"member {occupant.index}"
+            )
+
+
+def _check_choices(
+    history: History, choices: Sequence[Choice], mutation: Perturbation | None
+) -> None:
+    """Check that parents are slots, and that choices to mutate can be carried out."""
+    for slot, choice in enumerate(choices):
+        if choice.parent is not None and choice.parent not in range(history.capacity):
+            raise ValueError(
+                f"slot {slot}: parent must be None or a slot in [0, {history.capacity - 1}],"
+                f" got {shown(choice.parent)}."
+            )
+        can_mutate = choice.parent is not None and mutation is not None
+        if choice.mutate and choice.hyperparameters is None and not can_mutate:
+            raise ValueError(
+                f"slot {slot}: mutate=True requires a parent and a mutation. Pass"
+                " mutation=Mutation() and rng to Plan.from_choices."
             )
 
 

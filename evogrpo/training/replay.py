@@ -176,7 +176,7 @@ class HyperparameterSchedule:
         evolving = {}
         for name, parameter in space.items():
             value = first.get(name)
-            if value is None or parameter.closest(value) == value:
+            if value is None or parameter.contains(value):
                 evolving[name] = parameter
         # 2. Replace the settings that evolve a population by those of one agent.
         values |= {

@@ -273,7 +273,7 @@ def _unused_values(population: "Population", env: "GroupEnvironment") -> "dict[s
     configured: Mapping[str, Any] = getattr(env, "configured_settings", {})
     unused = {}
     for name, value in configured.items():
-        possible = name in space and space[name].closest(value) == value
+        possible = name in space and space[name].contains(value)
         present = any(_equal(member.get(name), value) for member in members)
         if possible and not present and members[0].get(name) == defaults[name]:
             unused[name] = value

@@ -265,7 +265,7 @@ def _values_of(env: GymnasiumGroups, space: HyperparameterConfig) -> dict[str, S
     return {
         name: value
         for name, value in env.configured_settings.items()
-        if name in space and space[name].closest(value) == value
+        if name in space and space[name].contains(value)
     }
 
 

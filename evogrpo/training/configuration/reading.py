@@ -158,7 +158,7 @@ def _first_settings(
         # Settings that do not evolve belong to the task, not to members.
         if name not in space or name in settings:
             continue
-        if space[name].closest(value) != value:
+        if not space[name].contains(value):
             raise ValueError(
                 f"task: {name} is {shown(value)}, but it evolves in its {space[name].extent}."
                 " Remove the value, or add it to the search space."
